@@ -1,0 +1,1 @@
+"""What launched this process, read from the environment."""
