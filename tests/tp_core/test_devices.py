@@ -152,7 +152,7 @@ def loads(*utilization: float | None) -> tuple[DeviceLoad, ...]:
 
 def test_idle_devices_are_the_least_busy_ones(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(3)
-    monkeypatch.setattr(_devices, "device_loads", lambda: loads(90, 0, 30))
+    monkeypatch.setattr(_devices, "device_loads", lambda: loads(0.9, 0.0, 0.3))
     assert resolve_devices("idle:2") == cuda(1, 2)
 
 

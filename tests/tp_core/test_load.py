@@ -26,11 +26,11 @@ def chosen(loads: list[DeviceLoad], count: int) -> list[int]:
 
 
 def test_the_one_that_works_less_is_chosen_though_its_memory_is_fuller() -> None:
-    assert chosen([load(0, 80, 2 * GIB), load(1, 0, GIB)], 1) == [1]
+    assert chosen([load(0, 0.8, 2 * GIB), load(1, 0, GIB)], 1) == [1]
 
 
 def test_small_differences_of_utilization_count_for_less_than_memory() -> None:
-    assert chosen([load(0, 1, GIB), load(1, 9, 2 * GIB)], 1) == [1]
+    assert chosen([load(0, 0.01, GIB), load(1, 0.09, 2 * GIB)], 1) == [1]
 
 
 def test_equal_loads_go_by_index() -> None:
@@ -38,11 +38,11 @@ def test_equal_loads_go_by_index() -> None:
 
 
 def test_what_is_unknown_comes_last() -> None:
-    assert chosen([load(0, None), load(1, 100), load(2, 100, None)], 3) == [1, 2, 0]
+    assert chosen([load(0, None), load(1, 1.0), load(2, 1.0, None)], 3) == [1, 2, 0]
 
 
 @given(
-    st.lists(st.tuples(st.none() | st.floats(0, 100), st.none() | st.integers(0, GIB)), max_size=8),
+    st.lists(st.tuples(st.none() | st.floats(0, 1), st.none() | st.integers(0, GIB)), max_size=8),
     st.randoms(),
 )
 def test_the_choice_does_not_depend_on_the_order(values: list[Any], random: Any) -> None:
@@ -65,7 +65,7 @@ def test_the_cpu_tells_its_load() -> None:
     assert cpu.free_bytes is not None
     assert 0 < cpu.free_bytes <= cpu.total_bytes
     assert cpu.utilization is not None
-    assert 0 <= cpu.utilization <= 100
+    assert 0 <= cpu.utilization <= 1
 
 
 def test_a_system_that_tells_nothing_of_its_cpu_is_no_error(
@@ -107,7 +107,7 @@ def failing(error: Exception) -> Callable[[Any], Any]:
 def test_gpus_tell_their_load_through_nvml() -> None:
     assert device_loads() == (
         DeviceLoad(torch.device("cuda:0"), "fake", 8 * GIB, 8 * GIB, 0),
-        DeviceLoad(torch.device("cuda:1"), "fake", 7 * GIB, 8 * GIB, 10),
+        DeviceLoad(torch.device("cuda:1"), "fake", 7 * GIB, 8 * GIB, 0.1),
     )
 
 
@@ -116,9 +116,7 @@ def test_without_nvml_utilization_is_unknown_and_memory_comes_from_the_driver(
 ) -> None:
     two_gpus.utilization = failing(ModuleNotFoundError("nvidia-ml-py"))
     two_gpus.device_memory_used = failing(ModuleNotFoundError("nvidia-ml-py"))
-    assert device_loads()[1] == load(1, None, 3 * GIB).__class__(
-        torch.device("cuda:1"), "fake", 3 * GIB, 8 * GIB, None
-    )
+    assert device_loads()[1] == DeviceLoad(torch.device("cuda:1"), "fake", 3 * GIB, 8 * GIB, None)
 
 
 def test_an_error_of_the_management_library_itself_is_an_unknown_too(
@@ -151,9 +149,9 @@ def test_a_choice_without_nvml_is_refused_and_one_without_need_for_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    require_utilization([load(0, 5)])
+    require_utilization([load(0, 0.05)])
     with pytest.raises(DeviceError, match=r"cuda:1 \(fake\) is cannot be told without NVML; run pip"):
-        require_utilization([load(0, 5), load(1, None)])
+        require_utilization([load(0, 0.05), load(1, None)])
 
 
 def test_a_gpu_whose_driver_tells_no_utilization_is_ranked_by_memory(

@@ -15,7 +15,7 @@ from tp_core.errors import DeviceError
 
 __all__ = ["DeviceLoad", "device_loads", "least_busy", "require_utilization"]
 
-_BUCKET_PERCENT = 10
+_BUCKETS = 10
 """Utilization is a sample of a fraction of a second: smaller differences say nothing."""
 
 
@@ -28,8 +28,8 @@ class DeviceLoad:
         name: What its maker calls it.
         free_bytes: Memory that nobody uses.
         total_bytes: All its memory.
-        utilization: Percent of the last moment in which it worked, 0 to 100; for the CPU, the load
-            average of the last minute over its cores.
+        utilization: The fraction of the last moment in which it worked, 0 to 1; for the CPU, the
+            load average of the last minute over its cores.
     """
 
     device: torch.device
@@ -70,9 +70,9 @@ def least_busy(loads: Sequence[DeviceLoad], count: int) -> tuple[DeviceLoad, ...
         msg = f"asked for the {count} least busy of {len(loads)} devices ({names}); ask for less"
         raise DeviceError(msg)
 
-    def rank(load: DeviceLoad) -> tuple[float, int, int]:
-        percent = load.utilization
-        bucket = float("inf") if percent is None else percent // _BUCKET_PERCENT
+    def rank(load: DeviceLoad) -> tuple[int, int, int]:
+        used = load.utilization
+        bucket = _BUCKETS + 1 if used is None else int(used * _BUCKETS)
         return (bucket, -(load.free_bytes or 0), load.device.index or 0)
 
     return tuple(sorted(loads, key=rank)[:count])
@@ -99,6 +99,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
     module = torch.get_device_module(device)
     properties = module.get_device_properties(device)
     total: int | None = getattr(properties, "total_memory", None)
+    percent = _ask(module, "utilization", device)
     used = _ask(module, "device_memory_used", device)
     if used is not None and total is not None:
         free: int | None = max(0, total - int(used))
@@ -109,7 +110,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
         name=str(getattr(properties, "name", device.type)),
         free_bytes=free,
         total_bytes=total,
-        utilization=_ask(module, "utilization", device),
+        utilization=None if percent is None else percent / 100,
     )
 
 
@@ -143,7 +144,7 @@ def _free_memory(device: torch.device) -> int | None:
 def _cpu_load() -> DeviceLoad:
     total = _pages("SC_PHYS_PAGES")
     cores = os.cpu_count() or 1
-    busy = min(100.0, 100.0 * os.getloadavg()[0] / cores) if hasattr(os, "getloadavg") else None
+    busy = min(1.0, os.getloadavg()[0] / cores) if hasattr(os, "getloadavg") else None
     return DeviceLoad(
         device=torch.device("cpu"),
         name=platform.processor() or platform.machine() or "cpu",
