@@ -70,7 +70,7 @@ def test_a_stopped_job_leaves_nobody(tp, here, gone):
     assert "was not running: stopped" in here("stop", "last").stdout
 
 
-def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, gone):
+def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, here, gone):
     script = tp.script(
         "import signal, subprocess\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
