@@ -20,7 +20,7 @@ def blocks(path):
     """Yield (first line, source, expected output or None) of each Python block."""
     text = path.read_text()
     fences = list(FENCE.finditer(text))
-    for fence, after in zip(fences, [*fences[1:], None], strict=True):
+    for fence, after in zip(fences, [*fences[1:], None], strict=False):
         if fence[1] == "python":
             line = text[: fence.start()].count("\n") + 2
             adjacent = after is not None and not text[fence.end() : after.start()].strip()
