@@ -1,0 +1,18 @@
+"""The models that all tests of replicas share."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def zoo() -> ModuleType:
+    path = Path(__file__).parents[2] / "replica_zoo.py"
+    spec = importlib.util.spec_from_file_location("replica_zoo", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
