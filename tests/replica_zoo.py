@@ -149,10 +149,7 @@ def check_equal_training(
             torch.testing.assert_close(b.to(device), a)
             assert target.shape[0] == b.shape[0]
         for outputs in (expected, found):
-            losses = [
-                loss_of(y, t.to(y.device)).to(device)
-                for y, (_, t) in zip(outputs, parts, strict=True)
-            ]
+            losses = [loss_of(y, t.to(y.device)).to(device) for y, (_, t) in zip(outputs, parts, strict=True)]
             torch.stack(losses).sum().backward()
         gradients = [[p.grad for p in m.parameters()] for m in (reference, model)]
         torch.testing.assert_close(gradients[1], gradients[0])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-
 from tp_core.errors import ModelError
 from tp_core.replicas import Replicas
 
@@ -149,7 +148,7 @@ def test_forward_and_backward_hooks_run_in_each_replica(force_copies):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     forward, backward = [], []
     model[0].register_forward_hook(lambda module, args, output: forward.append(args[0][0, 0].item()))
-    model[0].register_full_backward_hook(lambda module, gi, go: backward.append(len(go)))
+    model[1].register_full_backward_hook(lambda module, gi, go: backward.append(len(go)))
     outputs = two(model, force_copies).run(call, X)
     sum(y.sum() for y in outputs).backward()
     assert sorted(forward) == [1.0, 2.0]
@@ -238,7 +237,7 @@ def test_a_module_compiled_in_place_runs_as_written_on_the_other_replicas(force_
 def test_torchscript_is_shared_on_its_device_and_refused_elsewhere():
     model = torch.jit.script(nn.Linear(3, 2))
     torch.testing.assert_close(two(model, force_copies=False).run(call, X)[1], model(X[1]))
-    with pytest.raises(ModelError, match="TorchScript module .* cannot be replicated on cpu"):
+    with pytest.raises(ModelError, match=r"TorchScript module .* cannot be replicated on cpu"):
         two(model, force_copies=True).run(call, X)
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-
 from tp_core.replicas import Replicas
 
 NAMES = ["mlp", "conv", "lstm", "transformer", "graphs"]

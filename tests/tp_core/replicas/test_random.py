@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
-
 from tp_core.replicas import Replicas
 
 ONES = torch.ones(2, 200)
@@ -18,7 +17,6 @@ def drawn(replicas, draw, seed=0, calls=2):
 @pytest.fixture
 def replicas():
     return Replicas(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), ["cpu"] * 3)
-
 
 
 LSTM = nn.LSTM(4, 6, num_layers=2, dropout=0.5)

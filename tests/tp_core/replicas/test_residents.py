@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-
 from tp_core.errors import ConfigError, DeviceError, ModelError
 from tp_core.replicas import Replicas
 

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 from torch import nn
-
 from tp_core.errors import ModelError
 from tp_core.replicas import Replicas
 

@@ -49,9 +49,7 @@ class OwnBuffers:
         device: The replica's device.
     """
 
-    def __init__(
-        self, pairs: list[tuple[nn.Module, dict[str, Tensor | None]]], device: torch.device
-    ) -> None:
+    def __init__(self, pairs: list[tuple[nn.Module, dict[str, Tensor | None]]], device: torch.device) -> None:
         self._pairs = pairs
         self._device = device
         self._copies: dict[int, _Copy] = {}
@@ -85,7 +83,7 @@ class OwnBuffers:
         """Whether every name still holds the tensor that it held when the slots were read."""
         copies = self._copies
         for module, own in self._pairs:
-            source = module._buffers  # noqa: SLF001 - see Structure
+            source = module._buffers
             if len(source) != len(own):
                 return False
             for name, tensor in source.items():
@@ -102,7 +100,7 @@ class OwnBuffers:
         self._copies = {}
         for module, own in self._pairs:
             own.clear()
-            for name, tensor in module._buffers.items():  # noqa: SLF001 - see Structure
+            for name, tensor in module._buffers.items():
                 if tensor is None:
                     own[name] = None
                     continue

@@ -42,9 +42,7 @@ _MAY_DRAW = _parse(_SOMETIMES)
 _RATE = frozenset({"dropout", "dropout_p"})
 
 
-def draws(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> bool:
+def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Whether the call takes numbers from the default generator of a device."""
     if function in _DRAW:
         return kwargs is None or kwargs.get("generator") is None

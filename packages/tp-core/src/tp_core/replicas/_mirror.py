@@ -19,7 +19,7 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     """
     if tensor.is_inference():
         return (id(object()), -1)
-    return (tensor._version, tensor.data_ptr())  # noqa: SLF001 - documented, though underscored
+    return (tensor._version, tensor.data_ptr())
 
 
 class Mirror:
@@ -46,8 +46,7 @@ class Mirror:
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Say which parameters to copy; copies of those that stay are kept."""
         known = {
-            id(p): (r, seen)
-            for p, r, seen in zip(self.parameters, self.residents, self._seen, strict=True)
+            id(p): (r, seen) for p, r, seen in zip(self.parameters, self.residents, self._seen, strict=True)
         }
         self.parameters = list(parameters)
         pairs = [known.get(id(p)) or (self._empty_like(p), None) for p in parameters]
@@ -81,8 +80,8 @@ class Mirror:
         """Return all versions in a form that is quick to make and to compare."""
         try:
             return (
-                [p._version for p in self.parameters],  # noqa: SLF001 - as in version_of
-                [r._version for r in self.residents],  # noqa: SLF001 - as in version_of
+                [p._version for p in self.parameters],
+                [r._version for r in self.residents],
                 [p.data_ptr() for p in self.parameters],
             )
         except RuntimeError:  # a tensor that was made in inference mode
@@ -134,9 +133,7 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         total: list[Tensor | None] = [None] * ctx.width
         for start in range(0, len(gradients), ctx.width):
-            given = [
-                (i, g) for i, g in enumerate(gradients[start : start + ctx.width]) if g is not None
-            ]
+            given = [(i, g) for i, g in enumerate(gradients[start : start + ctx.width]) if g is not None]
             _add(total, [i for i, _ in given], move_coalesced([g for _, g in given], ctx.home))
         return (None, *total)
 
@@ -156,5 +153,5 @@ def _add(total: list[Tensor | None], positions: list[int], gradients: list[Tenso
             total[i] = held + gradient
     if dense:
         # Not in place: a gradient may belong to somebody else, and double backward records this.
-        for i, added in zip(dense, torch._foreach_add(old, new), strict=True):  # noqa: SLF001
+        for i, added in zip(dense, torch._foreach_add(old, new), strict=True):
             total[i] = added

@@ -25,9 +25,7 @@ class Residents:
         force_copies: Give every replica parameters of its own.
     """
 
-    def __init__(
-        self, module: nn.Module, devices: tuple[torch.device, ...], *, force_copies: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], *, force_copies: bool) -> None:
         self._module = module
         self._devices = devices
         home = devices[0]
@@ -106,9 +104,7 @@ class Residents:
         keys = [k for k in dict.fromkeys(self._keys[1:count]) if k is not None]
         parameters = list(structure.root.parameters())
         known = self._parameters
-        if len(known) != len(parameters) or any(
-            a is not b for a, b in zip(known, parameters, strict=True)
-        ):
+        if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
             structure.check()
             self._parameters, self._handed_for = parameters, None
             for mirror in self._mirrors.values():
@@ -137,9 +133,7 @@ class Residents:
             mirrors = [self._mirrors[k] for k in keys]
             rows = hand_out(self._parameters, mirrors) if grad else [m.residents for m in mirrors]
             ids = [id(p) for p in self._parameters]
-            self._handed = {
-                k: dict(zip(ids, row, strict=True)) for k, row in zip(keys, rows, strict=True)
-            }
+            self._handed = {k: dict(zip(ids, row, strict=True)) for k, row in zip(keys, rows, strict=True)}
             self._handed_for = wanted
         for number in range(1, count):
             if self._keys[number] is not None:

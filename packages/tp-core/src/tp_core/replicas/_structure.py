@@ -24,7 +24,7 @@ class _Seen:
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Seen":
-        children = {} if is_scripted(module) else dict(module._modules)  # noqa: SLF001 - see below
+        children = {} if is_scripted(module) else dict(module._modules)
         return cls(module, type(module), children, len(module.__dict__))
 
 
@@ -73,7 +73,7 @@ class Structure:
             if type(module) is not entry.cls or len(module.__dict__) != entry.attributes:
                 return False
             # Modules compare by identity, so this is fast and cannot call user code.
-            if not is_scripted(module) and module._modules != entry.children:  # noqa: SLF001
+            if not is_scripted(module) and module._modules != entry.children:
                 return False
         return True
 
@@ -85,10 +85,7 @@ def is_scripted(module: nn.Module) -> bool:
 
 def _check(name: str, tensor: Any, home: torch.device) -> None:
     if is_lazy(tensor):
-        msg = (
-            f"parameter {name!r} has no shape yet: run one forward of the lazy module before it is "
-            "wrapped"
-        )
+        msg = f"parameter {name!r} has no shape yet: run one forward of the lazy module before it is wrapped"
         raise ModelError(msg)
     if is_sharded(tensor):
         msg = (

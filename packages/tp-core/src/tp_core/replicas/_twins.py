@@ -73,13 +73,11 @@ class Twins:
         """Whether each parameter of the real modules is the one that was given for that name."""
         for module, _, own in self._own:
             mine = own["_parameters"]
-            real = module._parameters  # noqa: SLF001 - see Structure
+            real = module._parameters
             if len(mine) != len(real):
                 return False
             for name, parameter in real.items():
-                if mine.get(name, self) is not (
-                    None if parameter is None else handed.get(id(parameter))
-                ):
+                if mine.get(name, self) is not (None if parameter is None else handed.get(id(parameter))):
                     return False
         return True
 
@@ -88,7 +86,7 @@ class Twins:
         for module, _, own in self._own:
             mine = own["_parameters"]
             mine.clear()
-            for name, parameter in module._parameters.items():  # noqa: SLF001 - see Structure
+            for name, parameter in module._parameters.items():
                 mine[name] = None if parameter is None else handed[id(parameter)]
             if isinstance(module, nn.RNNBase):
                 _give_flat_weights(module, own)
@@ -104,7 +102,7 @@ class Twins:
                 twin.flatten_parameters()
 
     def _fill(self, module: nn.Module, own: dict[str, Any]) -> None:
-        for name, child in module._modules.items():  # noqa: SLF001 - see Structure
+        for name, child in module._modules.items():
             own["_modules"][name] = None if child is None else self._twin_of[id(child)]
         for name, value in module.__dict__.items():
             # An instance attribute that leads to a real module must lead to its twin.
@@ -117,7 +115,7 @@ class Twins:
 def _give_flat_weights(module: nn.RNNBase, own: dict[str, Any]) -> None:
     """Let a recurrent layer find its weights at once, or it gathers them anew on each forward."""
     mine = own["_parameters"]
-    names = module._flat_weights_names  # noqa: SLF001 - the layer offers no other way
+    names = module._flat_weights_names
     if all(name in mine for name in names):
         weights = [mine[name] for name in names]
         own["_flat_weights"] = weights
