@@ -3,11 +3,11 @@
 from tp_core import errors, plugins
 from tp_core._backend import Backend, NoOptions
 from tp_core._collate import CollateAdapter, Parts
-from tp_core._devices import available_devices, device_of_rank, resolve_devices
+from tp_core._devices import DeviceSpec, as_device, available_devices, device_of_rank, resolve_devices
 from tp_core._engine import Engine, Pool
 from tp_core._environment import LaunchEnvironment
 from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, is_sharded
-from tp_core._load import DeviceLoad, device_loads
+from tp_core._load import DeviceLoad, device_loads, least_busy
 from tp_core._loader import PreparedLoader, Share, count_samples, seeded, split_evenly
 from tp_core._select import KNOWN_BACKENDS, Candidate, Selection, select
 from tp_core._session import ReduceOp, Session, StepOutput
@@ -23,6 +23,7 @@ __all__ = [
     "Candidate",
     "CollateAdapter",
     "DeviceLoad",
+    "DeviceSpec",
     "Engine",
     "Job",
     "LaunchEnvironment",
@@ -38,12 +39,14 @@ __all__ = [
     "Share",
     "StepOutput",
     "Verdict",
+    "as_device",
     "available_devices",
     "count_samples",
     "device_loads",
     "device_of_rank",
     "errors",
     "is_sharded",
+    "least_busy",
     "plugins",
     "recursive_pin",
     "recursive_to",

@@ -39,6 +39,7 @@ class Herald:
         self._store: Any = None
         self._lock = threading.Lock()  # one conversation with the store at a time
         self._news: dict[str, Any] | None = None
+        self._tried = threading.Event()  # the store is there, or never will be
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -61,6 +62,7 @@ class Herald:
         """
         if self._thread is None:
             return None
+        self._tried.wait(_CONNECT_S)  # a rank may have failed in its first moments
         deadline = time.monotonic() + (0.0 if sure else _HEARSAY_S)
         while not self._listen() and self._store is not None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -76,7 +78,7 @@ class Herald:
         """Stop listening."""
         self._ending.set()
         if self._thread is not None:
-            self._thread.join(timeout=_CONNECT_S)
+            self._thread.join(timeout=2 * _POLL_S)  # it may still be connecting
 
     def news(self) -> dict[str, Any] | None:
         """What another host has told, if one has."""
@@ -95,6 +97,7 @@ class Herald:
                 multi_tenant=True,
                 timeout=timedelta(seconds=_CONNECT_S),
             )
+        self._tried.set()
         while self._store is not None and not self._ending.wait(_POLL_S):
             if self._listen():
                 self._on_news()
