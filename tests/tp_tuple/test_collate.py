@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,8 +14,12 @@ from tp_core import Parts
 from tp_core.errors import ConfigError
 from tp_tuple import Speeds, TupleParallel, cat, default_collate, restore_order, tp_collate
 
-keep = tp_collate(2)(lambda items: {"items": items})
-weights = st.none() | st.lists(st.floats(0.1, 10), min_size=6, max_size=6)
+
+class Item(NamedTuple):
+    a: int
+    b: int
+
+
 costs = st.lists(st.floats(0, 100), min_size=1, max_size=30)
 
 
@@ -58,7 +62,7 @@ def test_cost_balanced_parts_keep_the_bound_and_the_order_comes_back(costs, part
     assert restore_order(flat, found.order) == costs
     assert torch.equal(restore_order(torch.tensor(flat), found.order), torch.tensor(costs))
     # Graham: the dearest item, or the mean, bounds the best; LPT is within 4/3 of the best.
-    best = max(sum(costs) / len(found), max(costs))
+    best = max(sum(costs) / len(found), *costs)
     assert len(found) == min(parts, len(costs))
     assert max(map(sum, found)) <= sum(costs) / len(found) + max(costs) + 1e-9
     if len(costs) <= len(found):
@@ -92,7 +96,6 @@ def test_several_values_are_a_tuple_of_parts_for_each():
 
 
 def test_dicts_and_named_tuples_keep_their_names():
-    Item = namedtuple("Item", ["a", "b"])
     batch = default_collate(2)([{"x": 1.0, "y": 2}] * 3)
     assert [p.tolist() for p in batch["x"]] == [[1.0, 1.0], [1.0]]
     named = default_collate(2)([Item(1, 2)] * 3)
@@ -107,7 +110,7 @@ def test_ragged_lists_and_objects_are_not_coerced():
 
 
 def test_unequal_batches_are_refused_and_not_truncated():
-    ragged = tp_collate(2)(lambda items: tuple(items))
+    ragged = tp_collate(2)(tuple)
     with pytest.raises(ConfigError, match=r"same number of values, got \[2, 1\]"):
         ragged([1, 2, 3])
     uneven = tp_collate(2)(lambda items: {str(len(items)): 1})
@@ -211,7 +214,7 @@ def test_a_step_with_fewer_parts_is_not_measured():
 
 
 def test_parts_survive_a_loader_with_workers_and_a_pickle():
-    parts = default_collate(2, cost=lambda x: float(x))([3.0, 1.0, 2.0, 4.0])
+    parts = default_collate(2, cost=float)([3.0, 1.0, 2.0, 4.0])
     again = pickle.loads(pickle.dumps(parts))
     assert (again.counts, again.order) == (parts.counts, parts.order)
     measured = default_collate(2, weights="auto")([1.0, 2.0])

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections import namedtuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,11 @@ from tp_core.errors import ConfigError, DeviceError, TransferError
 from tp_tuple import TupleParallel, cat, recursive_cuda
 
 X = (torch.ones(2, 3), torch.full((1, 3), 2.0))
-Pair = namedtuple("Pair", ["y", "z"])
+
+
+class Pair(NamedTuple):
+    y: Any
+    z: Any
 
 
 class Several(nn.Module):
@@ -53,7 +57,7 @@ def test_a_dict_is_one_output_per_device():
 
 def test_unequal_numbers_of_outputs_are_refused():
     with pytest.raises(ConfigError, match=r"same number of values, got \[2, 1\]"):
-        wrap(Several(lambda x: tuple(x)))(X)
+        wrap(Several(tuple))(X)
 
 
 def test_fewer_parts_than_devices_use_the_first():
