@@ -11,8 +11,8 @@ class NetworkA(nn.Module):
         super().__init__()
         self.model = nn.Linear(5, 2)
 
-    def forward(self, input):
-        return self.model(input)
+    def forward(self, x):
+        return self.model(x)
 
 
 class NetworkB(nn.Module):
@@ -20,13 +20,13 @@ class NetworkB(nn.Module):
         super().__init__()
         self.model = nn.Linear(2, 1)
 
-    def forward(self, input):
-        return self.model(input)
+    def forward(self, x):
+        return self.model(x)
 
 
 class ComplexNetworkA(NetworkA):
-    def forward(self, input):
-        output = self.model(input)
+    def forward(self, x):
+        output = self.model(x)
         return {"outputs": {"out1": output, "out2": output}, "second_output": output}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,11 @@ def zoo() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_per_operation():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # replicas times threads must not exceed the cores
+    yield
+    torch.set_num_threads(before)
