@@ -64,6 +64,8 @@ def arguments_of_parts(
     for name, arg in kwargs.items():
         count = _count(f"argument {name!r}", arg, count, most)
     if not kwargs:
+        if count == 1:  # one device must cost next to nothing
+            return [(tuple([a[0] for a in args]), {})]
         return [(a, {}) for a in zip(*args, strict=True)]
     return [(tuple([a[i] for a in args]), {name: a[i] for name, a in kwargs.items()}) for i in range(count)]
 

@@ -104,7 +104,7 @@ class TupleParallel(nn.DataParallel[nn.Module]):
             parts: list[Any] = [((), {})]
         else:
             parts = arguments_of_parts(args, kwargs, most=len(replicas))
-        speeds = self.speeds or _speeds_of(args, kwargs)
+        speeds = _speeds_of(args, kwargs) if self.speeds is None else self.speeds
         call = _call
         if self.transfer_input:
             devices = replicas.devices
@@ -117,7 +117,8 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         if self.transfer_output:
             target: Any = self.output_device
             outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
-        result = per_value(outputs, tuple, mappings=False)
+        first = outputs[0]  # the usual case needs no look at all of them
+        result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
             return result
         return cat(result, dim=self.dim) if self.reduction is cat else self.reduction(result)
@@ -190,16 +191,21 @@ def _call(replica: nn.Module, part: Any) -> Any:
 
 def _move_and_call(replica: nn.Module, part: Any) -> Any:
     args, kwargs, device = part
+    moved = [_moved(a, device) for a in args]
+    if not kwargs:
+        return replica(*moved)
+    return replica(*moved, **{name: _moved(a, device) for name, a in kwargs.items()})
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if type(value) is Tensor and value.device == device:  # most of all calls, and most of the cost
+        return value
     # A copy to the CPU that is not waited for would be read before it is there.
-    moved = recursive_to((args, kwargs) if kwargs else args, device, non_blocking=device.type != "cpu")
-    if kwargs:
-        args, kwargs = moved
-        return replica(*args, **kwargs)
-    return replica(*moved)
+    return recursive_to(value, device, non_blocking=device.type != "cpu")
 
 
 def _speeds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Speeds | None:
-    for arg in (*args, *kwargs.values()):
+    for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, MeasuredParts):
             return arg.speeds
     return None
