@@ -1,0 +1,41 @@
+"""How the calls of the replicas ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Outcome", "raise_first"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one replica's call ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
+    """Raise the error of the first part that has one, if any has.
+
+    An interrupt comes before errors of the ordinary kind. The type stays what it was, so that
+    callers catch what the module raises; a note tells where it happened, and what else failed.
+    """
+    failed = [i for i, o in enumerate(outcomes) if o.error is not None]
+    if not failed:
+        return
+    failed.sort(key=lambda i: isinstance(outcomes[i].error, Exception))
+    first, *others = failed
+    error = outcomes[first].error
+    notes = [f"in part {first} of {len(outcomes)}, on device {devices[first]}"]
+    notes += [f"part {i} on device {devices[i]} failed too: {outcomes[i].error!r}" for i in others]
+    for outcome in outcomes:
+        outcome.error = None  # its traceback leads back here: a cycle would keep the parts alive
+    try:
+        if error is not None:
+            error.add_note("; ".join(notes))
+            raise error
+    finally:
+        error = None

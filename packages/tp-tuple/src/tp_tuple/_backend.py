@@ -1,0 +1,66 @@
+"""The backend that runs the user's step on every device of one process at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tp_core import Backend, Job, Verdict
+from tp_core.errors import ConfigError
+
+from tp_tuple._collate import Weights
+from tp_tuple._session import TupleSession
+
+__all__ = ["TupleBackend", "TupleOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class TupleOptions:
+    """The options of the backend ``tuple``.
+
+    Attributes:
+        weights: The share of each device; see `tp_collate`.
+        cost: The cost of an item; see `tp_collate`.
+        adapter: The name of the collate adapter to use; "auto" takes the one that fits the samples
+            best.
+        force_copies: Give every replica parameters of its own, also on one device: for tests.
+    """
+
+    weights: Weights = None
+    cost: Callable[[Any], float] | None = None
+    adapter: str = "auto"
+    force_copies: bool = False
+
+
+class TupleBackend(Backend):
+    """Runs on several devices in one process: the step on each, the loss where the activations are."""
+
+    name: ClassVar[str] = "tuple"
+    options_type: ClassVar[type] = TupleOptions
+
+    def assess(self, job: Job) -> Verdict:
+        """Fit one process with several devices."""
+        processes, count = job.environment.world_size, len(job.devices)
+        if processes > 1:
+            return Verdict.unfit(
+                f"launched as {processes} processes, and this is for several devices in one",
+                remedy="start the script without a launcher",
+            )
+        if count == 1:
+            return Verdict.unfit(f"one device, {job.devices[0]}: nothing to run side by side")
+        traits = job.traits
+        if traits is not None and traits.has_sharded_parameters:
+            return Verdict.unfit("the model has sharded parameters, and replicas need whole ones")
+        names = ", ".join(map(str, job.devices))
+        return Verdict.fits(60, f"{count} devices in one process ({names}), the step runs on each")
+
+    def open(self, job: Job) -> TupleSession:
+        """Open a session.
+
+        Raises:
+            ConfigError: An option is wrong.
+        """
+        options: TupleOptions = self.parse_options(job)
+        if options.cost is not None and not callable(options.cost):
+            msg = f"the option cost must be a function of an item, got {options.cost!r}"
+            raise ConfigError(msg)
+        return TupleSession(job, options)

@@ -1,0 +1,245 @@
+"""Collate functions that return a batch for each device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate as torch_default_collate
+from tp_core import Parts, resolve_devices
+from tp_core.errors import ConfigError
+
+from tp_tuple._memory import free_memory
+from tp_tuple._speeds import Speeds
+from tp_tuple._split import balanced_rows, check_weights, consecutive_rows
+from tp_tuple._transpose import per_value
+
+__all__ = [
+    "MeasuredParts",
+    "Splitter",
+    "Weights",
+    "default_collate",
+    "resolve_weights",
+    "restore_order",
+    "tp_collate",
+]
+
+T = TypeVar("T")
+Weights = Sequence[float] | Literal["memory", "auto"] | Speeds | None
+Select = Callable[[Any, Sequence[int]], Any]
+
+
+class MeasuredParts(Parts):
+    """Parts whose sizes follow measured speeds, and where whoever runs them notes new ones."""
+
+    speeds: Speeds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (tuple(self), self.counts, self.order, self.speeds)
+
+
+def _rebuild(
+    parts: tuple[Any, ...], counts: tuple[int, ...], order: tuple[int, ...] | None, speeds: Speeds
+) -> MeasuredParts:
+    made = MeasuredParts(parts, counts=counts, order=order)
+    made.speeds = speeds
+    return made
+
+
+class Splitter:
+    """Splits lists of items into one list for each device.
+
+    Args:
+        parts: How many parts to make at most.
+        weights: The share of each part; see `tp_collate`.
+        cost: The cost of an item; see `tp_collate`.
+        select: Takes rows out of a container of items; see `tp_collate`.
+
+    Attributes:
+        speeds: Where speeds are measured, with ``weights="auto"``; else ``None``.
+    """
+
+    def __init__(
+        self,
+        parts: int,
+        *,
+        weights: Sequence[float] | Speeds | None,
+        cost: Callable[[Any], float] | None,
+        select: Select | None,
+    ) -> None:
+        self.speeds = weights if isinstance(weights, Speeds) else None
+        self._parts = parts
+        fixed = None if self.speeds is not None else weights
+        self._weights = None if fixed is None else check_weights(fixed, parts)
+        self._cost = cost
+        self._select = select
+
+    def split(self, items: Any) -> tuple[list[Any], list[int], list[int] | None]:
+        """Return the lists, their lengths, and the order of the items unless it is kept.
+
+        Raises:
+            ConfigError: There are no items, or a cost is no number.
+        """
+        length = len(items)
+        if length == 0:
+            msg = "cannot split a batch of no items; let the sampler leave such batches out"
+            raise ConfigError(msg)
+        weights = self._weights if self.speeds is None else self.speeds.weights()
+        if self._cost is None:
+            pieces: Sequence[Sequence[int]] = consecutive_rows(length, self._parts, weights)
+            order = None
+        else:
+            pieces = balanced_rows([float(self._cost(x)) for x in items], self._parts, weights)
+            order = [row for piece in pieces for row in piece]
+        return [self._take(items, rows) for rows in pieces], [len(r) for r in pieces], order
+
+    def _take(self, items: Any, rows: Sequence[int]) -> Any:
+        if self._select is not None:
+            return self._select(items, rows)
+        if isinstance(rows, range) and isinstance(items, list):
+            return items[rows.start : rows.stop]
+        return [items[row] for row in rows]
+
+    def label(self, values: Sequence[Any], counts: list[int], order: list[int] | None) -> Parts:
+        """Return the values as parts that know their sizes."""
+        if self.speeds is None:
+            return Parts(values, counts=counts, order=order)
+        return _rebuild(tuple(values), tuple(counts), None if order is None else tuple(order), self.speeds)
+
+
+class _TupleCollate:
+    """What `tp_collate` makes of a collate function; a class, so that it can be pickled."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], splitter: Splitter) -> None:
+        self.collate_fn = collate_fn
+        self.splitter = splitter
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """Where speeds are measured, with ``weights="auto"``."""
+        return self.splitter.speeds
+
+    def __call__(self, items: Any) -> Any:
+        lists, counts, order = self.splitter.split(items)
+        batches = [self.collate_fn(chunk) for chunk in lists]
+        return per_value(batches, lambda v: self.splitter.label(v, counts, order), mappings=True)
+
+
+def tp_collate(
+    ndevices: int | Sequence[Any],
+    *,
+    weights: Weights = None,
+    cost: Callable[[Any], float] | None = None,
+    select: Select | None = None,
+) -> Callable[[Callable[[Any], Any]], _TupleCollate]:
+    """Return a decorator that makes a collate function work with `TupleParallel`.
+
+    Where the function returned a batch ``x``, it now returns a tuple ``(x1, x2)`` with one part per
+    device; where it returned ``(x, y)``, it is ``((x1, x2), (y1, y2))``, and where it returned a
+    dict, a dict of such tuples. Fewer items than devices make fewer parts. The parts keep the order
+    of the items, their sizes differ by at most one, and each tuple has ``.counts``: the samples in
+    each part. Items may be anything: ragged lists, graphs, dicts, objects.
+
+    Args:
+        ndevices: The number of devices, or the devices themselves.
+        weights: The share of each device: ``[2, 1]`` for a fast and a slow one; ``"memory"``, by
+            memory that is free now; ``"auto"``, by speed, measured over the first steps of the
+            `TupleParallel` that gets the parts (even shares until then). Each part gets at least
+            one item while there are enough. ``"auto"`` with ``pin_memory=True`` in the loader,
+            which makes plain lists of tuples: give a `Speeds` to both sides instead.
+        cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``. Parts then have nearly
+            equal total cost, and `restore_order` undoes it: ``.order`` of the tuples tells how.
+        select: ``select(items, rows)`` takes rows out of a container of items that is no list: a
+            table that a dataset's ``__getitems__`` returns, say. It needs a length.
+
+    Raises:
+        ConfigError: The number of devices or the weights make no sense.
+
+    Example:
+        >>> collate = tp_collate(2)(torch.stack)
+        >>> [tuple(part.shape) for part in collate([torch.zeros(3)] * 5)]
+        [(3, 3), (2, 3)]
+    """
+    if isinstance(ndevices, bool) or not isinstance(ndevices, int):
+        if not isinstance(ndevices, Sequence) or isinstance(ndevices, str) or not ndevices:
+            msg = f"ndevices must be a number or a list of devices, got {ndevices!r}"
+            raise ConfigError(msg)
+        devices: Sequence[Any] | None = ndevices
+        count = len(ndevices)
+    else:
+        devices, count = None, ndevices
+    if count < 1:
+        msg = f"ndevices must be at least 1, got {count}"
+        raise ConfigError(msg)
+    given = resolve_weights(weights, count, devices)
+
+    def decorator(collate_fn: Callable[[Any], Any]) -> _TupleCollate:
+        if not callable(collate_fn):
+            msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
+            raise ConfigError(msg)
+        return _TupleCollate(collate_fn, Splitter(count, weights=given, cost=cost, select=select))
+
+    return decorator
+
+
+def default_collate(
+    ndevices: int | Sequence[Any],
+    *,
+    weights: Weights = None,
+    cost: Callable[[Any], float] | None = None,
+    select: Select | None = None,
+) -> _TupleCollate:
+    """Return torch's default collate function, made for `TupleParallel` by `tp_collate`.
+
+    Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``.
+
+    Example:
+        >>> x, y = default_collate(2)([(1.0, 0), (2.0, 1), (3.0, 0)])
+        >>> [part.tolist() for part in x]
+        [[1.0, 2.0], [3.0]]
+    """
+    decorator = tp_collate(ndevices, weights=weights, cost=cost, select=select)
+    return decorator(torch_default_collate)
+
+
+def restore_order(values: T, order: Sequence[int] | None) -> T:
+    """Put concatenated outputs back into the order that the items had before a split by cost.
+
+    Args:
+        values: A tensor (rows along dim 0) or a list, with one row per item.
+        order: ``.order`` of the parts; ``None`` if the split kept the order.
+
+    Example:
+        >>> restore_order(["b", "c", "a"], (1, 2, 0))
+        ['a', 'b', 'c']
+    """
+    if order is None:
+        return values
+    length = len(values)  # type: ignore[arg-type]  # a tensor or a list
+    if length != len(order):
+        msg = f"the order is one of {len(order)} rows, and there are {length}"
+        raise ConfigError(msg)
+    place = sorted(range(len(order)), key=order.__getitem__)
+    if isinstance(values, Tensor):
+        return values[torch.tensor(place, device=values.device)]  # type: ignore[return-value]  # T is Tensor
+    return type(values)(values[i] for i in place)  # type: ignore[call-arg,index]  # as above
+
+
+def resolve_weights(
+    weights: Weights, count: int, devices: Sequence[Any] | None
+) -> Sequence[float] | Speeds | None:
+    if weights is None:
+        return None
+    if isinstance(weights, Speeds):
+        if weights.parts != count:
+            msg = f"the speeds are those of {weights.parts} devices, and there are {count}"
+            raise ConfigError(msg)
+        return weights
+    if isinstance(weights, str):
+        if weights == "auto":
+            return Speeds(count)
+        if weights == "memory":
+            return free_memory(resolve_devices(count if devices is None else list(devices)))
+        msg = f"weights must be numbers, 'memory', 'auto' or a Speeds, got {weights!r}"
+        raise ConfigError(msg)
+    return check_weights(weights, count)

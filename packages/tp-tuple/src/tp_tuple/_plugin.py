@@ -1,0 +1,24 @@
+"""What tp-tuple brings to the registry. Light: the heavy parts are imported in the hooks."""
+
+from collections.abc import Iterable
+
+from tp_core import Backend, CollateAdapter
+from tp_core.plugins import hookimpl
+
+tp_contract = 1
+
+
+@hookimpl
+def tp_backends() -> Iterable[Backend]:
+    """Several devices in one process."""
+    from tp_tuple._backend import TupleBackend
+
+    return [TupleBackend()]
+
+
+@hookimpl
+def tp_collate_adapters() -> Iterable[CollateAdapter]:
+    """The adapter for lists of items of any type."""
+    from tp_tuple._adapter import TupleCollateAdapter
+
+    return [TupleCollateAdapter()]

@@ -1,0 +1,239 @@
+"""The caller's settings hold in the replicas' threads, and errors come back from them."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from tp_core.errors import ModelError
+from tp_core.replicas import Replicas
+
+X = [torch.ones(2, 3), torch.full((2, 3), 2.0)]
+
+
+@pytest.fixture
+def replicas():
+    return Replicas(nn.Linear(3, 2), ["cpu"] * 3)
+
+
+def everywhere(replicas, question):
+    return replicas.run(lambda replica, part: question(), [0, 1, 2])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_mode(replicas, enabled):
+    with torch.set_grad_enabled(enabled):
+        assert everywhere(replicas, torch.is_grad_enabled) == [enabled] * 3
+    assert everywhere(replicas, torch.is_grad_enabled) == [True] * 3
+
+
+def test_inference_mode(replicas):
+    with torch.inference_mode():
+        assert everywhere(replicas, torch.is_inference_mode_enabled) == [True] * 3
+    assert everywhere(replicas, torch.is_inference_mode_enabled) == [False] * 3
+
+
+def test_copies_made_in_inference_mode_can_be_trained_later():
+    replicas = Replicas(nn.Linear(3, 2), ["cpu", "cpu"], force_copies=True)
+    with torch.inference_mode():
+        assert replicas.run(lambda r, x: r(x), X)[1].is_inference()
+    sum(y.sum() for y in replicas.run(lambda r, x: r(x), X)).backward()
+    assert replicas.module.weight.grad.sum().item() == 36.0
+
+
+def test_parameters_made_in_inference_mode_are_copied_each_time():
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+        replicas = Replicas(model, ["cpu", "cpu"], force_copies=True)
+        replicas.run(lambda r, x: r(x), X)
+        model.weight.add_(1)
+        assert torch.equal(replicas.run(lambda r, x: r(x), X)[1], model(X[1]))
+
+
+def test_autocast_with_its_dtype(replicas):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dtypes = replicas.run(lambda r, _: r(X[0]).dtype, [0, 1, 2])
+    assert dtypes == [torch.bfloat16] * 3
+    assert replicas.run(lambda r, _: r(X[0]).dtype, [0, 1, 2]) == [torch.float32] * 3
+
+
+def test_default_dtype(replicas):
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert everywhere(replicas, lambda: torch.zeros(1).dtype) == [torch.float64] * 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_default_device(replicas):
+    with torch.device("meta"):
+        assert everywhere(replicas, lambda: torch.zeros(1).device.type) == ["meta"] * 3
+    assert everywhere(replicas, lambda: torch.zeros(1).device.type) == ["cpu"] * 3
+
+
+def test_threads_of_one_operation(replicas):
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert everywhere(replicas, torch.get_num_threads) == [count] * 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_replica_0_runs_in_the_caller_and_each_other_in_a_thread_that_stays(replicas):
+    first, second = (everywhere(replicas, threading.get_ident) for _ in range(2))
+    assert first == second
+    assert first[0] == threading.get_ident()
+    assert len(set(first)) == 3
+
+
+def test_parts_run_at_the_same_time(replicas):
+    barrier = threading.Barrier(3, timeout=20)
+    assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
+
+
+class BrokenPartError(Exception):
+    pass
+
+
+def test_an_error_keeps_its_type_and_names_part_and_device(replicas):
+    def fail(replica, part):
+        if part == 1:
+            raise BrokenPartError("no good")
+        return part
+
+    with pytest.raises(BrokenPartError, match="no good") as caught:
+        replicas.run(fail, [0, 1, 2])
+    assert caught.value.__notes__ == ["in part 1 of 3, on device cpu"]
+    assert replicas.run(lambda r, part: part, [0, 1, 2]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_others_are_waited_for(replicas, slow):
+    over = []
+
+    def fail(replica, part):
+        if part == 1:
+            raise BrokenPartError
+        if part == slow:
+            time.sleep(0.2)
+            over.append(part)
+
+    with pytest.raises(BrokenPartError):
+        replicas.run(fail, [0, 1, 2])
+    assert over == [slow]
+
+
+def test_all_errors_are_told(replicas):
+    def fail(replica, part):
+        raise BrokenPartError(f"number {part}")
+
+    with pytest.raises(BrokenPartError, match="number 0") as caught:
+        replicas.run(fail, [0, 1, 2])
+    note = caught.value.__notes__[0]
+    assert "part 1 on device cpu failed too: BrokenPartError('number 1')" in note
+    assert "part 2" in note
+
+
+def test_an_error_frees_what_the_parts_held(replicas):
+    import weakref
+
+    class Part:
+        pass
+
+    def fail(replica, part):
+        raise BrokenPartError
+
+    parts = [Part(), Part(), Part()]
+    references = [weakref.ref(p) for p in parts]
+    with pytest.raises(BrokenPartError):
+        replicas.run(fail, parts)
+    del parts
+    assert [r() for r in references] == [None, None, None]
+
+
+def test_system_exit_in_a_replica_ends_the_caller_and_no_thread(replicas):
+    def leave(replica, part):
+        if part == 2:
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        replicas.run(leave, [0, 1, 2])
+    assert everywhere(replicas, lambda: 1) == [1, 1, 1]
+
+
+def interrupt_soon(delay=0.2):
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_an_interrupt_waits_for_the_others_and_the_next_call_works(replicas, busy):
+    over = []
+
+    def work(replica, part):
+        if part == busy:
+            interrupt_soon()
+        for _ in range(60 if part == busy else 80):
+            time.sleep(0.01)
+        over.append(part)
+
+    with pytest.raises(KeyboardInterrupt):
+        replicas.run(work, [0, 1, 2])
+    assert {1, 2} <= set(over)
+    assert everywhere(replicas, lambda: 1) == [1, 1, 1]
+
+
+def test_a_second_interrupt_gives_up_a_replica_that_hangs(replicas):
+    release = threading.Event()
+
+    def hang(replica, part):
+        if part == 1:
+            release.wait(30)
+
+    interrupt_soon(0.2)
+    interrupt_soon(0.5)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        replicas.run(hang, [0, 1, 2])
+    assert time.monotonic() - start < 10
+    assert everywhere(replicas, lambda: 1) == [1, 1, 1]
+    release.set()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_forward_that_calls_its_own_replicas_is_refused(replicas, part):
+    def recurse(replica, number):
+        if number == part:
+            replicas.run(recurse, [5, 6])
+
+    with pytest.raises(ModelError, match="would wait for itself"):
+        replicas.run(recurse, [0, 1])
+
+
+def test_callers_in_two_threads_take_turns(replicas):
+    sums = []
+
+    def caller():
+        for _ in range(20):
+            sums.append(sum(replicas.run(lambda r, part: part, [1, 2, 3])))
+
+    threads = [threading.Thread(target=caller) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sums == [6] * 40
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_makes_threads_of_its_own(replicas):
+    everywhere(replicas, lambda: 1)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if replicas.run(lambda r, part: part, [1, 2, 3]) == [1, 2, 3] else 1)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,345 @@
+"""Splitting, gathering, and the criterion in parallel."""
+
+import copy
+import pickle
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from tp_core.errors import ConfigError, DeviceError
+from tp_dp_gather import DataParallel, data_parallel
+from tp_dp_gather._gather import sorted_by_device
+
+NAMES = ["mlp", "conv", "lstm", "transformer"]
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def run(function, *args, count=2, **options):
+    return DataParallel(Function(function), ["cpu"] * count, **options)(*args)
+
+
+@dataclass
+class ModelOutput(OrderedDict):
+    """What transformers' model outputs are: a dataclass and a mapping in one."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self):
+        if isinstance(self.logits, dict):
+            given, self.logits = self.logits, None
+            for key, value in given.items():
+                self[key] = value
+            return
+        for key in ("logits", "hidden"):
+            if getattr(self, key) is not None:
+                super().__setitem__(key, getattr(self, key))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclass
+class Plain:
+    logits: Any
+    note: str
+
+
+class Named(NamedTuple):
+    logits: Any
+    note: str
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count):
+    def forward(model):
+        wrapped = DataParallel(model, ["cpu"] * count, gather_to_one_device=False, inputs_are_scattered=True)
+        return lambda inputs: wrapped(tuple(inputs))
+
+    zoo.check_equal_training(name, count, forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]], ids=str)
+def test_with_a_gpu_the_whole_output_is_that_of_the_module_by_itself(devices):
+    if torch.cuda.device_count() < 2 and "cuda:1" in devices:
+        pytest.skip("needs two CUDA devices")
+    model = nn.Linear(5, 2).to("cuda:0")
+    x = torch.randn(7, 5, device="cuda:0")
+    torch.testing.assert_close(DataParallel(model, devices)(x), model(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_gathered_output_and_gradients_are_those_of_the_whole_batch(rows):
+    model = nn.Linear(5, 2).double()
+    x = torch.randn(rows, 5).double()
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    output = DataParallel(model, ["cpu"] * 3)(x)
+    torch.testing.assert_close(output, model(x))
+    output.square().mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+
+
+def test_another_dimension_is_split_and_joined():
+    x = torch.randn(3, 8)
+    seen = run(lambda x: x * 2, x, dim=1)
+    assert torch.equal(seen, x * 2)
+    assert [p.shape for p in run(lambda x: x, x, dim=1, gather_to_one_device=False)] == [(3, 4), (3, 4)]
+
+
+def test_scalars_become_a_vector_without_a_warning():
+    assert run(lambda x: x.sum(), torch.ones(3)).tolist() == [2.0, 1.0]
+
+
+def test_what_is_no_tensor_comes_back_as_a_list_of_parts_and_none_as_none():
+    out = run(lambda x: {"name": "a", "n": len(x), "none": None}, torch.ones(3))
+    assert out == {"name": ["a", "a"], "n": [2, 1], "none": None}
+
+
+def test_arguments_without_rows_are_in_every_part():
+    out = run(lambda x, scale, options: x * scale * options["k"], torch.ones(4), torch.tensor(2.0), {"k": 3})
+    assert out.tolist() == [6.0] * 4
+
+
+def test_a_call_without_tensors_runs_once():
+    assert run(torch.ones, 3).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_scattered_flags_go_to_every_part():
+    wrapped = DataParallel(
+        Function(lambda x, flag, k=None: x if flag else k), ["cpu"] * 2, inputs_are_scattered=True
+    )
+    assert wrapped((torch.ones(1), torch.ones(1)), True, k=None).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: {"logits": x, "note": "n"},
+        lambda x: [{"deep": ({"logits": x},)}],
+        lambda x: Plain(x, "n"),
+        lambda x: Named(x, "n"),
+        lambda x: ModelOutput(logits=x, hidden=x),
+        lambda x: {"deep": ModelOutput(logits=x)},
+    ],
+    ids=["dict", "nested", "dataclass", "namedtuple", "model output", "model output in a dict"],
+)
+def test_except_keywords_work_at_any_depth_and_types_are_kept(make):
+    def find(value):
+        if isinstance(value, dict):
+            return find(value["logits"] if "logits" in value else value["deep"])
+        if isinstance(value, Plain | Named):
+            return value.logits
+        return value if not isinstance(value, list) else find(value[0]["deep"][0])
+
+    x = torch.randn(3, 2)
+    whole, kept = run(make, x), run(make, x, except_keywords=["logits"])
+    assert type(whole) is type(kept) is type(make(x))
+    assert torch.equal(find(whole), x)
+    assert type(find(kept)) is tuple
+    assert [p.shape[0] for p in find(kept)] == [2, 1]
+
+
+def test_a_model_output_keeps_attributes_and_items_alike():
+    out = run(lambda x: ModelOutput(logits=x, hidden=x + 1), torch.ones(3, 2), except_keywords="hidden")
+    assert out.logits is out["logits"]
+    assert [p.shape[0] for p in out.hidden] == [2, 1]
+
+
+def test_a_key_that_no_output_has_is_told_once_with_the_keys_that_exist():
+    wrapped = DataParallel(Function(lambda x: {"out1": x}), ["cpu"] * 2, except_keywords=["ouy1", "out1"])
+    with pytest.warns(UserWarning, match="names 'ouy1', and no output has such a key; the keys are: 'out1'"):
+        wrapped(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.ones(2))
+
+
+def test_parts_are_sorted_by_device_where_asked():
+    devices = [torch.device("cuda", 2), torch.device("cuda", 0), torch.device("cpu")]
+    assert sorted_by_device("abc", devices) == ["c", "b", "a"]
+    x = torch.arange(4.0)
+    assert torch.equal(run(lambda x: x, x, sort_and_gather=True), x)
+
+
+def test_the_functional_form_takes_the_same_options():
+    model = nn.Linear(5, 2)
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(data_parallel(model, x, ["cpu", "cpu"]), model(x))
+    parts = data_parallel(model, (x,), ["cpu", "cpu"], gather_to_one_device=False)
+    assert [p.shape[0] for p in parts] == [2, 2]
+    found = data_parallel(Function(lambda a=None: a), None, ["cpu"] * 2, module_kwargs={"a": x})
+    assert torch.equal(found, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: run(lambda x, y: x, torch.ones(2), torch.ones(3)),
+            "same number of rows along dim 0, got 2 and 3",
+        ),
+        (lambda: run(len, torch.ones(2), inputs_are_scattered=True), "argument 0 must be a tuple or list"),
+        (lambda: run(len, [1] * 3, inputs_are_scattered=True), "argument 0 must have 1 to 2 parts, .* got 3"),
+        (lambda: run(lambda x, y: x, [1, 2], [1], inputs_are_scattered=True), "must have 2 parts .* got 1"),
+        (lambda: run(list, torch.ones(3)), "a list of 2 in part 0 and a list of 1 in part 1"),
+        (
+            lambda: run(lambda x: x if len(x) > 1 else 3, torch.ones(3)),
+            "is a tensor in part 0 and a int in part 1",
+        ),
+        (lambda: run(len, 1, dim=-1), "dim must be at least 0, got -1"),
+        (lambda: run(len, 1, gather_to_one_device=False, except_keywords="k"), "give one of the two"),
+    ],
+)
+def test_what_cannot_be_split_or_gathered_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_devices_that_do_not_exist_are_refused():
+    for options in ({"device_ids": ["cuda:9"]}, {"device_ids": ["cpu"], "output_device": "cuda:9"}):
+        with pytest.raises(DeviceError):
+            DataParallel(nn.Identity(), **options)
+
+
+def test_an_error_in_one_part_leaves_the_wrapper_usable():
+    def fail(x):
+        if x[0] == 2:
+            raise LookupError("no good")
+        return x
+
+    wrapped = DataParallel(Function(fail), ["cpu"] * 2)
+    with pytest.raises(LookupError, match="no good") as caught:
+        wrapped(torch.arange(4.0))
+    assert caught.value.__notes__ == ["in part 1 of 2, on device cpu"]
+    assert wrapped(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_copies_and_pickles_and_replaced_modules():
+    wrapped = DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
+    x = torch.ones(3, 3)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        torch.testing.assert_close(other(x), wrapped(x))
+    wrapped.module = nn.Linear(3, 4)
+    wrapped.refresh()
+    assert wrapped(x).shape == (3, 4)
+
+
+nested = st.recursive(
+    st.just("tensor") | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(nested, st.integers(1, 6))
+def test_nested_outputs_of_any_shape_are_gathered(shape, rows):
+    def build(value, tensor, integer):
+        if isinstance(value, dict):
+            return {k: build(v, tensor, integer) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(build(v, tensor, integer) for v in value)
+        return tensor if value == "tensor" else integer(value)
+
+    def same(a, b):
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        if isinstance(a, list | tuple):
+            return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return a == b
+
+    x = torch.arange(float(rows))
+    found = run(lambda x: build(shape, x, int), x, count=3)
+    assert same(found, build(shape, x, lambda n: [n] * min(3, rows)))
+
+
+# -- the criterion --------------------------------------------------------------------------------
+
+LABELS = torch.tensor([0, 2, 1, -100, 2, 2, 1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("criterion", "target"),
+    [
+        (nn.CrossEntropyLoss(), LABELS),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5]).double()), LABELS),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), LABELS),
+        (nn.CrossEntropyLoss(reduction="sum"), LABELS),
+        (nn.CrossEntropyLoss(reduction="none"), LABELS),
+        (nn.CrossEntropyLoss(), torch.rand(7, 3).double()),
+        (nn.MSELoss(), torch.rand(7, 3).double()),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]).double()), torch.rand(7, 3).double()),
+        (nn.functional.mse_loss, torch.rand(7, 3).double()),
+    ],
+    ids=["ce", "weighted", "smoothed", "sum", "none", "probabilities", "mse", "bce", "function"],
+)
+def test_the_criterion_in_parts_is_the_criterion_of_the_whole(criterion, target, count):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    x = torch.randn(7, 5).double()
+    expected = criterion(model(x), target)
+    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    net = DataParallel(model, ["cpu"] * count, gather_to_one_device=False)
+    loss = net.apply_loss(criterion, net(x), target)
+    torch.testing.assert_close(loss, expected)
+    loss.sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
+
+
+def test_a_part_in_which_every_label_is_ignored_counts_nothing():
+    model = nn.Linear(5, 3)
+    x, target = torch.randn(4, 5), torch.tensor([1, 2, -100, -100])
+    net = DataParallel(model, ["cpu"] * 2, gather_to_one_device=False)
+    loss = net.apply_loss(nn.CrossEntropyLoss(), net(x), target)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(model(x), target))
+    loss.backward()
+    assert model.weight.grad.isfinite().all()
+
+
+def test_targets_in_parts_and_a_named_reduction_are_taken():
+    net = DataParallel(nn.Identity(), ["cpu"] * 2, gather_to_one_device=False)
+    x = torch.arange(3.0)
+    targets = (torch.zeros(2), torch.zeros(1))
+    loss = net.apply_loss(lambda y, t: (y - t).sum(), net(x), targets, reduction="sum")
+    assert loss.item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "options", "message"),
+    [
+        (torch.ones(3), torch.ones(3), {}, "outputs must be 1 to 2 parts, one per device, got Tensor"),
+        ((torch.ones(1),) * 3, torch.ones(3), {}, "got 3 of them"),
+        ((torch.ones(2),), torch.ones(3), {}, "targets have 3 rows along dim 0, and the outputs have 2"),
+        ((torch.ones(2),), (1, 2), {}, "1 parts of the output and 2 of the targets"),
+        (("a",), torch.ones(1), {}, "part 0 of the outputs has no rows along dim 0: str"),
+        ((torch.ones(1),), torch.ones(1), {"reduction": "none"}, "reduction must be 'mean', 'sum' or None"),
+    ],
+)
+def test_outputs_and_targets_that_do_not_go_together_are_refused(outputs, targets, options, message):
+    net = DataParallel(nn.Identity(), ["cpu"] * 2, gather_to_one_device=False)
+    with pytest.raises(ConfigError, match=message):
+        net.apply_loss(nn.MSELoss(), outputs, targets, **options)

@@ -1,0 +1,222 @@
+"""The backend: when it fits, and what its session does beyond the conformance kit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tp_core import CollateAdapter, Job, LaunchEnvironment, Parts, Verdict
+from tp_core.errors import ConfigError, LoaderError, StepError
+from tp_core.plugins import registry
+from tp_tuple._adapter import TupleCollateAdapter
+from tp_tuple._backend import TupleBackend
+
+CPU = torch.device("cpu")
+
+
+def job(count=2, environment=None, model=None, loss="mean", **options):
+    return Job(
+        devices=(CPU,) * count,
+        environment=environment or LaunchEnvironment.read(),
+        model=model,
+        loss=loss,
+        options={"tuple": options},
+    )
+
+
+def data(samples=7):
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+
+
+def squares(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def opened(**options):
+    return TupleBackend().open(job(**options))
+
+
+def test_it_fits_several_devices_in_one_process():
+    verdict = TupleBackend().assess(job(3))
+    assert verdict.is_fit
+    assert "3 devices in one process (cpu, cpu, cpu)" in verdict.reason
+
+
+def test_it_does_not_fit_one_device_or_sharded_models_or_several_processes():
+    assert "one device, cpu" in TupleBackend().assess(job(1)).reason
+    model = nn.Linear(2, 2)
+    model.weight.tp_sharded = True
+    assert "sharded" in TupleBackend().assess(job(model=model)).reason
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    environment = LaunchEnvironment.read(environ)
+    verdict = TupleBackend().assess(job(environment=environment))
+    assert "launched as 2 processes" in verdict.reason
+    assert "without a launcher" in verdict.remedy
+
+
+def test_the_step_runs_on_each_device_with_its_part():
+    seen = []
+
+    def step(model, batch):
+        seen.append(batch[0].shape[0])
+        return squares(model, batch)
+
+    with opened() as session:
+        model = session.prepare_model(nn.Linear(3, 1))
+        (batch,) = session.prepare_loader(DataLoader(data(), 7))
+        session.run(step, model, batch)
+        assert session.share.samples == 7
+    assert sorted(seen) == [3, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_logged_values_are_those_of_the_whole_batch(workers):
+    def step(model, batch):
+        x, _ = batch
+        return {"loss": squares(model, batch), "rows": x, "mean": x.mean(), "n": 1.0, "nothing": None}
+
+    with opened(cost=lambda item: float(item[0].abs().sum())) as session:
+        model = session.prepare_model(nn.Linear(3, 1))
+        (batch,) = session.prepare_loader(DataLoader(data(), 7, num_workers=workers))
+        output = session.run(step, model, batch)
+    assert batch.order is not None
+    x = data().tensors[0]
+    torch.testing.assert_close(output["rows"], x)
+    torch.testing.assert_close(output["mean"], x.mean())
+    assert output["n"] == 1.0
+    assert output["nothing"] is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda x: {"loss": x.sum()} if len(x) == 4 else x.sum(),
+            "returned a dict of .* for part 0 and a tensor",
+        ),
+        (lambda x: {"loss": x.sum(), str(len(x)): 1}, "for part 0 and a dict of"),
+        (lambda x: "words", "'loss' must be a number or a tensor on every part, of one rank, got str"),
+        (lambda x: x.sum() if len(x) == 4 else None, "got a tensor of shape .* NoneType"),
+    ],
+)
+def test_outputs_that_do_not_go_together_are_refused(returned, message):
+    with opened() as session:
+        model = session.prepare_model(nn.Linear(3, 1))
+        (batch,) = session.prepare_loader(DataLoader(data(), 7))
+        with pytest.raises(StepError, match=message):
+            session.run(lambda model, batch: returned(batch[0]), model, batch)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_loaders_over_streams_are_split_too_and_counted_whole(shard):
+    with opened() as session:
+        loader = session.prepare_loader(DataLoader(Stream(), 4), shard=shard)
+        counts = [(batch.counts, session.share.samples) for batch in loader]
+    assert counts == [((2, 2), 4), ((2, 1), 3)]
+
+
+def test_the_users_loader_is_left_as_it_was():
+    loader = DataLoader(data(), 4)
+    before = loader.collate_fn
+    with opened() as session:
+        list(session.prepare_loader(loader, shard=False))
+        list(session.prepare_loader(loader))
+    assert loader.collate_fn is before
+
+
+def test_parts_of_ones_own_are_taken_as_they_are():
+    parts = Parts([data()[:3], data()[3:]], counts=[3, 4])
+    with opened() as session:
+        model = session.prepare_model(nn.Linear(3, 1))
+        (batch,) = session.prepare_loader([parts])
+        loss = session.run(squares, model, batch)
+    torch.testing.assert_close(loss, squares(model, data()[:]))
+
+
+def test_batches_without_parts_are_refused():
+    with opened() as session:
+        model = session.prepare_model(nn.Linear(3, 1))
+        with pytest.raises(LoaderError, match="loader yielded list"):
+            next(iter(session.prepare_loader([[1, 2]])))
+        with pytest.raises(LoaderError, match="loader yielded tuple"):
+            session.run(squares, model, data()[:])
+        with pytest.raises(LoaderError, match="batch_size=None makes no lists of items"):
+            session.prepare_loader(DataLoader(data(), batch_size=None))
+
+
+def test_wrong_options_are_refused():
+    for options, message in [
+        ({"cost": 3}, "cost must be a function of an item, got 3"),
+        ({"weights": [1]}, "2 parts need 2 weights"),
+        ({"adapter": "nobody"}, "no collate adapter 'nobody' is installed; there are: 'tuple'"),
+        ({"colour": 1}, "has no option 'colour'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            opened(**options)
+
+
+class LastFirst(CollateAdapter):
+    """An adapter that knows lists of tensors better."""
+
+    name = "last-first"
+    fits = True
+
+    def assess(self, sample, parts):
+        return Verdict.fits(90, "they are mine") if self.fits else Verdict.unfit("not mine")
+
+    def adapt(self, collate_fn, *, parts, weights=None, cost=None):
+        return lambda items: Parts(
+            [collate_fn(items[-1:]), collate_fn(items[:-1])], counts=[1, len(items) - 1]
+        )
+
+
+def test_an_adapter_that_fits_the_samples_better_is_preferred():
+    registry.register(LastFirst, name="last-first-plugin")
+    try:
+        for options, counts in [
+            ({}, (1, 6)),
+            ({"adapter": "tuple"}, (4, 3)),
+            ({"adapter": "last-first"}, (1, 6)),
+        ]:
+            with opened(**options) as session:
+                (batch,) = session.prepare_loader(DataLoader(data(), 7))
+                assert batch.counts == counts
+        LastFirst.fits = False
+        with (
+            opened(adapter="last-first") as session,
+            pytest.raises(LoaderError, match="last-first: not mine"),
+        ):
+            list(session.prepare_loader(DataLoader(data(), 7)))
+    finally:
+        LastFirst.fits = True
+        registry.unregister("last-first-plugin")
+
+
+def test_the_adapter_splits_anything_and_keeps_counts():
+    adapter = TupleCollateAdapter()
+    assert adapter.assess(object(), 2).is_fit
+    assert not adapter.assess(object(), 0).is_fit
+    parts = adapter.adapt(list, parts=2, weights=[2, 1])(["a", "b", "c"])
+    assert (tuple(parts), parts.counts) == ((["a", "b"], ["c"]), (2, 1))
+    with pytest.raises(ConfigError, match="must be callable"):
+        adapter.adapt(3, parts=2)
+
+
+def test_closing_lets_the_replicas_go():
+    import gc
+    import weakref
+
+    session = opened()
+    model = session.prepare_model(nn.Linear(3, 1))
+    reference = weakref.ref(session._replicas[id(model)])
+    session.close()
+    gc.collect()
+    assert reference() is None
