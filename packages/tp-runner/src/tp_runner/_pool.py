@@ -1,0 +1,278 @@
+"""Workers that are running, and the calls made on them, one after the other."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, Self
+
+from tp_runner._call import Call
+from tp_runner._errors import RunnerBusy, RunnerClosed
+from tp_runner._fleet import Chunk, Died, Done, Event, Fleet
+from tp_runner._server import Server
+from tp_runner._settings import Settings
+from tp_runner._source import open_source
+from tp_runner._stats import RunnerStats, Tally
+from tp_runner._stream import ResultStream
+
+__all__ = ["RunnerPool"]
+
+_SUPERSEDED = (
+    "this stream was ended because its runner was called again in the same thread; finish or close "
+    "a stream before the next call, or use a second runner"
+)
+_BUSY = (
+    "this runner is working on another call, of another thread; wait for that one, or use a second "
+    "runner"
+)
+
+
+class RunnerPool:
+    """A fleet of workers. One call at a time; a second thread is refused with a sentence.
+
+    Attributes:
+        fleet: The workers.
+        settings: How they are run.
+        tally: What they did.
+        paused: Whether no more items are handed out.
+        last_worker: The worker whose results came last.
+    """
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.tally = Tally(fleet.devices, settings.timeline)
+        self.paused = False
+        self.last_worker = 0
+        self._restarts_left = settings.restart
+        self._inflight: dict[int, tuple[int, Chunk]] = {}
+        self._loads = [0] * fleet.size
+        self._seq = 0
+        self._n_calls = 0
+        self._call: Call | None = None
+        self._lock = threading.RLock()
+        self._server: Server | None = None
+        self._closed = False
+        self.fleet.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(timeout_s=60.0 if kind is None else 0.0)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def run(self, items: Iterable[Any], *, ordered: bool | None = None) -> ResultStream:
+        """Return an iterator over the result of each item, in the items' order or as they come.
+
+        Items are read lazily, and only so far ahead as the workers need. Closing the iterator early
+        leaves the pool usable.
+
+        Raises:
+            RunnerClosed: The pool is closed.
+        """
+        self._require_open()
+        ordered = self.settings.ordered if ordered is None else ordered
+        calls: list[Call] = []
+        steps = self._steps(items, calls, ordered=ordered)
+
+        def end() -> None:
+            for call in calls:
+                call.end("this stream was closed")
+            try:
+                steps.close()
+            except ValueError:  # it is being read by another thread, which must notice
+                self.fleet.wake()
+
+        return ResultStream.over(steps, end)
+
+    def run_numbered(self, items: Iterable[Any]) -> Iterator[list[tuple[int, Any]]]:
+        """Yield lists of pairs of an item's place and its result or error, as they come."""
+        return self._steps(items, [], ordered=False, numbered=True)
+
+    def _steps(
+        self, items: Iterable[Any], calls: list[Call], *, ordered: bool, numbered: bool = False
+    ) -> Iterator[list[Any]]:
+        call = self._open_call(items, ordered=ordered, numbered=numbered)
+        calls.append(call)
+        try:
+            yield from call.results()
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException:
+            # An interrupt may have come between reading a message and acting on it.
+            self._reset()
+            raise
+        finally:
+            call.end()
+            with self._lock:
+                if self._call is call:
+                    self._call = None
+
+    def _open_call(self, items: Iterable[Any], *, ordered: bool, numbered: bool) -> Call:
+        with self._lock:
+            self._require_open()
+            if self._call is not None:
+                if self._call.owner != threading.get_ident():
+                    raise RunnerBusy(_BUSY)
+                self._call.end(_SUPERSEDED)
+            self._note(self.fleet.poll(0))
+            self._note(self.fleet.start())
+            self._n_calls += 1
+            settings = self.settings
+            source = open_source(
+                items, self.fleet.wake, direct=self.fleet.direct, max_wait_s=settings.max_wait_s
+            )
+            self._call = Call(
+                self,
+                source,
+                ordered=ordered,
+                number=self._n_calls,
+                numbered=numbered,
+                on_error="return" if numbered else settings.on_error,
+            )
+            return self._call
+
+    def submit(self, item: Any) -> "Future[Any]":
+        """Return a future of the result of one item.
+
+        Raises:
+            RunnerBusy: The pool is working on a call.
+            RunnerClosed: The pool is closed.
+        """
+        with self._lock:
+            self._require_open()
+            if self._server is None or self._server.ended:
+                if self._call is not None:
+                    raise RunnerBusy(_BUSY)
+                self._server = Server(self)
+            return self._server.submit(item)
+
+    def stop_serving(self) -> None:
+        """Leave the state that :meth:`submit` brings, when nothing is being worked on."""
+        with self._lock:
+            server = self._server
+        if server is not None and server.is_idle():
+            server.stop()
+            self._server = None
+
+    def pause(self) -> None:
+        """Hand out no more items until :meth:`resume`; results of those on their way still come."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Go on handing out items."""
+        self.paused = False
+        self.fleet.wake()
+
+    def cancel(self) -> None:
+        """End the current call: whoever waits for its results gets ``RunCancelled``."""
+        with self._lock:
+            if self._call is not None:
+                self._call.ended_by = "cancelled"
+                self.fleet.wake()
+
+    def stats(self) -> RunnerStats:
+        """Return what the workers did so far."""
+        return self.tally.snapshot()
+
+    def close(self, *, timeout_s: float = 60.0) -> None:
+        """End the workers; calling it again does nothing.
+
+        Args:
+            timeout_s: How long they may take over their end; 0 kills them at once.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            server, call = self._server, self._call
+        if server is not None:
+            server.stop(wait=timeout_s > 0)
+        if call is not None:
+            call.end("this runner was closed")
+        self.fleet.close(timeout_s=timeout_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def _require_open(self) -> None:
+        if self._closed:
+            msg = "this runner is closed; activate() starts it again"
+            raise RunnerClosed(msg)
+
+    def _reset(self) -> None:
+        self.fleet.reset()
+        self._inflight.clear()
+        self._loads = [0] * self.fleet.size
+
+    def _note(self, events: Iterable[Event]) -> None:
+        """Take note of what happened between two calls."""
+        for event in events:
+            if isinstance(event, Done):
+                self.arrived(event)
+            elif isinstance(event, Died):
+                self.lost(event.worker)
+
+    # -- for the call --------------------------------------------------------------------------
+
+    def next_seq(self) -> int:
+        """Return a number that no chunk has had."""
+        self._seq += 1
+        return self._seq
+
+    def idlest(self, credit: int) -> int | None:
+        """Return the worker with the least to do, if one has less than ``credit`` chunks."""
+        best, least = None, credit
+        for worker, load in enumerate(self._loads):
+            if load < least and self.fleet.alive(worker):
+                best, least = worker, load
+        return best
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        """Hand a chunk to a worker."""
+        self.fleet.send(worker, chunk)
+        self._inflight[chunk.seq] = worker, chunk
+        self._loads[worker] += 1
+
+    def arrived(self, done: Done) -> Chunk | None:
+        """Return the chunk that has come back."""
+        entry = self._inflight.pop(done.seq, None)
+        if entry is None:
+            return None
+        worker, chunk = entry
+        self._loads[worker] -= 1
+        self.last_worker = worker
+        self.tally.done(worker, chunk.start, len(chunk.items), done.timing)
+        return chunk
+
+    def lost(self, worker: int) -> list[Chunk]:
+        """Return the chunks that a dead worker had been given, in that order."""
+        chunks = [chunk for other, chunk in self._inflight.values() if other == worker]
+        for chunk in chunks:
+            del self._inflight[chunk.seq]
+        self._loads[worker] = 0
+        self.tally.died(worker)
+        return chunks
+
+    def revive(self, worker: int) -> bool:
+        """Start a dead worker again, if ``restart`` allows it."""
+        if not self._restarts_left:
+            return False
+        self._restarts_left -= 1
+        self.fleet.revive(worker)
+        return True
+
+    def busy(self) -> list[int]:
+        """Return the workers that have something to do."""
+        return [worker for worker, load in enumerate(self._loads) if load]
+
+    def is_waiting_for(self, call: int) -> bool:
+        """Whether chunks of a call are with workers."""
+        return any(chunk.call == call for _, chunk in self._inflight.values())
+
+    def any_alive(self) -> bool:
+        """Whether there is a worker left."""
+        return any(self.fleet.alive(worker) for worker in range(self.fleet.size))
