@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from tp_core._verdict import Verdict
 
@@ -14,20 +14,20 @@ class Parts(tuple[Any, ...]):
 
     Attributes:
         counts: Samples in each part, in the order of the parts.
-        index: Where each sample of the concatenated parts stood in the original list, or ``None``
+        order: Where each sample of the concatenated parts stood in the original list, or ``None``
             when the parts keep the order.
     """
 
     counts: tuple[int, ...]
-    index: tuple[int, ...] | None
+    order: tuple[int, ...] | None
 
     def __new__(
         cls,
         parts: Sequence[Any],
         *,
         counts: Sequence[int],
-        index: Sequence[int] | None = None,
-    ) -> "Parts":
+        order: Sequence[int] | None = None,
+    ) -> Self:
         """Make the parts.
 
         Raises:
@@ -38,18 +38,16 @@ class Parts(tuple[Any, ...]):
             raise ValueError(msg)
         self = super().__new__(cls, parts)
         self.counts = tuple(counts)
-        self.index = None if index is None else tuple(index)
+        self.order = None if order is None else tuple(order)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Batches cross process boundaries when a loader has workers.
-        return _rebuild_parts, (tuple(self), self.counts, self.index)
+        return _rebuild_parts, (tuple(self), self.counts, self.order)
 
 
-def _rebuild_parts(
-    parts: tuple[Any, ...], counts: tuple[int, ...], index: tuple[int, ...] | None
-) -> Parts:
-    return Parts(parts, counts=counts, index=index)
+def _rebuild_parts(parts: tuple[Any, ...], counts: tuple[int, ...], order: tuple[int, ...] | None) -> Parts:
+    return Parts(parts, counts=counts, order=order)
 
 
 class CollateAdapter(abc.ABC):

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -29,7 +29,7 @@ class Pool(abc.ABC):
     def close(self) -> None:
         """End the workers; calling it again does nothing."""
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import (
@@ -59,7 +59,7 @@ def split_evenly(length: int, parts: int) -> list[slice]:
     """
     size, extra = divmod(length, parts)
     bounds = [i * size + min(i, extra) for i in range(parts + 1)]
-    return [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def count_samples(batch: Any) -> int:
@@ -109,9 +109,7 @@ class _EpochBatches:
 
     def start(self, epoch: int) -> None:
         """Fix the order of the epoch that the next iteration yields."""
-        for sampler in (self.inner, getattr(self.inner, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        _tell_epoch(self.inner, epoch)
         with seeded(self._seed, epoch):
             # The length bounds samplers that never end.
             self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
@@ -247,9 +245,7 @@ class PreparedLoader:
     def _iterate_foreign(self, epoch: int) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
-        for holder in (self.loader, getattr(self.loader, "sampler", None)):
-            if hasattr(holder, "set_epoch"):
-                holder.set_epoch(epoch)
+        _tell_epoch(self.loader, epoch)
         for batch in self._source:
             if on_share is not None:
                 # The other ranks' counts are not known here: theirs are taken to be the same.
@@ -258,7 +254,14 @@ class PreparedLoader:
             yield batch if move is None else move(batch)
 
 
-def _is_indexed(loader: object) -> bool:
+def _tell_epoch(holder: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader or batch sampler, and of its sampler, where there is one."""
+    for listener in (holder, getattr(holder, "sampler", None)):
+        if listener is not None and hasattr(listener, "set_epoch"):
+            listener.set_epoch(epoch)
+
+
+def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` takes batches of indices, so that we can choose them."""
     return (
         isinstance(loader, DataLoader)

@@ -47,6 +47,11 @@ class Candidate:
         """The backend's name."""
         return self.backend.name
 
+    @property
+    def origin(self) -> str:
+        """The distribution and its version, as one says it."""
+        return f"{self.distribution} {self.version}".rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -110,10 +115,7 @@ def select(
     if chosen is None:
         raise SelectionError(_unknown(wanted, asked_by, candidates))
     if chosen.error is not None:
-        msg = (
-            f"backend {wanted!r} ({asked_by}) of {_origin(chosen)} cannot be used: "
-            f"{chosen.verdict.reason}"
-        )
+        msg = f"backend {wanted!r} ({asked_by}) of {chosen.origin} cannot be used: {chosen.verdict.reason}"
         raise PluginError(msg) from chosen.error
     if not chosen.verdict.is_fit:
         remedy = f"; {chosen.verdict.remedy}" if chosen.verdict.remedy else ""
@@ -128,7 +130,7 @@ def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) ->
         (
             "*" if c.name == chosen else "-",
             c.name,
-            _origin(c),
+            c.origin,
             "unfit" if c.verdict.score is None else f"{c.verdict.score:g}",
             c.verdict.reason + (f"; {c.verdict.remedy}" if c.verdict.remedy else ""),
         )
@@ -185,7 +187,3 @@ def _advice(candidates: tuple[Candidate, ...]) -> Iterator[str]:
         yield from format_candidates(candidates, chosen=None)
     else:
         yield "none is installed; one device and DDP come with: pip install tp-trainer"
-
-
-def _origin(candidate: Candidate) -> str:
-    return f"{candidate.distribution} {candidate.version}".rstrip()

@@ -134,9 +134,7 @@ class Session:
 
     # -- the step -----------------------------------------------------------------------------
 
-    def run(
-        self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any
-    ) -> StepOutput:
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run ``step(model, batch)`` on every device of this process and return one output."""
         return step(model, batch)
 

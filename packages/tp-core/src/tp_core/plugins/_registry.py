@@ -262,7 +262,7 @@ def _as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
         if isinstance(bare, kind):
             implementation = hookimpl(specname=hook)(lambda: [bare])
             return SimpleNamespace(**{hook: implementation}), name or _name_of(bare)
-    return plugin, name or getattr(plugin, "__name__", type(plugin).__name__)
+    return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
 
 
 def _validated(item: object, kind: type[T], info: PluginInfo) -> T:
@@ -291,5 +291,3 @@ def _name_of(item: object) -> str:
 
 registry = PluginRegistry()
 """The registry of this process."""
-
-

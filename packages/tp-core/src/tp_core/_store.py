@@ -1,0 +1,55 @@
+"""The key-value store through which the processes of one job find each other."""
+
+import functools
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not say so
+
+from tp_core._environment import LaunchEnvironment
+from tp_core.errors import LaunchEnvironmentError, RankFailedError
+
+__all__ = ["rendezvous_store"]
+
+
+def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0) -> Store:
+    """Return the store that all processes of the job share.
+
+    Under torch's elastic launcher the agent serves it; otherwise rank 0 does, at the master
+    address. There is one for each process: asking again returns the same.
+
+    Raises:
+        LaunchEnvironmentError: The environment has no master address and port.
+        RankFailedError: The store did not answer in time.
+    """
+    if environment.master_address is None or environment.master_port is None:
+        msg = (
+            f"{environment.world_size} processes need MASTER_ADDR and MASTER_PORT to find each "
+            "other; start them with: tp launch -n N script.py"
+        )
+        raise LaunchEnvironmentError(msg)
+    try:
+        return _connect(
+            environment.master_address,
+            environment.master_port,
+            environment.rank,
+            environment.world_size,
+            timeout_s,
+        )
+    except RuntimeError as error:
+        msg = (
+            f"rank {environment.rank} of {environment.world_size} could not reach the rendezvous "
+            f"at {environment.master_address}:{environment.master_port} within {timeout_s:g} s: "
+            f"{error}"
+        )
+        raise RankFailedError(msg) from error
+
+
+@functools.cache
+def _connect(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Store:
+    from torch.distributed.rendezvous import rendezvous
+
+    host = f"[{address}]" if ":" in address else address
+    store, _, _ = next(
+        rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
+    )
+    return store  # type: ignore[no-any-return]  # as above

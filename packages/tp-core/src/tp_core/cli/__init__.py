@@ -1,0 +1,21 @@
+"""The command ``tp``. Its libraries are the extra ``tp-core[cli]``; without it, it says so."""
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        import psutil  # noqa: F401 - all three are asked for here, to name what is missing
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"tp: the command line needs {error.name}, which is not installed; "
+            "install it with: pip install 'tp-core[cli]'"
+        )
+    from tp_core.cli._main import run
+
+    sys.exit(run())

@@ -1,0 +1,20 @@
+"""For authors of plugins: conformance tests, fake distributions, and ranks with a deadline."""
+
+import pytest
+
+# Before the first import of a module with assertions, so that they explain themselves.
+pytest.register_assert_rewrite("tp_core.testing._conformance")
+
+from tp_core.testing._conformance import BackendConformance, make_job  # noqa: E402 - see above
+from tp_core.testing._distributions import fake_distribution  # noqa: E402
+from tp_core.testing._ranks import RankOutcome, free_port, rank_outcomes, run_ranks  # noqa: E402
+
+__all__ = [
+    "BackendConformance",
+    "RankOutcome",
+    "fake_distribution",
+    "free_port",
+    "make_job",
+    "rank_outcomes",
+    "run_ranks",
+]

@@ -1,0 +1,207 @@
+"""Run a function on several ranks of real processes, with a deadline."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from tp_core.errors import RankFailedError
+
+__all__ = ["RankOutcome", "free_port", "rank_outcomes", "run_ranks"]
+
+if TYPE_CHECKING:
+    Pipe: TypeAlias = Connection[Any, Any]
+
+_PRELOAD = ["torch", "torch.distributed", "tp_core.testing"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """How one rank ended.
+
+    Attributes:
+        rank: Which one.
+        value: What the function returned, if it did.
+        error: What it raised, as a traceback; ``None`` if it returned or was killed.
+        exitcode: The process's exit status; minus the signal's number if one killed it; ``None``
+            if it had to be ended at the deadline.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode == 0
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"rank {self.rank} raised:\n{self.error}"
+        if self.exitcode is None:
+            return f"rank {self.rank} had not ended at the deadline"
+        if self.exitcode < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.exitcode).name}"
+        return f"rank {self.rank} ended with status {self.exitcode}"
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    timeout_s: float = 45.0,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``processes`` ranks and return what each returned, by rank.
+
+    Every rank is a fresh process with the variables of torchrun set, a free port and one thread.
+    The first rank that fails ends the others.
+
+    Args:
+        function: What each rank runs; functions of test modules and lambdas will do.
+        processes: How many ranks.
+        *args: Arguments for the function, the same for each rank.
+        timeout_s: All ranks have to end within this time.
+        environ: Further variables for the ranks.
+
+    Raises:
+        RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
+    """
+    outcomes = rank_outcomes(
+        function, processes, *args, timeout_s=timeout_s, environ=environ, stop_at_first=True
+    )
+    failed = [o for o in outcomes if not o.ok]
+    if failed:
+        # The one with a traceback explains more than those that were ended because of it.
+        first = next((o for o in failed if o.error is not None), failed[0])
+        raise RankFailedError(str(first))
+    return [o.value for o in outcomes]
+
+
+def rank_outcomes(
+    function: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    timeout_s: float = 45.0,
+    environ: Mapping[str, str] | None = None,
+    stop_at_first: bool = False,
+) -> list[RankOutcome]:
+    """Like :func:`run_ranks`, but return how each rank ended, whatever it was: for fault tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    payload = _dumps((function, args))
+    port = str(free_port())
+    ranks = []
+    for rank in range(processes):
+        reader, writer = context.Pipe(duplex=False)
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            **(environ or {}),
+        }
+        process = context.Process(
+            target=_run_rank, args=(writer, payload, variables, list(sys.path), timeout_s), daemon=True
+        )
+        process.start()
+        writer.close()
+        ranks.append((process, reader))
+    return _collect(ranks, deadline=time.monotonic() + timeout_s, stop_at_first=stop_at_first)
+
+
+def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first: bool) -> list[RankOutcome]:
+    messages: dict[int, tuple[Any, str | None]] = {}
+    pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
+    try:
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for reader in cast("list[Pipe]", wait(list(pending), timeout=left)):
+                rank = pending.pop(reader)
+                try:
+                    messages[rank] = pickle.loads(reader.recv_bytes())
+                except EOFError:  # it died without a word
+                    messages[rank] = (None, None)
+                    if stop_at_first:
+                        pending.clear()
+                        break
+                if messages[rank][1] is not None and stop_at_first:
+                    pending.clear()
+                    break
+        for rank in messages:
+            ranks[rank][0].join(max(0.1, min(5.0, deadline - time.monotonic())))
+        return [
+            RankOutcome(rank, *messages.get(rank, (None, None)), process.exitcode)
+            for rank, (process, _) in enumerate(ranks)
+        ]
+    finally:
+        for process, reader in ranks:
+            reader.close()
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+
+
+def _run_rank(
+    writer: "Pipe", payload: bytes, variables: dict[str, str], path: list[str], timeout_s: float
+) -> None:
+    os.environ.update(variables)
+    sys.path[:] = path
+    # A rank that hangs says where, just before it is ended.
+    faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        function, args = pickle.loads(payload)
+        message = (function(*args), None)
+        data = _dumps(message)
+    except BaseException:  # noqa: BLE001 - it is reported to the parent
+        data = _dumps((None, traceback.format_exc()))
+    writer.send_bytes(data)
+    writer.close()
+    # Straight out: a half-open process group must not hold the end up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle by value what another process could not import: the contents of test modules."""
+    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
+
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.split(".")[-1].startswith("test_") or name.split(".")[-1] == "conftest"
+    ]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    return data

@@ -1,0 +1,70 @@
+"""Files that are whole or not there."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tp_core.errors import StateError
+
+__all__ = ["load_state", "save_atomically"]
+
+
+def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
+    """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file as it was.
+
+    The bytes go to a file beside the target and onto the disk, then the name is moved.
+
+    Raises:
+        OSError: The folder does not exist, the disk is full, or writing is not allowed.
+    """
+    path = Path(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp made it private; the user's umask decides for the final file.
+        umask = os.umask(0)
+        os.umask(umask)
+        part.chmod(0o666 & ~umask)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the new name itself onto the disk, where the system can."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def load_state(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Read what :func:`save_atomically` wrote, onto the CPU; foreign code is never run.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        StateError: It is damaged, or holds something else than tensors and plain values.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        msg = f"{Path(path)} cannot be read as saved state: {error}"
+        raise StateError(msg) from error
+    if not isinstance(state, Mapping):
+        msg = f"{Path(path)} holds {type(state).__name__}, and a state is a dict of tensors"
+        raise StateError(msg)
+    return state

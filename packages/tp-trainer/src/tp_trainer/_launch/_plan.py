@@ -1,0 +1,228 @@
+"""From a request to a plan: everything that can be wrong is found before a process starts."""
+
+import importlib.util
+import os
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_core.errors import ConfigError
+
+from tp_trainer._launch._hosts import (
+    Endpoint,
+    address_towards,
+    interface_of,
+    own_address,
+    parse_endpoint,
+)
+from tp_trainer._launch._request import LaunchRequest
+
+_TRUE = {"1", "true", "t", "yes", "y"}
+_FALSE = {"0", "false", "f", "no", "n"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request with every default filled in for this machine.
+
+    Attributes:
+        request: What was asked for.
+        nproc: Processes on this host.
+        min_nodes: Hosts without which the job does not start.
+        max_nodes: Hosts that the job has room for.
+        backend: The name of the rendezvous backend.
+        endpoint: Where the hosts meet, as torch is told.
+        run_id: The name of the job for the rendezvous.
+        is_host: Whether this host serves the rendezvous; None leaves that to torch.
+        may_follow: Whether, if the port is taken, another launch on this machine may be the server.
+        local_addr: The address under which the other hosts reach this one.
+        env: Variables that the processes get when they are not set already.
+    """
+
+    request: LaunchRequest
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    backend: str
+    endpoint: Endpoint | str
+    run_id: str
+    is_host: bool | None
+    may_follow: bool
+    local_addr: str | None
+    env: dict[str, str]
+
+
+def make_plan(request: LaunchRequest) -> Plan:
+    """Fill in what the request left open, and refuse what cannot work.
+
+    Raises:
+        ConfigError: With the option, what was given and what to give instead.
+    """
+    _check_script(request)
+    _check_log_dir(request)
+    min_nodes, max_nodes = _nodes(request.nnodes)
+    nproc = _processes(request.nproc_per_node)
+    backend = _backend(request)
+    endpoint = _endpoint(request, backend=backend, max_nodes=max_nodes)
+    if backend == "static":
+        _check_static(request, min_nodes=min_nodes, max_nodes=max_nodes)
+    is_host, may_follow = _role(request, backend=backend, endpoint=endpoint)
+    local_addr = request.local_addr
+    if local_addr is None and isinstance(endpoint, Endpoint):
+        local_addr = own_address(endpoint.host) or address_towards(endpoint)
+    single = max_nodes == 1 and request.rdzv_endpoint is None
+    return Plan(
+        request=request,
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        backend=backend,
+        endpoint=endpoint,
+        run_id=request.rdzv_id or (uuid.uuid4().hex[:12] if single else "tp"),
+        is_host=is_host,
+        may_follow=may_follow,
+        local_addr=local_addr,
+        env=_environment(nproc=nproc, max_nodes=max_nodes, local_addr=local_addr),
+    )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_script(request: LaunchRequest) -> None:
+    if not request.module:
+        if not Path(request.script).exists():
+            raise ConfigError(
+                f"there is no script {request.script!r} in {Path.cwd()}; give the path of a Python "
+                "file, or -m and the name of a module"
+            )
+        return
+    top = request.script.partition(".")[0]
+    sys.path.insert(0, "")  # where ``python -m`` looks first
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        sys.path.remove("")
+    if not found:
+        raise ConfigError(
+            f"there is no module {request.script!r}: {top!r} was found neither in {Path.cwd()} nor "
+            "among the installed packages; leave -m out to run a file"
+        )
+
+
+def _check_log_dir(request: LaunchRequest) -> None:
+    if request.log_dir is not None and Path(request.log_dir).is_file():
+        raise ConfigError(f"--log-dir must be a directory; {request.log_dir!r} is a file")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--nnodes must be a number or MIN:MAX, such as 2 or 1:4; got {text!r}")
+    low, high = int(parts[0]), int(parts[-1])
+    if not 0 < low <= high:
+        raise ConfigError(f"--nnodes must be at least 1, and MIN not above MAX; got {text!r}")
+    return low, high
+
+
+def _processes(given: int | str) -> int:
+    if given == "auto":
+        import torch
+
+        available = torch.accelerator.is_available()
+        return max(1, torch.accelerator.device_count()) if available else 1
+    try:
+        count = int(given)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {given!r}")
+    return count
+
+
+def _backend(request: LaunchRequest) -> str:
+    asks_static = request.node_rank is not None or request.master_addr is not None
+    if request.rdzv_backend is None:
+        return "static" if asks_static else "c10d"
+    if request.rdzv_backend == "c10d" and asks_static:
+        raise ConfigError(
+            "--node-rank and --master-addr belong to the static rendezvous, and --rdzv-backend c10d "
+            "was given; c10d numbers the hosts itself: leave them out, or leave the backend out"
+        )
+    return request.rdzv_backend
+
+
+def _endpoint(request: LaunchRequest, *, backend: str, max_nodes: int) -> Endpoint | str:
+    if backend == "c10d" and request.rdzv_conf.get("store_type", "tcp") == "file":
+        return request.rdzv_endpoint or ""
+    if request.rdzv_endpoint is not None:
+        endpoint = parse_endpoint(request.rdzv_endpoint)
+    elif backend == "static":
+        host = request.master_addr or ("127.0.0.1" if max_nodes == 1 else None)
+        if host is None:
+            raise ConfigError(
+                "several hosts need an address where they meet: give --master-addr (the address of "
+                "host 0) and --master-port"
+            )
+        port = 29500 if request.master_port is None else request.master_port
+        endpoint = parse_endpoint(f"[{host}]:{port}", option="--master-addr and --master-port")
+    elif max_nodes == 1:
+        return Endpoint("127.0.0.1", 0)  # port 0: the system chooses a free one
+    else:
+        raise ConfigError(
+            f"--nnodes {request.nnodes} needs an address where the hosts meet: give every host the "
+            "same --rdzv-endpoint HOST:PORT, with the address of one of them"
+        )
+    if max_nodes > 1 and endpoint.port == 0:
+        raise ConfigError(f"several hosts need a port that all of them know; got {endpoint}")
+    return endpoint
+
+
+def _check_static(request: LaunchRequest, *, min_nodes: int, max_nodes: int) -> None:
+    if min_nodes != max_nodes:
+        raise ConfigError(
+            f"the static rendezvous needs a fixed number of hosts; got --nnodes {request.nnodes}"
+        )
+    if request.node_rank is None and max_nodes > 1:
+        raise ConfigError(
+            f"the static rendezvous of {max_nodes} hosts needs --node-rank on each, from 0 to {max_nodes - 1}"
+        )
+    if (request.node_rank or 0) >= max_nodes:
+        raise ConfigError(
+            f"--node-rank must be from 0 to {max_nodes - 1} for --nnodes {request.nnodes}; got "
+            f"{request.node_rank}"
+        )
+
+
+def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> tuple[bool | None, bool]:
+    """Whether this host serves the rendezvous, and whether it may turn out to be a client."""
+    if not isinstance(endpoint, Endpoint):
+        return None, False
+    if backend == "static":
+        return (request.node_rank or 0) == 0, False
+    if backend != "c10d":
+        return None, False
+    given = request.rdzv_conf.get("is_host")
+    if given is not None:
+        if given.lower() not in _TRUE | _FALSE:
+            raise ConfigError(f"--rdzv-conf is_host must be 0 or 1; got {given!r}")
+        return given.lower() in _TRUE, False
+    return own_address(endpoint.host) is not None, endpoint.port != 0
+
+
+def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
+    env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if nproc > 1:  # one process alone may have all cores, which is torch's default
+        env["OMP_NUM_THREADS"] = str(max(1, cores() // nproc))
+    interface = interface_of(local_addr) if max_nodes > 1 and local_addr else None
+    if interface is not None:
+        # gloo looks its own host name up and may end on an interface that the others cannot reach.
+        env["GLOO_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in env.items() if name not in os.environ}

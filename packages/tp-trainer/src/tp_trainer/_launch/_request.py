@@ -1,0 +1,97 @@
+"""What a launch is asked for, as plain values that can be written to a file."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from tp_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One run of a script on some processes of this host, and maybe of other hosts.
+
+    Attributes:
+        script: The path of a Python program, or the name of a module when ``module`` is true.
+        args: What the program finds in ``sys.argv[1:]``, passed on as it is.
+        module: Whether ``script`` is run as ``python -m`` does.
+        nproc_per_node: Processes on this host; "auto" is one per accelerator, or one.
+        nnodes: Hosts of the job: "2", or "1:4" for at least one and at most four.
+        node_rank: The number of this host, for the static rendezvous.
+        rdzv_backend: How hosts find each other; None is "static" where a node rank or a master
+            address is given, and "c10d" elsewhere.
+        rdzv_endpoint: ``host:port`` of the rendezvous.
+        rdzv_id: The name of the job, the same on all its hosts.
+        rdzv_conf: Further options of the rendezvous, as torch names them.
+        master_addr: The address of host 0, for the static rendezvous.
+        master_port: The port on host 0, for the static rendezvous.
+        max_restarts: How often all processes are started again after a failure.
+        monitor_interval_s: Seconds between two looks at the processes.
+        log_dir: Where the logs of the ranks stay; None removes them after the run.
+        local_addr: The address under which the other hosts reach this one; None finds it out.
+        grace_s: Seconds between asking the processes to end and killing them.
+        name: A name for people.
+
+    Raises:
+        ConfigError: For a number that is out of range.
+
+    Example:
+        >>> LaunchRequest(script="train.py", args=("--lr", "0.1"), nproc_per_node=2).script
+        'train.py'
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nproc_per_node: int | str = "auto"
+    nnodes: str = "1"
+    node_rank: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    master_addr: str | None = None
+    master_port: int | None = None
+    max_restarts: int = 0
+    monitor_interval_s: float = 0.1
+    log_dir: str | None = None
+    local_addr: str | None = None
+    grace_s: float = 30.0
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no launch can have."""
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must be 0 or more, got {self.max_restarts}")
+        if not self.monitor_interval_s > 0:
+            raise ConfigError(f"--monitor-interval must be above 0 seconds, got {self.monitor_interval_s}")
+        if not self.grace_s >= 0:
+            raise ConfigError(f"--grace-s must be 0 seconds or more, got {self.grace_s}")
+        if self.node_rank is not None and self.node_rank < 0:
+            raise ConfigError(f"--node-rank must be 0 or more, got {self.node_rank}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The request as values that JSON can hold."""
+        return {**asdict(self), "args": list(self.args), "rdzv_conf": dict(self.rdzv_conf)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LaunchRequest":
+        """The request that ``to_dict`` wrote; what a later version added is left out."""
+        known = {f.name for f in fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        return cls(**{**kept, "args": tuple(values.get("args", ()))})
+
+
+def parse_rdzv_conf(text: str) -> dict[str, str]:
+    """``"timeout=60,is_host=1"`` as a dict.
+
+    Raises:
+        ConfigError: For a part that is no ``key=value``.
+    """
+    conf: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not (key.strip() and equals and value.strip()):
+            raise ConfigError(f"--rdzv-conf must look like key=value,key=value; got {part!r}")
+        conf[key.strip()] = value.strip()
+    return conf

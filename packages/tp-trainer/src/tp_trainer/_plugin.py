@@ -1,0 +1,34 @@
+"""What tp-trainer brings to the registry. Light: the heavy parts are imported in the hooks."""
+
+from collections.abc import Iterable
+
+from tp_core import Backend
+from tp_core.plugins import Command, hookimpl
+
+tp_contract = 1
+
+
+@hookimpl
+def tp_backends() -> Iterable[Backend]:
+    """One device, and one process per device."""
+    from tp_trainer._ddp import DdpBackend
+    from tp_trainer._single import SingleBackend
+
+    return [SingleBackend(), DdpBackend()]
+
+
+@hookimpl
+def tp_commands() -> Iterable[Command]:
+    """Starting processes, and looking after those in the background."""
+    from tp_trainer import _launch
+
+    return [
+        Command(
+            "launch",
+            "Run a script in several processes, here or on several hosts.",
+            _launch.launch_app,
+        ),
+        Command("jobs", "List the jobs that `tp launch --detach` started.", _launch.jobs_app),
+        Command("logs", "Show what a background job has printed.", _launch.logs_app),
+        Command("stop", "End a background job.", _launch.stop_app),
+    ]

@@ -1,0 +1,505 @@
+"""The trainer: one script for one device, many devices or many machines."""
+
+import atexit
+import os
+import random
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tp_core import (
+    Job,
+    LaunchEnvironment,
+    LossReduction,
+    PreparedLoader,
+    Selection,
+    Session,
+    device_of_rank,
+    resolve_devices,
+    select,
+)
+from tp_core.errors import ConfigError, PluginError, SelectionError, StateError
+from tp_core.plugins import PluginRegistry, registry
+
+from tp_trainer._files import load_state, save_atomically
+from tp_trainer._fit import Scheduler, Step, evaluate, train_epoch
+from tp_trainer._handshake import shake_hands
+from tp_trainer._metrics import Meter
+from tp_trainer._progress import EpochRecord, History, Reporter
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Runs one training script on the best backend that is installed, and says why that one.
+
+    Nothing is started before a model is there to be trained: the backend is chosen when
+    :meth:`fit` or :meth:`prepare` is called, or when something is asked that only a running job
+    knows (``device``, ``rank``). A trainer is a context manager; leaving it ends what it started.
+
+    Args:
+        backend: The name of the backend, or "auto" for the best that fits. The variable
+            ``TP_BACKEND`` decides where it is "auto".
+        devices: What to run on, as :func:`tp_core.resolve_devices` takes it. Under a launcher
+            they are the devices of one host, one for each of its processes.
+        seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``
+            leaves the generators alone; rank 0 then chooses how the data are ordered.
+        loss: Whether a step's loss is the "mean" over its samples, or their "sum".
+        options: Options for backends by name, used if that one is chosen:
+            ``{"ddp": {"static_graph": True}}``.
+        progress: Whether rank 0 shows a progress bar, or plain lines where there is no terminal.
+        plugins: The registry to choose from; that of the process by default.
+
+    Raises:
+        DeviceError: The devices do not exist.
+        LaunchEnvironmentError: The launcher's variables are incomplete.
+        ConfigError: An argument has a wrong value.
+
+    Example:
+        >>> trainer = Trainer(seed=0)
+        >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        devices: Any = "auto",
+        seed: int | None = None,
+        loss: LossReduction = "mean",
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: bool = True,
+        plugins: PluginRegistry = registry,
+    ) -> None:
+        if loss not in {"mean", "sum"}:
+            msg = f"loss must be 'mean' or 'sum', got {loss!r}"
+            raise ConfigError(msg)
+        if seed is not None and (not isinstance(seed, int) or seed < 0):
+            msg = f"seed must be None or a whole number from 0, got {seed!r}"
+            raise ConfigError(msg)
+        self.environment = LaunchEnvironment.read()
+        self.progress = progress
+        self._backend_name = backend
+        self._plugins = plugins
+        self._seed = seed
+        self._loss: LossReduction = loss
+        self._options = {} if options is None else dict(options)
+        self._explicit_devices = devices not in (None, "auto")
+        self._devices = self._resolve(devices)
+        self._selection: Selection | None = None
+        self._session: Session | None = None
+        self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+        if seed is not None:
+            _seed_everything(seed)
+
+    def _resolve(self, devices: Any) -> tuple[torch.device, ...]:
+        found = resolve_devices(devices)
+        if not self.environment.is_distributed:
+            return found
+        return (device_of_rank(found, self.environment, explicit=self._explicit_devices),)
+
+    # -- which backend ------------------------------------------------------------------------
+
+    @property
+    def selection(self) -> Selection:
+        """Who was chosen and why, and why no other one; print it to see a table.
+
+        Before a model is known it is what would be chosen for a model of no particular kind.
+        """
+        if self._selection is None:
+            return self._select(None, seed=0)
+        return self._selection
+
+    @property
+    def session(self) -> Session:
+        """The running session; asking for it starts the job."""
+        return self._open(None)
+
+    def _select(self, model: nn.Module | None, *, seed: int) -> Selection:
+        job = self._job(model, seed)
+        installed = self._plugins.backends()
+        names = {c.item.name for c in installed}
+        for name in self._options:
+            if name not in names:
+                msg = (
+                    f"options are given for backend {name!r}, which is not installed; "
+                    f"installed: {', '.join(sorted(map(repr, names)))}"
+                )
+                raise ConfigError(msg)
+        try:
+            return select(job, installed, name=self._backend_name)
+        except SelectionError as error:
+            self._explain_broken(error)
+            raise
+
+    def _explain_broken(self, error: SelectionError) -> None:
+        """Name a broken plugin as the cause, if it is what was asked for."""
+        wanted = self._backend_name
+        if wanted == "auto":
+            wanted = os.environ.get("TP_BACKEND", "auto")
+        self._plugins.require(wanted)
+        for broken in self._plugins.broken():
+            error.add_note(str(broken))
+
+    def _job(self, model: nn.Module | None, seed: int) -> Job:
+        return Job(
+            devices=self._devices,
+            environment=self.environment,
+            explicit_devices=self._explicit_devices,
+            model=model,
+            seed=seed,
+            loss=self._loss,
+            options=self._options,
+        )
+
+    def _open(self, model: nn.Module | None) -> Session:
+        if self._session is not None:
+            return self._session
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        selection = self._select(model, seed=seed)
+        chosen = f"{selection.chosen.name!r} of {selection.chosen.origin}"
+        facts = {
+            "backend": chosen,
+            "options": self._options.get(selection.chosen.name, {}),
+            "kind of loss": self._loss,
+            "seed": self._seed,
+        }
+        seed = shake_hands(self.environment, facts, seed=seed)
+        try:
+            session = selection.backend.open(self._job(model, seed))
+        except Exception as error:
+            error.add_note(f"while opening backend {chosen}")
+            raise
+        if not isinstance(session, Session):
+            msg = f"backend {chosen} must open a Session, got {type(session).__name__}"
+            raise PluginError(msg)
+        self._selection, self._session = selection, session
+        if self._seed is not None and session.data_size > 1:
+            # Models are made alike on all ranks; dropout and augmentation must not be.
+            _seed_everything(self._seed + session.data_rank * 1_000_003)
+        atexit.register(_close_at_exit, weakref.ref(session))
+        return session
+
+    # -- who am I -----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.session.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self.session.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run the job."""
+        return self.session.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and speaks to the terminal."""
+        return self.session.is_main
+
+    # -- one's own loop -----------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, shard: bool = True) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for the backend.
+
+        Args:
+            *objects: What to prepare, in any order.
+            shard: Whether loaders are split over the data ranks; ``False`` for loaders that
+                give each rank its own samples already.
+
+        Returns:
+            The prepared objects in the same order; the object itself if it is one.
+
+        Raises:
+            ModelError: A model is wrapped already.
+            LoaderError: A loader cannot be split over the ranks.
+            ConfigError: An object is none of these, or an optimizer has another model's
+                parameters.
+
+        Example:
+            >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
+            ... for batch in loader:
+            ...     optimizer.zero_grad()
+            ...     trainer.backward(step(model, batch))
+            ...     optimizer.step()  # doctest: +SKIP
+        """
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        self._open(models[0] if models else None)
+        for optimizer in objects:
+            if isinstance(optimizer, Optimizer) and models:
+                _check_owner(optimizer, models)
+        prepared = tuple(self._prepare(o, shard=shard) for o in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, value: Any, *, shard: bool) -> Any:
+        if isinstance(value, nn.Module):
+            return self._prepare_model(value)
+        if isinstance(value, Optimizer):
+            return self.session.prepare_optimizer(value)
+        if isinstance(value, LRScheduler | ReduceLROnPlateau | PreparedLoader):
+            return value
+        if isinstance(value, Iterable):
+            return self.session.prepare_loader(value, shard=shard)
+        msg = (
+            "prepare() takes models, optimizers, loaders and schedulers, got "
+            f"{type(value).__name__}: {value!r}"
+        )
+        raise ConfigError(msg)
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        """Prepare a model once; a prepared one is returned as it is."""
+        session = self._open(model)
+        prepared = self._prepared.get(model)
+        if prepared is None:
+            prepared = session.prepare_model(model)
+            # Both the user's own module and the prepared one are known from now on.
+            self._prepared[model] = self._prepared[prepared] = prepared
+        return prepared
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` over the global batch to the parameters.
+
+        Where a batch's samples lie unevenly on the ranks, they are weighed as the batch that the
+        prepared loader yielded last.
+        """
+        self.session.backward(loss)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which gradients are added up without being reduced over ranks."""
+        return self.session.no_sync(model)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before."""
+        return self.session.clip_grad_norm(self._prepare_model(model), max_norm)
+
+    # -- the whole loop -----------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        *,
+        step: Step,
+        epochs: int = 1,
+        val_loader: Iterable[Any] | None = None,
+        val_step: Step | None = None,
+        scheduler: Scheduler | None = None,
+        scheduler_every: str = "epoch",
+        steps_per_epoch: int | None = None,
+        clip_norm: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        shard: bool = True,
+    ) -> History:
+        """Train ``model``, in place.
+
+        Args:
+            model: The plain model; it may be one that :meth:`prepare` returned.
+            optimizer: An optimizer over its parameters.
+            train_loader: Yields the batches. The batch size is that of the whole job: each data
+                rank gets its share of every batch.
+            step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
+                numbers to be averaged and logged.
+            epochs: How often to go through the loader.
+            val_loader: Evaluated after every epoch.
+            val_step: The step for it; ``step`` by default.
+            scheduler: A learning-rate scheduler. One that looks at a metric
+                (``ReduceLROnPlateau``) gets the validation loss, or else the training loss.
+            scheduler_every: Whether the scheduler moves on every "epoch" or every "step".
+            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
+            clip_norm: The largest global norm of the gradients.
+            save_to: A file that the model's state is written to after every epoch.
+            shard: Whether the loaders are split over the data ranks.
+
+        Returns:
+            What each epoch came to.
+
+        Raises:
+            ConfigError: An argument has a wrong value.
+            ModelError: The model is wrapped already.
+            LoaderError: A loader has no length, ended early, or cannot be split over the ranks.
+            StepError: The step returned no usable loss.
+            NonFiniteLossError: The loss is NaN or infinite; ``save_to`` keeps the last good state.
+        """
+        _check_positive("epochs", epochs)
+        if steps_per_epoch is not None:
+            _check_positive("steps_per_epoch", steps_per_epoch)
+        if scheduler_every not in {"epoch", "step"}:
+            msg = f"scheduler_every must be 'epoch' or 'step', got {scheduler_every!r}"
+            raise ConfigError(msg)
+        if clip_norm is not None and not clip_norm > 0:
+            msg = f"clip_norm must be None or greater than 0, got {clip_norm!r}"
+            raise ConfigError(msg)
+        session = self._open(model)
+        _check_owner(optimizer, [model])
+        model = self._prepare_model(model)
+        optimizer = session.prepare_optimizer(optimizer)
+        train_batches = self._loader(train_loader, shard=shard)
+        val_batches = None if val_loader is None else self._loader(val_loader, shard=shard, training=False)
+        steps = len(train_batches) if steps_per_epoch is None else steps_per_epoch
+        _check_positive("the number of batches in the loader", steps)
+
+        reporter = Reporter(enabled=self.progress and session.is_main, epochs=epochs)
+        records: list[EpochRecord] = []
+        was_training = model.training
+        model.train()
+        for epoch in range(1, epochs + 1):
+            began = time.perf_counter()
+            meter = Meter(session, first_step=(epoch - 1) * steps + 1)
+            with reporter.epoch(epoch, steps) as ticker:
+                train_epoch(
+                    session,
+                    step,
+                    model,
+                    optimizer,
+                    train_batches,
+                    steps=steps,
+                    meter=meter,
+                    ticker=ticker,
+                    clip_norm=clip_norm,
+                    scheduler=scheduler if scheduler_every == "step" else None,
+                )
+            seconds = time.perf_counter() - began
+            rate = float(optimizer.param_groups[0]["lr"])
+            train = meter.means()
+            val = {}
+            if val_batches is not None:
+                val = evaluate(session, val_step or step, model, val_batches)
+            if scheduler is not None and scheduler_every == "epoch":
+                _advance(scheduler, (val or train)["loss"])
+            records.append(EpochRecord(epoch, epoch * steps, meter.samples, seconds, rate, train, val))
+            reporter.done(records[-1])
+            if save_to is not None:
+                self.save_model(model, save_to)
+        model.train(was_training)
+        return History(tuple(records))
+
+    def evaluate(
+        self, model: nn.Module, loader: Iterable[Any], *, step: Step, shard: bool = True
+    ) -> dict[str, float]:
+        """Return the means of what ``step`` returns over the samples of ``loader``, by name.
+
+        Each sample counts once, whatever the number of ranks and the size of the last batch.
+        """
+        model = self._prepare_model(model)
+        return evaluate(self.session, step, model, self._loader(loader, shard=shard, training=False))
+
+    def _loader(self, loader: Iterable[Any], *, shard: bool, training: bool = True) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            return loader
+        return self.session.prepare_loader(loader, training=training, shard=shard)
+
+    # -- files --------------------------------------------------------------------------------
+
+    def save_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write the model's state, with the plain model's names; call it on every rank.
+
+        A crash while it is written leaves the old file as it was.
+
+        Raises:
+            OSError: The file cannot be written; on every rank.
+
+        Collectives: the backend's gathering of the state, one broadcast.
+        """
+        session = self.session
+        state = session.model_state(self._prepare_model(model))
+        failure = None
+        if session.is_main:
+            try:
+                save_atomically(state, path)
+            except OSError as error:
+                failure = error
+        # Every rank learns how it went: the others must not run on into the next collective.
+        message = session.broadcast(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if message is not None:
+            msg = f"rank 0 could not write {os.fspath(path)}: {message}"
+            raise OSError(msg)
+
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StateError: The file is damaged, or is of another model; the model is untouched.
+        """
+        prepared = self._prepare_model(model)
+        state = load_state(path)
+        expected = self.session.model_state(prepared)
+        problems = [f"lacks {name}" for name in expected.keys() - state.keys()]
+        problems += [f"has {name}, which the model lacks" for name in state.keys() - expected.keys()]
+        problems += [
+            f"has {name} of shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            listed = "; it ".join(sorted(problems)[:3])
+            msg = f"{os.fspath(path)} does not fit the model: it {listed}{more}"
+            raise StateError(msg)
+        self.session.load_model_state(prepared, state)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what was started; calling it again does nothing."""
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _check_positive(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        msg = f"{what} must be a whole number from 1, got {value!r}"
+        raise ConfigError(msg)
+
+
+def _check_owner(optimizer: Optimizer, models: list[nn.Module]) -> None:
+    mine = {id(p) for model in models for p in model.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        msg = (
+            "the optimizer has none of the model's parameters, so training would change nothing; "
+            "make it from model.parameters()"
+        )
+        raise ConfigError(msg)
+
+
+def _advance(scheduler: Scheduler, loss: float) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def _close_at_exit(reference: weakref.ref[Session]) -> None:
+    session = reference()
+    # After an uncaught exception the other ranks are not going to say goodbye with us.
+    if session is not None and not hasattr(sys, "last_value"):
+        session.close()

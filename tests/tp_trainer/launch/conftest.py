@@ -1,0 +1,128 @@
+"""Runs the commands as a user does: as programs, with real processes, and a deadline on each."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_MAIN = "from tp_trainer._launch._cli import {0}_app; {0}_app()()"
+
+# A rank that joins a gloo group and hands over to the rest of the script.
+GLOO = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+class Tp:
+    """Starts ``tp`` commands in a directory of their own and leaves nothing behind."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        self.started: list[subprocess.Popen[str]] = []
+        self.tmp = cwd / "tmp"
+        self.tmp.mkdir()
+
+    def script(self, body: str, *, name: str = "script.py", gloo: bool = False) -> str:
+        path = self.cwd / name
+        path.write_text((GLOO if gloo else "") + textwrap.dedent(body))
+        return name
+
+    def start(self, command: str, *args: str) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOGLEVEL")}
+        env |= {"TP_STATE_DIR": str(self.cwd / "state"), "TMPDIR": str(self.tmp), "COLUMNS": "200"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN.format(command), *args],
+            cwd=self.cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def __call__(self, command: str, *args: str, timeout_s: float = 40) -> subprocess.CompletedProcess[str]:
+        process = self.start(command, *args)
+        out, err = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def wait_for(self, name: str, timeout_s: float = 30) -> str:
+        """The text of a file that a rank writes."""
+        path = self.cwd / name
+        wait_until(lambda: path.exists() and path.read_text() != "", timeout_s=timeout_s)
+        return path.read_text()
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait(10)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tp]:
+    monkeypatch.setenv("TP_STATE_DIR", str(tmp_path / "state"))  # for this process, too
+    runner = Tp(tmp_path)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def gone() -> Callable[..., None]:
+    """Waits until processes have ended."""
+
+    def wait(*pids: int, timeout_s: float = 10) -> None:
+        wait_until(lambda: all(is_gone(pid) for pid in pids), timeout_s=timeout_s)
+
+    return wait
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_left_as_they_were() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

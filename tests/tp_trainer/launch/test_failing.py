@@ -1,0 +1,119 @@
+"""A rank dies: the others end within seconds, and the last thing printed says who and why."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tp_core.errors import RankFailedError
+from tp_trainer._launch._run import LaunchRequest, run
+
+# Says where it is, then waits in a collective that rank 1 never joins.
+_BARRIER = """
+open(f"pid{rank}", "w").write(str(os.getpid()))
+if rank == 1:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+dist.all_reduce(torch.ones(1))
+print("in the collective", flush=True)
+dist.barrier()
+"""
+
+
+def _block(stderr: str) -> str:
+    _, rule, block = stderr.rpartition("=" * 72 + "\nrank ")
+    assert rule, stderr
+    assert block.rstrip().endswith("=" * 72)
+    return "rank " + block
+
+
+def test_a_killed_rank_ends_the_one_inside_a_collective(tp, gone):
+    process = tp.start("launch", "-n", "2", tp.script(_BARRIER, gloo=True))
+    assert "[rank0] in the collective" in process.stdout.readline()
+    pids = [int(tp.wait_for(f"pid{rank}")) for rank in range(2)]
+    os.kill(pids[1], signal.SIGKILL)
+    gone(*pids, timeout_s=8)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 137
+    block = _block(err)
+    assert block.startswith("rank 1 failed first: SIGKILL, status 137\n")
+    assert f"local rank 1, pid {pids[1]}" in block
+    assert "rank 0" in block
+    assert "it wrote nothing to stderr" in block
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "first_line", "told"),
+    [
+        ("{}['boom']", {1, 134}, "", "KeyError: 'boom'"),
+        ("print('last words', file=sys.stderr); os._exit(7)", {7}, "exit code 7", "last words"),
+        ("import ctypes; ctypes.string_at(0)", {139}, "SIGSEGV", "Segmentation fault"),
+    ],
+    ids=["exception", "exit", "crash"],
+)
+def test_the_rank_that_died_by_itself_is_named(tp, death, status, first_line, told):
+    body = f"if rank == 1:\n    {death}\ndist.barrier()\n"
+    done = tp("launch", "-n", "2", tp.script(body, gloo=True))
+    assert done.returncode in status
+    block = _block(done.stderr)
+    assert block.startswith(f"rank 1 failed first: {first_line}")
+    assert told in block
+    assert "Connection" not in block
+    assert "ChildFailedError" not in done.stderr
+    assert list(tp.tmp.glob("tp-launch-*")) == []
+
+
+def test_a_rank_that_holds_sigterm_and_the_children_of_a_dead_one_are_killed(tp, gone):
+    script = tp.script(
+        """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
+        child = subprocess.Popen(["sleep", "60"])
+        rank = os.environ["RANK"]
+        with open(f"part{rank}", "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        os.rename(f"part{rank}", f"pids{rank}")
+        while rank == "0" or not os.path.exists("pids0"):
+            time.sleep(0.1)
+        sys.exit(5)
+        """
+    )
+    done = tp("launch", "-n", "2", "--grace-s", "1", script, timeout_s=20)
+    assert done.returncode == 5
+    assert "rank 0 killed by tp launch: it did not end when asked" in _block(done.stderr)
+    gone(*(int(pid) for rank in "01" for pid in tp.wait_for(f"pids{rank}").split()))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+)
+def test_a_stopped_launch_leaves_nobody(tp, gone, number, status):
+    process = tp.start("launch", "-n", "2", tp.script(_BARRIER, gloo=True))
+    assert process.stdout.readline() == "[rank0] in the collective\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == status
+    assert err.endswith(f"tp launch: stopped by {number.name}\n")
+    gone(*(int(tp.wait_for(f"pid{rank}")) for rank in range(2)))
+    assert list(tp.tmp.glob("tp-launch-*")) == []
+
+
+def test_a_killed_launcher_takes_its_ranks_along(tp, gone):
+    script = tp.script("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)")
+    process = tp.start("launch", "-n", "1", script)
+    pid = int(tp.wait_for("pid"))
+    process.kill()
+    gone(pid)
+
+
+def test_a_broken_pipe_does_not_hide_the_status(tp):
+    process = tp.start("launch", "-n", "1", tp.script("print('x'); import sys; sys.exit(4)"))
+    process.stdout.close()
+    assert process.wait(20) == 4
+
+
+def test_python_gets_the_account_as_an_error(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("raise OSError('no such luck')")
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0 failed first.*OSError: no such luck"):
+        run(LaunchRequest(script=str(script), nproc_per_node=1))

@@ -1,0 +1,84 @@
+"""A launch that goes well: what the ranks get, and what the user sees."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tp_trainer._launch._run import LaunchRequest, run
+
+
+def test_ranks_get_their_arguments_verbatim_and_their_lines_are_marked(tp):
+    script = tp.script(
+        """
+        import os, sys
+        print("args", sys.argv[1:])
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], file=sys.stderr)
+        print(os.environ["OMP_NUM_THREADS"], os.environ["PYTHONUNBUFFERED"], "TP_RANK_DIR" in os.environ)
+        """
+    )
+    args = ["-n", "5", "--detach", "--", "", "${local_rank}", "$$", "a b"]
+    done = tp("launch", "-n", "2", script, *args)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank0] {threads} 1 False",
+        f"[rank0] args {args}",
+        f"[rank1] {threads} 1 False",
+        f"[rank1] args {args}",
+    ]
+    said, *marked = sorted(done.stderr.splitlines(), key=lambda line: line.startswith("[rank"))
+    assert said.startswith(f"tp launch: OMP_NUM_THREADS={threads} for each process")
+    assert sorted(marked) == ["[rank0] rank 0 of 2", "[rank1] rank 1 of 2"]
+    assert list(tp.tmp.glob("tp-launch-*")) == []
+
+
+def test_output_is_live_and_in_whole_lines(tp):
+    script = tp.script(
+        """
+        import pathlib, sys, time
+        for i in range(50):
+            print("a", "b", "c", i)
+        sys.stdout.write("no end of line")
+        while not pathlib.Path("go").exists():
+            time.sleep(0.02)
+        """
+    )
+    process = tp.start("launch", "-n", "2", script)
+    lines = [process.stdout.readline() for _ in range(102)]  # while the ranks still wait
+    (tp.cwd / "go").touch()
+    assert process.wait(20) == 0
+    for rank in range(2):
+        mine = [line for line in lines if line.startswith(f"[rank{rank}] ")]
+        expected = [f"[rank{rank}] a b c {i}\n" for i in range(50)]
+        assert mine == [*expected, f"[rank{rank}] no end of line\n"]
+
+
+def test_a_module_runs_and_its_logs_stay_when_asked(tp, monkeypatch, capfd):
+    monkeypatch.chdir(tp.cwd)
+    tp.script("print('hello from', __name__)", name="some_module.py")
+    request = LaunchRequest(script="some_module", module=True, nproc_per_node=1, log_dir="logs")
+    assert run(request) == 0
+    assert capfd.readouterr().out == "[rank0] hello from __main__\n"
+    (log,) = (tp.cwd / "logs").rglob("stdout.log")
+    assert log.read_text() == "hello from __main__\n"
+
+
+def test_a_restart_is_told_and_can_save_the_run(tp, capfd):
+    script = tp.script(
+        """
+        import os, pathlib, sys
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        sys.exit(3 if first else 0)
+        """
+    )
+    request = LaunchRequest(script=str(tp.cwd / script), nproc_per_node=1, max_restarts=2)
+    assert run(request) == 0
+    said = "tp launch: rank 0 failed with exit code 3, restart 1 of 2\n"
+    assert capfd.readouterr().err == said
+
+
+def test_run_is_the_same_for_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    assert run(LaunchRequest(script=str(script), nproc_per_node=1)) == 0
+    assert capfd.readouterr().out == "[rank0] ran\n"
