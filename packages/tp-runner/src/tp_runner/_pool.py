@@ -1,9 +1,12 @@
 """Workers that are running, and the calls made on them, one after the other."""
 
+import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Self
+
+from tp_core.errors import ConfigError
 
 from tp_runner._call import Call
 from tp_runner._errors import RunnerBusy, RunnerClosed
@@ -52,6 +55,7 @@ class RunnerPool:
         self._lock = threading.RLock()
         self._server: Server | None = None
         self._closed = False
+        self._owner = os.getpid()
         self.fleet.start()
 
     def __enter__(self) -> Self:
@@ -71,6 +75,12 @@ class RunnerPool:
         Raises:
             RunnerClosed: The pool is closed.
         """
+        return ResultStream.over(*self.lists(items, ordered=ordered))
+
+    def lists(
+        self, items: Iterable[Any], *, ordered: bool | None = None
+    ) -> tuple[Generator[list[Any], None, None], Callable[[], None]]:
+        """Return what :meth:`run` does as lists of neighbouring results, and what ends them."""
         self._require_open()
         ordered = self.settings.ordered if ordered is None else ordered
         calls: list[Call] = []
@@ -84,7 +94,7 @@ class RunnerPool:
             except ValueError:  # it is being read by another thread, which must notice
                 self.fleet.wake()
 
-        return ResultStream.over(steps, end)
+        return steps, end
 
     def run_numbered(self, items: Iterable[Any]) -> Iterator[list[tuple[int, Any]]]:
         """Yield lists of pairs of an item's place and its result or error, as they come."""
@@ -92,7 +102,7 @@ class RunnerPool:
 
     def _steps(
         self, items: Iterable[Any], calls: list[Call], *, ordered: bool, numbered: bool = False
-    ) -> Iterator[list[Any]]:
+    ) -> Generator[list[Any], None, None]:
         call = self._open_call(items, ordered=ordered, numbered=numbered)
         calls.append(call)
         try:
@@ -132,6 +142,8 @@ class RunnerPool:
                 on_error="return" if numbered else settings.on_error,
             )
             return self._call
+
+    # -- from other threads --------------------------------------------------------------------
 
     def submit(self, item: Any) -> "Future[Any]":
         """Return a future of the result of one item.
@@ -176,6 +188,17 @@ class RunnerPool:
         """Return what the workers did so far."""
         return self.tally.snapshot()
 
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what each worker did when, in the Chrome trace format.
+
+        Raises:
+            ConfigError: The pool was opened without ``timeline=True``.
+        """
+        if not self.settings.timeline:
+            msg = "nothing was kept for a timeline; open the runner with timeline=True"
+            raise ConfigError(msg)
+        self.tally.write_timeline(path)
+
     def close(self, *, timeout_s: float = 60.0) -> None:
         """End the workers; calling it again does nothing.
 
@@ -183,7 +206,7 @@ class RunnerPool:
             timeout_s: How long they may take over their end; 0 kills them at once.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._owner != os.getpid():
                 return
             self._closed = True
             server, call = self._server, self._call

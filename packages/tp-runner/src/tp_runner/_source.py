@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Direct", "Feeder", "Source", "open_source"]
+__all__ = ["Direct", "Feeder", "Source", "length_of", "open_source"]
 
 _SIZED = (list, tuple, range, dict, set, frozenset, bytes, str, collections.deque)
 _INSTANT = (
@@ -85,7 +85,7 @@ class Feeder(Source):
     def __init__(
         self, items: Iterable[Any], wake: Callable[[], None], max_wait_s: float | None = None
     ) -> None:
-        self.remaining = _length(items)
+        self.remaining = length_of(items)
         self._items = items
         self._wake = wake
         self._max_wait_s = max_wait_s
@@ -188,7 +188,8 @@ def _is_array(items: Any) -> bool:
     return (type(items).__module__, type(items).__name__) == ("numpy", "ndarray")
 
 
-def _length(items: Any) -> int | None:
+def length_of(items: Any) -> int | None:
+    """Return how many items there are, where that is known beforehand."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
