@@ -69,10 +69,11 @@ class Call:
         settings = pool.settings
         batching = settings.batching
         whole = batching.size if batching else 1
-        most, self._limit = MOST_ITEMS, None
+        self._limit: int | None = None
+        most = 1 if pool.fleet.direct else MOST_ITEMS
         if settings.queue_scale is not None:
             self._limit = max(int(settings.queue_scale * pool.fleet.size), pool.fleet.size, whole)
-            most = max(1, self._limit // (2 * pool.fleet.size))
+            most = min(most, max(1, self._limit // (2 * pool.fleet.size)))
         self.whole = whole
         self.chunking = Chunking(whole=whole, most=max(most, whole))
         self.mending = Mending(self)
@@ -90,7 +91,7 @@ class Call:
                 if self._is_over():
                     return
                 self._dispatch()
-                if self._ordered or not self._queue:
+                if not self._has_finished() and (self._n_chunks or not self.source.exhausted):
                     self._wait()
                 continue
             if not direct and not self.stopping:
@@ -153,6 +154,11 @@ class Call:
                 return self._counted_out(good)
         queue.popleft()
         return self._counted_out(chunk)
+
+    def _has_finished(self) -> bool:
+        if not self._queue:
+            return False
+        return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
 
     def _counted_out(self, chunk: Chunk) -> Chunk:
         self._n_items -= len(chunk.items)

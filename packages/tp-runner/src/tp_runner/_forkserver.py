@@ -132,6 +132,7 @@ def serve(fd: int, preload: Sequence[str]) -> None:
         if parent in ready:
             descriptors = _receive_request(parent)
             if descriptors is None:
+                parent.close()
                 return
             pid = os.fork()
             if not pid:

@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_runner._call import Call
 from tp_runner._errors import RunnerBusy, RunnerClosed
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet
-from tp_runner._server import Server
+from tp_runner._server import Server, settle
 from tp_runner._settings import Settings
 from tp_runner._source import open_source
 from tp_runner._stats import RunnerStats, Tally
@@ -82,6 +82,7 @@ class RunnerPool:
     ) -> tuple[Generator[list[Any], None, None], Callable[[], None]]:
         """Return what :meth:`run` does as lists of neighbouring results, and what ends them."""
         self._require_open()
+        self.stop_serving()
         ordered = self.settings.ordered if ordered is None else ordered
         calls: list[Call] = []
         steps = self._steps(items, calls, ordered=ordered)
@@ -154,11 +155,20 @@ class RunnerPool:
         """
         with self._lock:
             self._require_open()
+            if self.fleet.direct:
+                return self._done_at_once(item)
             if self._server is None or self._server.ended:
                 if self._call is not None:
                     raise RunnerBusy(_BUSY)
                 self._server = Server(self)
             return self._server.submit(item)
+
+    def _done_at_once(self, item: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        for pairs in self.run_numbered([item]):
+            for _, result in pairs:
+                settle(future, result)
+        return future
 
     def stop_serving(self) -> None:
         """Leave the state that :meth:`submit` brings, when nothing is being worked on."""

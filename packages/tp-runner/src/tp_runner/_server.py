@@ -6,12 +6,22 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from tp_core.errors import TpError
+
 from tp_runner._errors import RunnerClosed
 
 if TYPE_CHECKING:
     from tp_runner._pool import RunnerPool
 
-__all__ = ["Server"]
+__all__ = ["Server", "settle"]
+
+
+def settle(future: "Future[Any]", result: Any) -> None:
+    """Give a future its result, or the error that stands in its place."""
+    if isinstance(result, TpError) and hasattr(result, "remote_traceback"):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class Server:
@@ -65,11 +75,7 @@ class Server:
         try:
             for pairs in self._pool.run_numbered(self._read()):
                 for index, result in pairs:
-                    future = self._waiting.pop(index)
-                    if isinstance(result, Exception) and hasattr(result, "remote_traceback"):
-                        future.set_exception(result)
-                    else:
-                        future.set_result(result)
+                    settle(self._waiting.pop(index), result)
         except BaseException as error:  # noqa: BLE001 - it belongs to those who wait
             self._abandon(error)
         finally:
