@@ -9,9 +9,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tp_trainer._launch import _cli
+from typer.testing import CliRunner
 
 _MAIN = "from tp_trainer._launch._cli import {0}_app; {0}_app()()"
 
@@ -97,6 +100,17 @@ def tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tp]:
     runner = Tp(tmp_path)
     yield runner
     runner.close()
+
+
+@pytest.fixture
+def here() -> Callable[..., Any]:
+    """Runs a command inside this process, which saves it the import of torch."""
+
+    def invoke(command: str, *args: str) -> Any:
+        app = getattr(_cli, f"{command}_app")()
+        return CliRunner().invoke(app, list(args))
+
+    return invoke
 
 
 @pytest.fixture

@@ -36,40 +36,41 @@ def _listed() -> dict[str, dict[str, object]]:
     return {job.name: job.to_dict() for job in list_jobs()}
 
 
-def test_a_detached_job_is_followed_to_its_end(tp):
+def test_a_detached_job_is_followed_to_its_end(tp, here):
     script = tp.script(_WAITS)
     job_id = tp("launch", "-n", "1", "--detach", "--name", "ab", script, "3", "-f").stdout.strip()
     follower = tp.start("logs", job_id[:5], "-f")
     assert follower.stdout.readline() == "[rank0] started ['3', '-f']\n"
-    (listed,) = json.loads(tp("jobs", "--json").stdout)
+    (listed,) = json.loads(here("jobs", "--json").stdout)
     assert (listed["id"], listed["name"], listed["state"]) == (job_id, "ab", "running")
     (tp.cwd / "go").touch()
     out, _ = follower.communicate(timeout=20)
     assert out.startswith("[rank0] ended\n")
     assert "rank 0 failed first: exit code 3" in out
-    table = tp("jobs").stdout
+    table = here("jobs").stdout
     assert table.split()[:6] == ["ID", "NAME", "STATE", "STARTED", "ELAPSED", "COMMAND"]
     assert "failed(3)" in table
     assert "script.py 3 -f" in table
-    assert tp("logs", "last", "-n", "1").stdout == "=" * 72 + "\n"
-    assert "removed 1 ended" in tp("jobs", "--clear").stderr
+    assert here("logs", "last", "-n", "1").stdout == "=" * 72 + "\n"
+    assert "removed 1 ended" in here("jobs", "--clear").stderr
     assert _listed() == {}
 
 
-def test_a_stopped_job_leaves_nobody(tp, gone):
-    tp("launch", "-n", "1", "--detach", tp.script(_WAITS), "0")
+def test_a_stopped_job_leaves_nobody(tp, here, gone):
+    script = tp.script(_WAITS)
+    tp("launch", "-n", "1", "--detach", script, "0")
     pid = int(tp.wait_for("pid"))
-    taken = tp("launch", "--detach", "-n", "1", "--name", "script", "script.py", "0")
-    assert taken.returncode == 2
+    taken = here("launch", "--detach", "-n", "1", "--name", "script", str(tp.cwd / script), "0")
+    assert taken.exit_code == 2
     assert "a job named 'script' is running; choose another --name" in taken.stderr
     done = tp("stop", "script")
     assert done.stdout.endswith("stopped (SIGTERM)\n")
     gone(pid)
     assert (_listed()["script"]["state"], _listed()["script"]["status"]) == ("stopped", 143)
-    assert "was not running: stopped" in tp("stop", "last").stdout
+    assert "was not running: stopped" in here("stop", "last").stdout
 
 
-def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, gone):
+def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, here, gone):
     script = tp.script(
         "import signal, subprocess\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -78,7 +79,7 @@ def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, gone):
     )
     tp("launch", "-n", "1", "--detach", script, "0")
     pids = [int(tp.wait_for(name)) for name in ("pid", "child")]
-    done = tp("stop", "last", "--grace-s", "0.5")
+    done = here("stop", "last", "--grace-s", "0.5")
     assert done.stdout.endswith("stopped (SIGKILL)\n")
     gone(*pids)
 
@@ -91,14 +92,14 @@ def test_a_job_whose_supervisor_was_killed_is_lost(tp, gone):
     assert _listed()["script"]["state"] == "lost"
 
 
-def test_what_is_wrong_is_said_before_a_job_is_made(tp):
-    done = tp("launch", "--detach", "nope.py")
-    assert done.returncode == 2
+def test_what_is_wrong_is_said_before_a_job_is_made(tp, here):
+    done = here("launch", "--detach", "nope.py")
+    assert done.exit_code == 2
     assert "there is no script 'nope.py'" in done.stderr
     assert not (tp.cwd / "state").exists()
-    assert "no jobs" in tp("jobs").stderr
-    done = tp("logs", "x")
-    assert (done.returncode, done.stderr) == (2, "tp logs: there is no job 'x'; there are: none at all\n")
+    assert "no jobs" in here("jobs").stderr
+    done = here("logs", "x")
+    assert (done.exit_code, done.stderr) == (2, "tp logs: there is no job 'x'; there are: none at all\n")
 
 
 @pytest.fixture
