@@ -33,5 +33,9 @@ def _close_all() -> None:
     _descriptors.clear()
 
 
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release)
-os.register_at_fork(after_in_child=lambda: (_lock.release(), _close_all())[0])
+def _after_in_child() -> None:
+    _lock.release()
+    _close_all()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)

@@ -48,7 +48,7 @@ def shortened(obj: Any, limit: int = 200) -> str:
 
 
 def _can_be_pickled(obj: Any) -> bool:
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
     try:
         cloudpickle.dumps(obj)
@@ -58,6 +58,8 @@ def _can_be_pickled(obj: Any) -> bool:
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, staticmethod | classmethod):
+        obj = obj.__func__
     if isinstance(obj, Mapping):
         parts = [(f"[{shortened(key, 40)}]", value) for key, value in obj.items()]
     elif isinstance(obj, list | tuple):
@@ -76,9 +78,7 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
                 if hasattr(obj, slot) and not slot.startswith("__"):
                     parts.append((f".{slot}", getattr(obj, slot)))
     else:
-        parts += [
-            (f".{key}", value) for key, value in vars(obj).items() if not key.startswith("__")
-        ]
+        parts += [(f".{key}", value) for key, value in vars(obj).items() if not key.startswith("__")]
     yield from parts[:_MOST_CHILDREN]
 
 

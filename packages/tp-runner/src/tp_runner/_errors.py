@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class _ItemError(TpError):
+class ItemError(TpError):
     """An error that knows the item, the worker and the device that it is about.
 
     Attributes:
@@ -61,14 +61,14 @@ class _ItemError(TpError):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-class WorkerError(_ItemError, RuntimeError):
+class WorkerError(ItemError, RuntimeError):
     """The work on an item raised, or a worker's start or end did.
 
     The original exception, where it can be pickled, is the ``__cause__``.
     """
 
 
-class WorkerDied(_ItemError, RuntimeError):  # noqa: N818 - says what happened
+class WorkerDied(ItemError, RuntimeError):  # noqa: N818 - says what happened
     """A worker's process ended in the middle of its work.
 
     Attributes:
@@ -80,11 +80,11 @@ class WorkerDied(_ItemError, RuntimeError):  # noqa: N818 - says what happened
     held: tuple[int, ...] = ()
 
 
-class ItemTimeout(_ItemError, TimeoutError):  # noqa: N818 - says what happened
+class ItemTimeout(ItemError, TimeoutError):  # noqa: N818 - says what happened
     """An item took longer than ``timeout_s``; its worker was replaced."""
 
 
-class NotPicklableError(_ItemError, TypeError, pickle.PicklingError):
+class NotPicklableError(ItemError, TypeError, pickle.PicklingError):
     """An item, a result or a runner's class that cannot travel to or from a worker."""
 
 

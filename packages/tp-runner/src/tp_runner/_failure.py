@@ -1,5 +1,6 @@
 """What travels back in the place of a result when there is none."""
 
+import contextlib
 import pickle
 import traceback
 from typing import Any, Self
@@ -54,7 +55,7 @@ class Failure:
         """The original exception, where it could be pickled and unpickled."""
         if self._exception is None and self._pickle:
             try:
-                loaded = pickle.loads(self._pickle)  # noqa: S301 - it comes from our own process
+                loaded = pickle.loads(self._pickle)
             except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
                 loaded = None
             self._pickle = b""
@@ -80,12 +81,10 @@ def _summary(error: BaseException) -> str:
 
 
 def _pickled(error: BaseException) -> bytes:
-    try:
+    with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
         return pickle.dumps(error, 5)
-    except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
-        pass
     try:
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
         data: bytes = cloudpickle.dumps(error)
     except Exception:  # noqa: BLE001 - as above; the text is kept

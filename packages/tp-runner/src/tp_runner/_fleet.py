@@ -147,7 +147,7 @@ class Fleet(abc.ABC):
             WorkerError: The end of one raised.
         """
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - nothing to do where nothing is on its way
         """Throw away everything that is on its way, workers too where they cannot be stopped."""
 
     def started(self, worker: int) -> tuple[int, float] | None:
@@ -155,10 +155,10 @@ class Fleet(abc.ABC):
         del worker
         return None
 
-    def kill(self, worker: int) -> None:
+    def kill(self, worker: int) -> None:  # noqa: B027 - only where ``kills`` says so
         """End a worker at once; ``Died`` follows."""
 
-    def revive(self, worker: int) -> None:
+    def revive(self, worker: int) -> None:  # noqa: B027 - only where ``kills`` says so
         """Start a dead worker again; ``Ready`` or ``Died`` follows."""
 
     def alive(self, worker: int) -> bool:

@@ -1,7 +1,6 @@
 """A server that forks workers: it has imported what they need, and no threads, locks or data."""
 
 import array
-import atexit
 import contextlib
 import importlib
 import os
@@ -12,7 +11,9 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+from tp_runner._at_exit import watch
 from tp_runner._launch import Handle, bootstrap, spawn
 
 __all__ = ["ForkServer", "fork_server", "serve"]
@@ -63,7 +64,7 @@ class ForkServer:
         """Whether it can start more workers, in this process."""
         return self._owner == os.getpid() and self._process.wait(0) is None
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the server."""
         if self._owner == os.getpid():
             self._socket.close()
@@ -107,7 +108,7 @@ def fork_server(preload: Sequence[str]) -> ForkServer:
         server = _servers.get(key)
         if server is None or not server.is_alive():
             server = _servers[key] = ForkServer(key)
-            atexit.register(server.close)
+            watch(server, last=True)
         return server
 
 
@@ -125,7 +126,8 @@ def serve(fd: int, preload: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup_end)
     while True:
-        ready, _, _ = select.select([parent, wakeup], [], [])
+        both: list[Any] = [parent, wakeup]
+        ready, _, _ = select.select(both, [], [])
         if wakeup in ready:
             os.read(wakeup, 4096)
         _tell_of_ended(parent)

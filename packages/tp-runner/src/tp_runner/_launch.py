@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Handle", "START_METHODS", "bootstrap", "fork", "spawn"]
+__all__ = ["START_METHODS", "Handle", "bootstrap", "fork", "spawn"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
@@ -93,15 +93,14 @@ def spawn(code: str, descriptors: Sequence[int]) -> Handle:
 def bootstrap(module: str, function: str, *arguments: Any) -> str:
     """Return code for a new interpreter that finds modules where this one does."""
     return (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from {module} import {function}; {function}(*{arguments!r})"
+        f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(*{arguments!r})"
     )
 
 
 def _flags() -> list[str]:
     """Return what a new interpreter needs to behave like this one."""
     flags = [f"-W{option}" for option in sys.warnoptions]
-    flags += [f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()]  # noqa: SLF001, E501 - the documented name
+    flags += [f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()]
     if sys.flags.no_site:
         flags.append("-S")
     if sys.flags.dont_write_bytecode:

@@ -37,7 +37,6 @@ class Link:
         worker: int,
         settings: Settings,
         *,
-        life: int,
         arena: int,
         board: int,
     ) -> None:
@@ -53,7 +52,9 @@ class Link:
         self._setup = b""
         theirs_in, self._requests = os.pipe()
         self.replies, theirs_out = os.pipe()
-        _at_fork.private(self._requests, self.replies)
+        # One for each worker: whom the kernel tells of its end is a property of the pipe's end.
+        life, self._life = os.pipe()
+        _at_fork.private(self._requests, self.replies, self._life)
         descriptors = Descriptors(theirs_in, theirs_out, life, arena, board)
         try:
             self.handle = self._start(program, device, settings, descriptors)
@@ -63,11 +64,10 @@ class Link:
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
+            os.close(life)
         os.set_blocking(self.replies, False)
 
-    def _start(
-        self, program: Any, device: str, settings: Settings, descriptors: Descriptors
-    ) -> Handle:
+    def _start(self, program: Any, device: str, settings: Settings, descriptors: Descriptors) -> Handle:
         setup = Setup(
             program,
             device,
@@ -145,6 +145,7 @@ class Link:
 
     def close(self) -> None:
         """Close the pipes."""
-        _at_fork.forget(self._requests, self.replies)
-        os.close(self._requests)
-        os.close(self.replies)
+        ours = (self._requests, self.replies, self._life)
+        _at_fork.forget(*ours)
+        for fd in ours:
+            os.close(fd)

@@ -46,9 +46,7 @@ class Opener:
         return self._foreign.open(self._program, devices, options=given)
 
 
-def open_own(
-    engine: str, program: Any, devices: tuple[str, ...], settings: Settings
-) -> RunnerPool:
+def open_own(engine: str, program: Any, devices: tuple[str, ...], settings: Settings) -> RunnerPool:
     """Start workers on an engine of this package."""
     fleet: Fleet
     if engine == "process":
@@ -75,7 +73,7 @@ def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
     if settings.start_method == "fork" and any(device.startswith("cuda") for device in devices):
         import torch
 
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
             msg = (
                 "start_method='fork' with CUDA devices needs a parent that has not used CUDA, and "
                 "this one has; take 'forkserver' or 'spawn'"

@@ -29,7 +29,7 @@ def pack(obj: Any) -> tuple[bytes, list[memoryview]]:
 
 def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj`` with cloudpickle: classes and functions of ``__main__`` go by value."""
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
     buffers: list[memoryview] = []
     return cloudpickle.dumps(obj, protocol=5, buffer_callback=_collector(buffers)), buffers
@@ -37,7 +37,7 @@ def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
 
 def unpack(payload: Any, buffers: Sequence[Any]) -> Any:
     """Undo :func:`pack`; arrays and tensors are views of ``buffers``."""
-    return pickle.loads(payload, buffers=buffers)  # noqa: S301 - it comes from our own process
+    return pickle.loads(payload, buffers=buffers)
 
 
 def _collector(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from tp_core.errors import ConfigError
 
+from tp_runner._at_exit import watch
 from tp_runner._call import Call
 from tp_runner._errors import RunnerBusy, RunnerClosed
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet
@@ -23,10 +24,7 @@ _SUPERSEDED = (
     "this stream was ended because its runner was called again in the same thread; finish or close "
     "a stream before the next call, or use a second runner"
 )
-_BUSY = (
-    "this runner is working on another call, of another thread; wait for that one, or use a second "
-    "runner"
-)
+_BUSY = "this runner is working on another call, of another thread; wait for that one, or use a second runner"
 
 
 class RunnerPool:
@@ -57,6 +55,7 @@ class RunnerPool:
         self._closed = False
         self._owner = os.getpid()
         self.fleet.start()
+        watch(self)
 
     def __enter__(self) -> Self:
         return self
@@ -225,6 +224,10 @@ class RunnerPool:
         if call is not None:
             call.end("this runner was closed")
         self.fleet.close(timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """End the workers at once."""
+        self.close(timeout_s=0.0)
 
     @property
     def closed(self) -> bool:

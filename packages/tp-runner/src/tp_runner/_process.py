@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from tp_runner import _at_fork, _wire
 from tp_runner._arena import Arena
 from tp_runner._board import Board
-from tp_runner._errors import WorkerError
+from tp_runner._errors import ItemError
 from tp_runner._failure import INIT, RESULT, Failure
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._link import Link
@@ -45,11 +45,10 @@ class ProcessFleet(Fleet):
                 self._settings = dataclasses.replace(settings, preload=("torch",))
         self._arena = Arena()
         self._board = Board(len(devices))
-        self._life = os.pipe()
         self._wake = os.pipe()
         for fd in self._wake:
             os.set_blocking(fd, False)
-        _at_fork.private(self._life[1], *self._wake)
+        _at_fork.private(*self._wake)
         # Where there is no epoll, poll does; it counts in milliseconds.
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
         self._second = 1 if hasattr(select, "epoll") else 1000
@@ -83,7 +82,7 @@ class ProcessFleet(Fleet):
     def reset(self) -> None:
         self._kill_all()
 
-    def _start_error(self, died: Died) -> WorkerError:
+    def _start_error(self, died: Died) -> ItemError:
         failure = died.failure
         if failure is None:
             ended = f"its process ended with exit status {died.exitcode} before it was ready"
@@ -96,7 +95,6 @@ class ProcessFleet(Fleet):
             self.devices[worker],
             worker,
             self._settings,
-            life=self._life[0],
             arena=self._arena.fd,
             board=self._board.fd,
         )
@@ -132,8 +130,8 @@ class ProcessFleet(Fleet):
             self._kill_all()
             self._arena.close()
             self._board.close()
-            _at_fork.forget(self._life[1], *self._wake)
-            for fd in (*self._life, *self._wake):
+            _at_fork.forget(*self._wake)
+            for fd in self._wake:
                 os.close(fd)
             if hasattr(self._poller, "close"):
                 self._poller.close()
@@ -237,12 +235,12 @@ class ProcessFleet(Fleet):
             elif kind == _wire.RELEASE:
                 self._arena.free(link.held.pop(seq))
             elif kind == _wire.LOG:
-                handle_record(pickle.loads(blob))  # noqa: S301 - from our own worker
+                handle_record(pickle.loads(blob))
             elif kind == _wire.READY:
                 link.ready = True
                 events.append(Ready(link.worker))
             elif kind == _wire.FAILED:
-                link.failure = pickle.loads(blob)  # noqa: S301 - from our own worker
+                link.failure = pickle.loads(blob)
             elif kind == _wire.BYE:
                 link.left = True
         if link.ended:
@@ -303,5 +301,3 @@ class ProcessFleet(Fleet):
             Timing(began, waited_s, worked_s, sent_s),
             nbytes,
         )
-
-

@@ -1,7 +1,6 @@
 """What a worker runs: made from a runner class or a function, sent to each worker once."""
 
 import functools
-import importlib.util
 import sys
 import types
 from collections.abc import Callable
@@ -54,7 +53,7 @@ def dump_program(program: Any) -> bytes:
     Raises:
         NotPicklableError: Something that it refers to cannot be pickled.
     """
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
     modules = [module for module in _modules_of(program) if not _importable(module)]
     for module in modules:
@@ -105,7 +104,7 @@ def _importable(module: types.ModuleType) -> bool:
         for finder in sys.meta_path:
             found = finder.find_spec(module.__name__, path)
             if found is not None:
-                return found.origin == ours.origin
+                return bool(found.origin == ours.origin)
     except (ImportError, AttributeError, ValueError):
         return False
     return False

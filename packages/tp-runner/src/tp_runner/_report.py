@@ -2,12 +2,12 @@
 
 import signal
 
-from tp_runner._errors import ItemTimeout, NotPicklableError, WorkerDied, WorkerError
+from tp_runner._errors import ItemError, ItemTimeout, NotPicklableError, WorkerDied, WorkerError
 from tp_runner._failure import DIED, END, INIT, ITEM, RAISED, RESULT, TIMEOUT, Failure
 
 __all__ = ["describe_exit", "failure_to_error"]
 
-_KINDS = {
+_KINDS: dict[str, type[ItemError]] = {
     DIED: WorkerDied,
     TIMEOUT: ItemTimeout,
     ITEM: NotPicklableError,
@@ -16,8 +16,7 @@ _KINDS = {
 _SAYINGS = {
     RAISED: "the work on item {index} ({item}) raised on {device}, worker {worker}: {summary}",
     ITEM: "item {index} ({item}) cannot travel to worker {worker} on {device}: {summary}",
-    RESULT: "the result of item {index} ({item}) cannot travel from worker {worker} on {device}: "
-    "{summary}",
+    RESULT: "the result of item {index} ({item}) cannot travel from worker {worker} on {device}: {summary}",
     DIED: "worker {worker} on {device} died with item {index} ({item}): {summary}",
     TIMEOUT: "item {index} ({item}) {summary} on {device}; worker {worker} was replaced",
     INIT: "worker {worker} did not start on {device}: {summary}",
@@ -27,9 +26,9 @@ _SAYINGS = {
 
 def failure_to_error(
     failure: Failure, *, index: int | None = None, item: str = "", device: str, worker: int
-) -> WorkerError | WorkerDied | ItemTimeout | NotPicklableError:
+) -> ItemError:
     """Make the exception that says what happened, to which item, where."""
-    kind = _KINDS.get(failure.kind, WorkerError)
+    kind: type[ItemError] = _KINDS.get(failure.kind, WorkerError)
     message = _SAYINGS[failure.kind].format(
         index=index, item=item, device=device, worker=worker, summary=failure.summary
     )

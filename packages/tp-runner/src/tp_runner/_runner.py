@@ -1,11 +1,10 @@
 """The runner classes: six static methods, and calls that stream items through them."""
 
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from tp_runner._at_exit import watch
 from tp_runner._cfg import copy_cfg
 from tp_runner._devices import resolve
 from tp_runner._errors import RunnerClosed
@@ -167,7 +166,6 @@ class _Runner:
         """Start the workers, if they are not running."""
         if self._pool is None or self._pool.closed:
             self._pool = self._opener.open()
-            watch(self)
 
     def close(self, *, timeout_s: float = 60.0) -> None:
         """End the workers with ``producer_end``; calling it again does nothing.
@@ -214,8 +212,6 @@ class OrderedRunner(_Runner):
 
 
 class UnorderedRunner(_Runner):
-    __doc__ = (_Runner.__doc__ or "").replace(
-        "A stream of items", "Results as they come: a stream", 1
-    )
+    __doc__ = (_Runner.__doc__ or "").replace("A stream of items", "Results as they come: a stream", 1)
 
     _ordered = False

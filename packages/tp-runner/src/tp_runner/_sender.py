@@ -1,6 +1,7 @@
 """The way back from a worker process: results, log records, failures."""
 
 import collections
+import contextlib
 import pickle
 import threading
 import time
@@ -68,9 +69,7 @@ class Sender:
         """Send a log record, which must be picklable."""
         self.message(_wire.LOG, pickle.dumps(record, 5))
 
-    def done(
-        self, reply: Reply, results: list[Any], failed: bool, lease: weakref.ref[Any] | None
-    ) -> None:
+    def done(self, reply: Reply, results: list[Any], failed: bool, lease: weakref.ref[Any] | None) -> None:
         """Send the results of a chunk.
 
         Args:
@@ -86,7 +85,7 @@ class Sender:
             self.message(_wire.RELEASE, seq=seq)
         try:
             payload, buffers = pack(results)
-        except BaseException:  # noqa: BLE001 - whatever it is, a culprit is looked for
+        except Exception:  # noqa: BLE001 - whatever it is, a culprit is looked for
             payload, buffers, failed = _pack_what_can_be(results)
         results.clear()
         blob, length, at, fits = self._place(payload, buffers, reply)
@@ -149,14 +148,12 @@ class Sender:
 
 def _pack_what_can_be(results: list[Any]) -> tuple[bytes, list[memoryview], bool]:
     """Pack results with cloudpickle; put a failure in the place of those that cannot be packed."""
-    try:
+    with contextlib.suppress(Exception):  # each one is tried by itself below
         return *pack_by_value(results), any(isinstance(result, Failure) for result in results)
-    except BaseException:  # noqa: BLE001 - each one is tried by itself below
-        pass
     for place, result in enumerate(results):
         try:
             pack_by_value(result)
-        except BaseException as error:  # noqa: BLE001 - a user's __reduce__ may do anything
+        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
             results[place] = Failure.of(error, RESULT)
             results[place].summary = why_not_picklable(result, "result", error)
     return *pack_by_value(results), True

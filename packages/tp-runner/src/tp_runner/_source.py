@@ -47,7 +47,7 @@ class Source(abc.ABC):
         """Return in how many seconds an incomplete batch must go; ``None`` if there is none."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Read no more."""
 
 
@@ -97,9 +97,7 @@ class Feeder(Source):
         self._closed = False
         self._oldest: float | None = None
         run = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=run, args=(self._read,), name="tp-runner-feeder", daemon=True
-        )
+        self._thread = threading.Thread(target=run, args=(self._read,), name="tp-runner-feeder", daemon=True)
         self._started = False
 
     def take(self, n_items: int, *, whole: int = 1) -> list[Any]:

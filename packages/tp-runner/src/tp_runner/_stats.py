@@ -157,9 +157,7 @@ class Tally:
             began_us = (timing.began - self._began) * 1e6
             if timing.waited_s > 0:
                 waited_us = timing.waited_s * 1e6
-                events.append(
-                    {**base, "name": "waiting", "ts": began_us - waited_us, "dur": waited_us}
-                )
+                events.append({**base, "name": "waiting", "ts": began_us - waited_us, "dur": waited_us})
             last = index + n_items - 1
             events.append(
                 {

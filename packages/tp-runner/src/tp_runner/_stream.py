@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 __all__ = ["ResultStream"]
 
@@ -18,7 +18,7 @@ class ResultStream(itertools.chain[Any]):
     @classmethod
     def over(cls, chunks: Iterator[list[Any]], end: Callable[[], None]) -> Self:
         """Return a stream over lists of results; ``end`` stops their coming."""
-        stream = cls.from_iterable(chunks)
+        stream = cast("Self", cls.from_iterable(chunks))  # of this class, whatever the stubs say
         stream._end = end
         return stream
 

@@ -39,9 +39,7 @@ def prepare(setup: Any, send_record: Callable[[logging.LogRecord], None]) -> Non
 class _Forwarder(logging.Handler):
     """Sends records to the parent, with the worker and its device."""
 
-    def __init__(
-        self, worker: int, device: str, send_record: Callable[[logging.LogRecord], None]
-    ) -> None:
+    def __init__(self, worker: int, device: str, send_record: Callable[[logging.LogRecord], None]) -> None:
         super().__init__()
         self._worker = worker
         self._device = device

@@ -58,9 +58,7 @@ class ThreadFleet(Fleet):
         waiting = time.monotonic()
         while (chunk := inbox.get()) is not None and not self._stopping:
             began = time.monotonic()
-            results, failed = run_chunk(
-                work, chunk.items, [0, 0, 0], batching=self._settings.batching
-            )
+            results, failed = run_chunk(work, chunk.items, [0, 0, 0], batching=self._settings.batching)
             now = time.monotonic()
             timing = Timing(began, began - waiting, now - began, 0.0)
             self._events.put(Done(worker, chunk.seq, results, failed, timing))

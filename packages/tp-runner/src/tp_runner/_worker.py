@@ -75,7 +75,7 @@ def main(requests: int, replies: int, life: int, arena: int, board: int) -> None
     if blob is None:
         return
     descriptors = Descriptors(requests, replies, life, arena, board)
-    path, setup = pickle.loads(blob)  # noqa: S301 - from our own parent
+    path, setup = pickle.loads(blob)
     sys.path[:] = path
     WorkerProcess(descriptors, setup).run()
 
@@ -120,7 +120,7 @@ class WorkerProcess:
             prepare(self._setup, self._sender.record)
             program = self._setup.program
             if isinstance(program, bytes):
-                program = pickle.loads(program)  # noqa: S301 - from our own parent
+                program = pickle.loads(program)
             work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
             self._sender.failure(Failure.of(error, INIT))
@@ -179,7 +179,5 @@ class WorkerProcess:
         start = table[0]
         lease = self._arena.lease(start, table[-2] + table[-1] - start)
         view = memoryview(lease).cast("B")
-        buffers = [
-            view[table[i] - start : table[i] - start + table[i + 1]] for i in range(0, len(table), 2)
-        ]
+        buffers = [view[table[i] - start : table[i] - start + table[i + 1]] for i in range(0, len(table), 2)]
         return unpack(memoryview(blob)[16 * n_buffers :], buffers), lease
