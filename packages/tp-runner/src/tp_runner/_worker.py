@@ -60,8 +60,12 @@ class Setup:
     log_level: int
 
     def pickled(self) -> bytes:
-        """Return this with ``sys.path``, for a process that must find the same modules first."""
-        return pickle.dumps((sys.path, self), 5)
+        """Return this with what a process needs to be like this one before it unpickles it.
+
+        A fork server is as old as the first runner: its directory and environment are those of then.
+        """
+        place = sys.path, os.getcwd(), dict(os.environ)  # noqa: PTH109 - a string travels lighter
+        return pickle.dumps((place, pickle.dumps(self, 5)), 5)
 
 
 def main(requests: int, replies: int, life: int, arena: int, board: int) -> None:
@@ -75,8 +79,13 @@ def main(requests: int, replies: int, life: int, arena: int, board: int) -> None
     if blob is None:
         return
     descriptors = Descriptors(requests, replies, life, arena, board)
-    path, setup = pickle.loads(blob)
+    (path, folder, environment), pickled = pickle.loads(blob)
     sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):  # it may be gone, which only those who use it need to know
+        os.chdir(folder)
+    setup = pickle.loads(pickled)
     WorkerProcess(descriptors, setup).run()
 
 
