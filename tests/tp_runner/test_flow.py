@@ -125,7 +125,7 @@ def test_work_of_uneven_length_is_shared_out():
         lambda i: torch.full((600, 100), i).t(),
         lambda i: torch.full((), i),
         lambda i: torch.empty(0, i),
-        lambda i: {"a": [torch.full((5000,), i), "text"], "b": np.full(5000, i)},
+        lambda i: {"a": [torch.full((5000,), i), 2.5], "b": np.full(5000, i)},
         lambda i: np.asfortranarray(np.full((50, 60), i)),
         lambda i: np.full((100, 100), i)[::2, ::3],
         lambda i: torch.full((5000,), float(i), requires_grad=True),

@@ -22,6 +22,8 @@ __all__ = ["Call"]
 CHUNKS_PER_WORKER = 16
 """So many chunks may be on their way or waiting for their turn, for each worker: enough for the
 workers to go on while a slow item holds up those behind it."""
+FEW_CHUNKS = 4
+"""The same while it is the consumer that everybody waits for."""
 
 
 class Call:
@@ -213,8 +215,10 @@ class Call:
         n_items = self.chunking.next_size(self.source.remaining, n_workers)
         if self._limit is not None:
             n_items = min(n_items, self._limit - self._n_items)
-        elif self._n_chunks >= CHUNKS_PER_WORKER * n_workers:
-            return None
+        else:
+            slow = self.chunking.waits_for_consumer()
+            if self._n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * n_workers:
+                return None
         if self._n_chunks and self.chunking.bytes_per_item:
             left = self.pool.settings.max_bytes - self._nbytes
             n_items = min(n_items, int(left / self.chunking.bytes_per_item))

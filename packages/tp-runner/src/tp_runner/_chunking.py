@@ -35,7 +35,13 @@ class Chunking:
 
     def consumed(self, seconds: float) -> None:
         """Note how long the consumer took over what it was given."""
+        if not self._consumer_s:
+            self._since = time.monotonic() - seconds
         self._consumer_s += seconds
+
+    def waits_for_consumer(self) -> bool:
+        """Whether most of the time goes by in the consumer, so that workers have time to spare."""
+        return self._consumer_s > 0.5 * (time.monotonic() - self._since)
 
     def learn(self, n_items: int, worked_s: float, nbytes: int) -> None:
         """Note what a finished chunk took."""
@@ -56,7 +62,7 @@ class Chunking:
         if self._consumer_s < SLOW_CONSUMER * elapsed:
             self.size = self._rounded(min(2 * self.size, wanted))
         if elapsed > 0.1:
-            self._since, self._consumer_s = now, 0.0
+            self._since, self._consumer_s = now - elapsed / 2, self._consumer_s / 2
 
     def _rounded(self, size: float) -> int:
         whole = self._whole
@@ -76,6 +82,5 @@ class Chunking:
         expected_s = self._item_s * self.size
         if not expected_s or expected_s > LONG_S:
             # Unless the caller comes by so rarely that workers would wait for it.
-            elapsed = max(time.monotonic() - self._since, 1e-9)
-            return 2 if self._consumer_s > elapsed / 2 else 1
+            return 2 if self.waits_for_consumer() else 1
         return 2 if expected_s > TARGET_S / 4 else 3

@@ -96,9 +96,6 @@ Event = Done | Ready | Died
 class Fleet(abc.ABC):
     """Workers, one for each device. Not safe for threads, save for :meth:`wake`."""
 
-    kills: ClassVar[bool] = False
-    """Whether a worker can be ended in the middle of an item, and started again."""
-
     direct: ClassVar[bool] = False
     """Whether the work is done by whoever polls, so that nothing goes on meanwhile."""
 
@@ -155,10 +152,10 @@ class Fleet(abc.ABC):
         del worker
         return None
 
-    def kill(self, worker: int) -> None:  # noqa: B027 - only where ``kills`` says so
+    def kill(self, worker: int) -> None:  # noqa: B027 - where it is possible
         """End a worker at once; ``Died`` follows."""
 
-    def revive(self, worker: int) -> None:  # noqa: B027 - only where ``kills`` says so
+    def revive(self, worker: int) -> None:  # noqa: B027 - where it is possible
         """Start a dead worker again; ``Ready`` or ``Died`` follows."""
 
     def alive(self, worker: int) -> bool:

@@ -47,7 +47,11 @@ _UNFIT = {
         "threads": "there is no worker",
         "timeout_s": "the caller's own thread cannot be stopped",
     },
-    "ray": {"start_method": "Ray starts the workers"},
+    "ray": {
+        "log_level": "Ray brings the logs of its actors itself",
+        "start_method": "Ray starts the workers",
+        "timeout_s": "an actor does not tell when it began with an item",
+    },
 }
 
 

@@ -5,7 +5,7 @@ import os
 import pickle
 import select
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 from tp_runner import _at_fork, _wire
 from tp_runner._arena import Arena
@@ -31,8 +31,6 @@ class ProcessFleet(Fleet):
     Nothing is shared that a dying worker could leave locked: each one has its own pipes, and the end
     of a pipe is the notice of a death.
     """
-
-    kills: ClassVar[bool] = True
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         self.devices = devices

@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from tp_runner._culprit import why_not_picklable
 from tp_runner._failure import RESULT, Failure
 from tp_runner._packing import pack, pack_by_value
 
-__all__ = ["FAILED", "HELD", "THROUGH_PIPE", "Reply", "Sender"]
+__all__ = ["FAILED", "HELD", "THROUGH_PIPE", "Reply", "Sender", "pack_what_can_be"]
 
 # Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
 FAILED, HELD, THROUGH_PIPE = 1, 2, 4
@@ -86,7 +87,8 @@ class Sender:
         try:
             payload, buffers = pack(results)
         except Exception:  # noqa: BLE001 - whatever it is, a culprit is looked for
-            payload, buffers, failed = _pack_what_can_be(results)
+            payload, buffers, unpicklable = pack_what_can_be(results, pack_by_value)
+            failed = failed or unpicklable
         results.clear()
         blob, length, at, fits = self._place(payload, buffers, reply)
         n_buffers = len(buffers)
@@ -146,14 +148,20 @@ class Sender:
         return [], length, at, True
 
 
-def _pack_what_can_be(results: list[Any]) -> tuple[bytes, list[memoryview], bool]:
-    """Pack results with cloudpickle; put a failure in the place of those that cannot be packed."""
+def pack_what_can_be(
+    results: list[Any], packer: Callable[[Any], tuple[bytes, list[memoryview]]]
+) -> tuple[bytes, list[memoryview], bool]:
+    """Pack results; put a failure in the place of those that cannot be packed.
+
+    Returns:
+        The pickle, the large buffers, whether there are such failures.
+    """
     with contextlib.suppress(Exception):  # each one is tried by itself below
-        return *pack_by_value(results), any(isinstance(result, Failure) for result in results)
+        return *packer(results), False
     for place, result in enumerate(results):
         try:
-            pack_by_value(result)
+            packer(result)
         except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
             results[place] = Failure.of(error, RESULT)
             results[place].summary = why_not_picklable(result, "result", error)
-    return *pack_by_value(results), True
+    return *packer(results), True
