@@ -1,6 +1,5 @@
 """What the runner's tests share: programs that run by themselves, and a look at what they left."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -12,9 +11,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 @pytest.fixture

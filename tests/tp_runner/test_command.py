@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
-
 from tp_runner._command import app
+from typer.testing import CliRunner
 
 MODULE = """
 import os, time

@@ -6,9 +6,9 @@ import pickle
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
-
 import tp_runner
 from tp_runner import (
     ItemTimeout,
@@ -43,13 +43,13 @@ class Obedient:
                 os.kill(os.getpid(), number)
                 time.sleep(30)
             case ("kill-once", path):
-                if not os.path.exists(path):
-                    open(path, "w").close()
+                if not Path(path).exists():
+                    Path(path).touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                     time.sleep(30)
                 return "survived"
             case ("raise-times", path, times):
-                with open(path, "a+") as file:
+                with Path(path).open("a+") as file:
                     file.write("x")
                     file.seek(0)
                     if len(file.read()) <= times:
@@ -71,17 +71,17 @@ class Unordered(Obedient, UnorderedRunner):
     pass
 
 
-class NoPickle(Exception):
+class NoPickleError(Exception):
     def __reduce__(self):
         raise RuntimeError("cannot pickle this")
 
 
-class NoUnpickle(Exception):
+class NoUnpickleError(Exception):
     def __init__(self, one, two):
         super().__init__(one)
 
 
-class NoText(Exception):
+class NoTextError(Exception):
     def __str__(self):
         raise RuntimeError("cannot print this")
 
@@ -92,9 +92,9 @@ class Holder:
 
 
 MADE = {
-    "no-pickle": NoPickle,
-    "no-unpickle": lambda: NoUnpickle("one", "two"),
-    "no-text": NoText,
+    "no-pickle": NoPickleError,
+    "no-unpickle": lambda: NoUnpickleError("one", "two"),
+    "no-text": NoTextError,
     "exit": lambda: SystemExit(3),
     "holder": Holder,
     "lambda": lambda: lambda: 7,

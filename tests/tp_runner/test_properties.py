@@ -4,16 +4,14 @@ import collections
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from tp_runner import OrderedRunner, UnorderedRunner, WorkerError
 
-common = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+common = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Work:
@@ -103,8 +101,8 @@ class Mortal(OrderedRunner):
     @staticmethod
     def producer_work(device, cfg, item):
         value, path = item
-        if path is not None and not os.path.exists(path):
-            open(path, "w").close()
+        if path is not None and not Path(path).exists():
+            Path(path).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 

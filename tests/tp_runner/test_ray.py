@@ -2,10 +2,10 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from tp_core.errors import ConfigError
-
 from tp_runner import NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
@@ -44,8 +44,8 @@ class Work:
 
                 return threading.Lock()
             case ("die-once", path):
-                if not os.path.exists(path):
-                    open(path, "w").close()
+                if not Path(path).exists():
+                    Path(path).touch()
                     os._exit(1)
                 return "survived"
             case ("die",):
@@ -54,7 +54,7 @@ class Work:
     @staticmethod
     def producer_end(device, cfg):
         if "path" in cfg:
-            open(f"{cfg.path}/{os.getpid()}", "w").close()
+            Path(cfg.path, str(os.getpid())).touch()
 
 
 class Ordered(Work, OrderedRunner):

@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import os
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from tp_core.errors import ConfigError, DeviceError
-
 from tp_runner import CfgNode, OrderedRunner, RunnerClosed, UnorderedRunner
 
 ENGINES = [
@@ -73,7 +73,7 @@ class Ending(OrderedRunner):
 
     @staticmethod
     def producer_end(device, cfg):
-        with open(cfg.path, "a") as file:
+        with Path(cfg.path).open("a") as file:
             file.write("\n".join([*cfg.lines, "end"]))
 
 

@@ -1,6 +1,7 @@
 """What can be seen of the work: figures, a timeline, a bar, log records and warnings."""
 
 import io
+import itertools
 import json
 import logging
 import time
@@ -10,7 +11,6 @@ import pytest
 import rich.progress
 from rich.console import Console
 from tp_core.errors import ConfigError
-
 from tp_runner import OrderedRunner, RunnerStats, _progress
 
 
@@ -67,7 +67,7 @@ def test_the_timeline_is_a_chrome_trace(tmp_path):
     assert all(event["dur"] >= 10_000 * event["args"]["items"] for event in work)
     for worker in (0, 1):
         mine = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == worker)
-        for (ts, dur), (later, _) in zip(mine, mine[1:], strict=False):
+        for (ts, dur), (later, _) in itertools.pairwise(mine):
             assert ts + dur <= later + 1
 
 

@@ -1,6 +1,7 @@
 """Workers that are actors on a Ray cluster: one for each device, placed by the resources it needs."""
 
 import contextlib
+import importlib
 import pickle
 import time
 from typing import Any, ClassVar
@@ -59,9 +60,7 @@ class RayFleet(Fleet):
         cuda = self.devices[worker].startswith("cuda")
         device = "cuda:0" if cuda else self.devices[worker]
         settings = self._settings
-        actor = self._ray.remote(_Actor).options(
-            num_cpus=1, num_gpus=1 if cuda else 0, max_concurrency=1
-        )
+        actor = self._ray.remote(_Actor).options(num_cpus=1, num_gpus=1 if cuda else 0, max_concurrency=1)
         self._actors[worker] = handle = actor.remote(
             self._program, device, settings.batching, settings.threads
         )
@@ -74,9 +73,7 @@ class RayFleet(Fleet):
         return worker in self._actors
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        import cloudpickle
-
-        items = cloudpickle.dumps(chunk.items, protocol=5)
+        items, _ = _packed(chunk.items)
         chunk.nbytes = len(items)
         reference = self._actors[worker].work.remote(items, len(chunk.items))
         self._inflight[reference] = worker, chunk.seq, len(chunk.items)
@@ -224,15 +221,14 @@ class _Actor:
 
 
 def _packed(obj: Any) -> tuple[bytes, list[memoryview]]:
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
     return cloudpickle.dumps(obj, protocol=5), []
 
 
 def _import_ray() -> Any:
     try:
-        import ray
+        return importlib.import_module("ray")
     except ImportError as error:
         msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
         raise ConfigError(msg) from error
-    return ray
