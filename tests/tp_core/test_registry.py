@@ -201,7 +201,11 @@ def test_registering_a_name_twice_is_an_error():
 
 
 def test_registering_a_plugin_with_an_unknown_hook_is_an_error():
-    plugin = SimpleNamespace(tp_bakends=hookimpl(specname="tp_bakends")(list))
+    @hookimpl
+    def tp_bakends():
+        return []
+
+    plugin = SimpleNamespace(tp_bakends=tp_bakends)
     plugins = registry()
     with pytest.raises(ContractError, match="the hooks are tp_backends"):
         plugins.register(plugin, name="typo")

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from tp_trainer._launch import _cli
+from tp_trainer._launch._detach import stop
+from tp_trainer._launch._jobs import list_jobs
 from typer.testing import CliRunner
 
 _MAIN = "from tp_trainer._launch._cli import {0}_app; {0}_app()()"
@@ -69,6 +71,8 @@ class Tp:
         return path.read_text()
 
     def close(self) -> None:
+        for job in list_jobs():  # a test that failed half-way leaves its job running
+            stop(job, grace_s=0)
         for process in self.started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):

@@ -92,6 +92,11 @@ def test_a_long_traceback_is_cut_in_the_middle(ranks):
     assert text.endswith("RecursionError: x")
 
 
+def test_an_abort_at_the_end_of_a_script_has_its_remedy(ranks):
+    ranks[0].stderr.write_text("terminate called without an active exception\nFatal Python error: Aborted\n")
+    assert "call torch.distributed.destroy_process_group() there" in str(_first({0: -6}, ranks))
+
+
 def test_signals_have_names():
     assert [code_name(code) for code in (3, -9, -11, -99)] == [
         "exit code 3",

@@ -3,11 +3,13 @@
 import signal
 import socket
 
+import psutil
 import pytest
 from tp_core.errors import RankFailedError
 from tp_trainer._launch._run import LaunchRequest, run
 
 _SUM = "x = torch.ones(1); dist.all_reduce(x); print(rank, x.item(), flush=True)\n"
+_SUM += "dist.destroy_process_group()\n"
 _HELD = """
 open(f"pid{rank}", "w").write(str(os.getpid()))
 if rank == 1:
@@ -46,6 +48,29 @@ def test_every_host_tells_the_cause_that_one_of_them_had(tp, free_port, gone):
         assert "ValueError: the cause" in block
     assert hosts[0].returncode == hosts[1].returncode != 0
     gone(*(int(tp.wait_for(f"pid{rank}")) for rank in range(2)))
+
+
+def test_a_host_that_is_done_hears_of_a_failure_that_comes_later(tp, free_port, until):
+    script = tp.script(
+        """
+        import os, pathlib, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.05)
+        sys.exit(6)
+        """
+    )
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port}"]
+    hosts = _pair(tp, *endpoint, "--log-dir", "logs", script=script)
+    until(lambda: len(list((tp.cwd / "logs").rglob("pid"))) == 2, timeout_s=20)
+    pids = [int(path.read_text()) for path in (tp.cwd / "logs").rglob("pid")]
+    until(lambda: not all(psutil.pid_exists(pid) for pid in pids))  # collected: it was the first
+    (tp.cwd / "go").touch()
+    for host in hosts:
+        _, err = host.communicate(timeout=20)
+        assert host.returncode == 6
+        assert "rank 1 failed first: exit code 6" in err
 
 
 def test_a_host_that_is_stopped_ends_the_job_on_the_other(tp, free_port, gone):

@@ -13,11 +13,17 @@ if TYPE_CHECKING:
     from tp_core import plugins
     from tp_core._backend import Backend, NoOptions
     from tp_core._collate import CollateAdapter, Parts
-    from tp_core._devices import available_devices, device_of_rank, resolve_devices
+    from tp_core._devices import (
+        DeviceSpec,
+        as_device,
+        available_devices,
+        device_of_rank,
+        resolve_devices,
+    )
     from tp_core._engine import Engine, Pool
     from tp_core._environment import LaunchEnvironment
     from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, is_sharded
-    from tp_core._load import DeviceLoad, device_loads
+    from tp_core._load import DeviceLoad, device_loads, least_busy
     from tp_core._loader import PreparedLoader, Share, count_samples, seeded, split_evenly
     from tp_core._select import KNOWN_BACKENDS, Candidate, Selection, select
     from tp_core._session import ReduceOp, Session, StepOutput
@@ -33,6 +39,7 @@ __all__ = [
     "Candidate",
     "CollateAdapter",
     "DeviceLoad",
+    "DeviceSpec",
     "Engine",
     "Job",
     "LaunchEnvironment",
@@ -48,12 +55,14 @@ __all__ = [
     "Share",
     "StepOutput",
     "Verdict",
+    "as_device",
     "available_devices",
     "count_samples",
     "device_loads",
     "device_of_rank",
     "errors",
     "is_sharded",
+    "least_busy",
     "plugins",
     "recursive_pin",
     "recursive_to",
@@ -71,6 +80,8 @@ _ORIGINS = {
     "NoOptions": "tp_core._backend",
     "CollateAdapter": "tp_core._collate",
     "Parts": "tp_core._collate",
+    "DeviceSpec": "tp_core._devices",
+    "as_device": "tp_core._devices",
     "available_devices": "tp_core._devices",
     "device_of_rank": "tp_core._devices",
     "resolve_devices": "tp_core._devices",
@@ -84,6 +95,7 @@ _ORIGINS = {
     "is_sharded": "tp_core._job",
     "DeviceLoad": "tp_core._load",
     "device_loads": "tp_core._load",
+    "least_busy": "tp_core._load",
     "PreparedLoader": "tp_core._loader",
     "Share": "tp_core._loader",
     "count_samples": "tp_core._loader",

@@ -1,5 +1,6 @@
 """The backend for one process per device: torch's DistributedDataParallel."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -292,5 +293,9 @@ class DdpSession(Session):
     def close(self) -> None:
         """Leave the process group, if this session joined it."""
         if not self.closed and self._owns_group and dist.is_initialized():
+            # A DDP module keeps the group alive, and its end joins gloo's threads while it holds
+            # the interpreter's lock. A thread that has yet to release a tensor of the last
+            # collective needs that lock: both would wait for ever. Asleep, we let it finish.
+            time.sleep(0.05)
             dist.destroy_process_group()
         super().close()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -63,12 +64,22 @@ def shake_hands(
         msg = f"rank 0 did not come to the job's start within {timeout_s:g} s: {error}"
         raise RankFailedError(msg) from error
     verdict = json.loads(store.get("verdict"))
+    if "missing" in verdict or verdict["difference"]:
+        _let_everyone_read(store, environment)
     if "missing" in verdict:
         msg = f"rank {verdict['missing']} did not come to the job's start within {timeout_s:g} s"
         raise RankFailedError(msg)
     if verdict["difference"]:
         raise DisagreementError(verdict["difference"])
     return int(verdict["seed"])
+
+
+def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> None:
+    """Keep rank 0, which may serve the store, alive until the others know why it stops."""
+    store.set(f"read/{environment.rank}", "")
+    if environment.rank == 0:
+        with suppress(RuntimeError):  # a rank that never came does not read either
+            store.wait([f"read/{r}" for r in range(environment.world_size)], timedelta(seconds=5))
 
 
 def _first_difference(everyones: list[dict[str, Any]]) -> str | None:

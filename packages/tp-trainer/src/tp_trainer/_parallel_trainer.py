@@ -9,12 +9,20 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
-from tp_core import Job, LaunchEnvironment, Session, available_devices, resolve_devices, select
+from tp_core import (
+    Job,
+    LaunchEnvironment,
+    Session,
+    available_devices,
+    device_of_rank,
+    resolve_devices,
+    select,
+)
 from tp_core.errors import ConfigError
 from tp_core.plugins import registry
 
 from tp_trainer._files import save_atomically
-from tp_trainer._handshake import shake_hands
+from tp_trainer._opening import open_session
 
 __all__ = ["ParallelTrainer"]
 
@@ -70,9 +78,8 @@ class ParallelTrainer:
             seed=self._seed,
             options={name: options} if name == "ddp" else {},
         )
-        backend = select(job, registry.backends(), name=name).backend
-        shake_hands(environment, {"backend": name, "options": options}, seed=self._seed)
-        self.session: Session = backend.open(job)
+        selection = select(job, registry.backends(), name=name)
+        self.session: Session = open_session(selection, job, {"seed": self._seed})
 
     def get_device(self) -> torch.device:
         """Return the device of this process."""
@@ -195,8 +202,6 @@ def _device_here(wanted: object, environment: LaunchEnvironment | None) -> torch
         return torch.device("cpu")
     if environment is None or not environment.is_distributed:
         return resolve_devices(device)[0]
-    from tp_core import device_of_rank
-
     return device_of_rank(resolve_devices(device.type), environment, explicit=False)
 
 

@@ -1,6 +1,5 @@
 """The trainer: one script for one device, many devices or many machines."""
 
-import atexit
 import os
 import random
 import sys
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core import (
+    DeviceSpec,
     Job,
     LaunchEnvironment,
     LossReduction,
@@ -25,13 +25,13 @@ from tp_core import (
     resolve_devices,
     select,
 )
-from tp_core.errors import ConfigError, PluginError, SelectionError, StateError
+from tp_core.errors import ConfigError, SelectionError, StateError
 from tp_core.plugins import PluginRegistry, registry
 
 from tp_trainer._files import load_state, save_atomically
 from tp_trainer._fit import Scheduler, Step, evaluate, train_epoch
-from tp_trainer._handshake import shake_hands
 from tp_trainer._metrics import Meter
+from tp_trainer._opening import open_session
 from tp_trainer._progress import EpochRecord, History, Reporter
 
 __all__ = ["Trainer"]
@@ -71,7 +71,7 @@ class Trainer:
         self,
         *,
         backend: str = "auto",
-        devices: Any = "auto",
+        devices: DeviceSpec = "auto",
         seed: int | None = None,
         loss: LossReduction = "mean",
         options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -99,7 +99,7 @@ class Trainer:
         if seed is not None:
             _seed_everything(seed)
 
-    def _resolve(self, devices: Any) -> tuple[torch.device, ...]:
+    def _resolve(self, devices: DeviceSpec) -> tuple[torch.device, ...]:
         found = resolve_devices(devices)
         if not self.environment.is_distributed:
             return found
@@ -164,27 +164,12 @@ class Trainer:
             return self._session
         seed = torch.initial_seed() if self._seed is None else self._seed
         selection = self._select(model, seed=seed)
-        chosen = f"{selection.chosen.name!r} of {selection.chosen.origin}"
-        facts = {
-            "backend": chosen,
-            "options": self._options.get(selection.chosen.name, {}),
-            "kind of loss": self._loss,
-            "seed": self._seed,
-        }
-        seed = shake_hands(self.environment, facts, seed=seed)
-        try:
-            session = selection.backend.open(self._job(model, seed))
-        except Exception as error:
-            error.add_note(f"while opening backend {chosen}")
-            raise
-        if not isinstance(session, Session):
-            msg = f"backend {chosen} must open a Session, got {type(session).__name__}"
-            raise PluginError(msg)
+        facts = {"kind of loss": self._loss, "seed": self._seed}
+        session = open_session(selection, self._job(model, seed), facts)
         self._selection, self._session = selection, session
         if self._seed is not None and session.data_size > 1:
             # Models are made alike on all ranks; dropout and augmentation must not be.
             _seed_everything(self._seed + session.data_rank * 1_000_003)
-        atexit.register(_close_at_exit, weakref.ref(session))
         return session
 
     # -- who am I -----------------------------------------------------------------------------
@@ -496,10 +481,3 @@ def _advance(scheduler: Scheduler, loss: float) -> None:
         scheduler.step(loss)
     else:
         scheduler.step()
-
-
-def _close_at_exit(reference: weakref.ref[Session]) -> None:
-    session = reference()
-    # After an uncaught exception the other ranks are not going to say goodbye with us.
-    if session is not None and not hasattr(sys, "last_value"):
-        session.close()

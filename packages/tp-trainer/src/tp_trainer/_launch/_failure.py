@@ -26,10 +26,12 @@ _CONSEQUENCE = re.compile(
 )
 # How native code goes down when Python has already given up.
 _AFTERMATH = ("terminate called", "Fatal Python error:")
+_NO_GOODBYE = "terminate called without an active exception"  # threads of gloo were still alive
 _HINTS = {
     "SIGKILL": "killed from outside; when nobody did, the system was out of memory (see dmesg)",
     "SIGSEGV": "a crash in native code; the stack of Python, if there was time, is below",
-    "SIGABRT": "native code gave up: a failed check, or threads left over at an uncaught exception",
+    "SIGABRT": "native code gave up, on a failed check or a timeout of a collective",
+    "exit": "it had come to its end: call torch.distributed.destroy_process_group() there",
     "SIGBUS": "often a full /dev/shm: data loader workers share memory there",
 }
 
@@ -79,8 +81,9 @@ class Failure:
             f"rank {self.rank} failed first: {name}, status {self.status}",
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
-        if name in _HINTS:
-            lines.append(f"  hint    {_HINTS[name]}")
+        hint = _HINTS.get("exit" if _NO_GOODBYE in self.text else name)
+        if hint and _HEAD not in self.text:  # a traceback says more than a signal
+            lines.append(f"  hint    {hint}")
         if self.others:
             lines.append(f"  others  {self.others}")
         if self.log is not None:

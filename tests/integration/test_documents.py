@@ -1,0 +1,50 @@
+"""Every Python block in a document runs, and prints what the document says it prints."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(p for p in ROOT.glob("docs/**/*.md") if "_build" not in p.parts),
+]
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path):
+    """Yield (first line, source, expected output or None) of each Python block."""
+    text = path.read_text()
+    fences = list(FENCE.finditer(text))
+    for fence, after in zip(fences, [*fences[1:], None], strict=True):
+        if fence[1] == "python":
+            line = text[: fence.start()].count("\n") + 2
+            adjacent = after is not None and not text[fence.end() : after.start()].strip()
+            yield line, fence[2], after[2] if adjacent and after[1] == "text" else None
+
+
+def squeezed(text):
+    """Drop what differs from machine to machine: times, rates and the width of columns."""
+    text = re.sub(r"[\d,]+ samples/s", "N samples/s", text)
+    return re.sub(r"[ \t]+", " ", text).strip()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_blocks_of_a_document_run_and_print_what_it_says(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for line, source, expected in blocks(path):
+        out = io.StringIO()
+        code = compile("\n" * (line - 1) + source, str(path), "exec")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            exec(code, namespace)
+        if expected is not None:
+            assert squeezed(out.getvalue()) == squeezed(expected), f"{path.name}, line {line}"
+
+
+def test_there_are_blocks_to_run():
+    assert any(list(blocks(path)) for path in DOCUMENTS)

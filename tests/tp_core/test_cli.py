@@ -1,0 +1,150 @@
+"""The command tp, its plugins' commands, and tp doctor."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tp_core.cli._doctor import examine
+from tp_core.cli._main import build_app, run
+from tp_core.plugins import PluginRegistry
+from tp_core.testing import fake_distribution
+
+COMMANDS = """
+    import typer
+    from tp_core.plugins import Command, hookimpl
+
+    def load_hello():
+        app = typer.Typer()
+        @app.command()
+        def hello(name: str):
+            print(f"hello {name}")
+        return app
+
+    def load_bad():
+        raise ImportError("no such library")
+
+    @hookimpl
+    def tp_commands():
+        return [Command("hello", "Say hello.", load_hello), Command("bad", "Fail.", load_bad),
+                Command("doctor", "Hide the doctor.", load_hello)]
+"""
+
+
+def tp(*arguments, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "tp_core.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture
+def with_commands(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-hello", entry_points={"hello": "hello_plugin"}, modules={"hello_plugin": COMMANDS}
+    ):
+        yield PluginRegistry(environ={})
+
+
+def test_a_plugins_command_runs_and_a_broken_one_is_left_out(with_commands, capsys):
+    app = build_app(with_commands)
+    captured = capsys.readouterr()
+    assert "command 'bad' of tp-hello 1.0 is broken: ImportError: no such library" in captured.err
+    assert "command 'doctor' of tp-hello is tp's own; left out" in captured.err
+    with pytest.raises(SystemExit) as ended:
+        app(args=["hello", "world"], prog_name="tp")
+    assert ended.value.code == 0
+    assert "hello world" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands_with_their_lines(with_commands, capsys):
+    with pytest.raises(SystemExit):
+        build_app(with_commands)(args=["--help"], prog_name="tp")
+    out = capsys.readouterr().out
+    assert "Say hello." in out
+    assert "doctor" in out
+
+
+def test_an_unknown_command_ends_with_a_status(capsys):
+    assert run(["no-such-command"]) == 2
+
+
+def test_the_doctor_finds_nothing_broken_here(capsys):
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing is broken." in out
+    assert "cpu" in out
+
+
+def test_the_doctor_speaks_json(capsys):
+    assert run(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert {"python", "torch", "tp-core"} <= set(report["versions"])
+    assert report["environment"]["launcher"] == "plain"
+    assert all({"device", "free_bytes", "total_bytes", "utilization"} <= set(d) for d in report["devices"])
+
+
+def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys, monkeypatch):
+    with fake_distribution(
+        tmp_path, "tp-bad", version="0.3", entry_points={"bad": "bad_plugin"}, modules={"bad_plugin": "1 / 0"}
+    ):
+        plugins = PluginRegistry(environ={})
+        report = examine(plugins)
+        monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
+        assert run(["doctor"]) == 1
+    (broken,) = report["broken"]
+    assert (broken["name"], broken["distribution"], broken["version"]) == ("bad", "tp-bad", "0.3")
+    assert "ZeroDivisionError" in broken["traceback"]
+    assert report["problems"] == ["plugin bad of tp-bad: ZeroDivisionError: division by zero"]
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+RAISING = """
+    from tp_core import Backend
+    from tp_core.plugins import hookimpl
+
+    class Raising(Backend):
+        name = "raising"
+        def assess(self, job):
+            raise RuntimeError("cannot look")
+        def open(self, job):
+            pass
+
+    @hookimpl
+    def tp_backends():
+        return [Raising()]
+"""
+
+
+def test_the_doctor_reports_a_backend_that_raises_while_it_looks(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-raise", entry_points={"raise": "raise_plugin"}, modules={"raise_plugin": RAISING}
+    ):
+        report = examine(PluginRegistry(environ={}))
+    assert any("assess() raised RuntimeError: cannot look" in p for p in report["problems"])
+
+
+def test_the_doctor_reports_a_half_set_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    report = examine(PluginRegistry(environ={}))
+    assert report["environment"] is None
+    assert any("WORLD_SIZE" in p for p in report["problems"])
+
+
+def test_without_its_libraries_tp_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
+    done = tp("doctor", env={"PYTHONPATH": str(tmp_path), "PATH": ""})
+    assert done.returncode == 1
+    assert "tp: the command line needs typer" in done.stderr
+    assert "pip install 'tp-core[cli]'" in done.stderr
+
+
+def test_tp_is_a_module_too():
+    done = tp("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []
