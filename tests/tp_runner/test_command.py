@@ -56,8 +56,11 @@ def folder(tmp_path, monkeypatch):
 def call(folder, name, *arguments):
     done = CliRunner().invoke(
         app,
-        [f"{module_in(folder)}:{name}", "--output", "out.jsonl", "--devices", "2", "--no-progress"]
-        + list(arguments),
+        [
+            f"{module_in(folder)}:{name}",
+            *("--output", "out.jsonl", "--devices", "2", "--no-progress"),
+            *arguments,
+        ],
         catch_exceptions=True,
     )
     rows = []

@@ -125,9 +125,9 @@ def test_finished_predecessors_come_first_then_the_error_with_all_that_is_known(
 @pytest.mark.parametrize("options", ENGINES, ids=IDS)
 def test_all_results_before_a_failure_are_delivered(options):
     got = []
+    items = [*range(300), ("raise", KeyError("x")), *range(300)]
     with Ordered(2, **options) as runner, pytest.raises(WorkerError):
-        for result in runner.stream([*range(300), ("raise", KeyError("x")), *range(300)]):
-            got.append(result)
+        got.extend(runner.stream(items))
     assert got == [i * 10 for i in range(300)]
 
 
@@ -244,7 +244,7 @@ def test_a_start_that_raises_is_raised_at_the_start(options):
 def test_an_end_that_raises_is_raised_at_the_end(options):
     runner = BadEnd(2, **options)
     assert list(runner.stream([5])) == [5]
-    with pytest.raises(WorkerError, match="the end of worker . on cpu raised: OSError: disk full"):
+    with pytest.raises(WorkerError, match=r"the end of worker . on cpu raised: OSError: disk full"):
         runner.close()
     runner.close()
 
@@ -301,9 +301,9 @@ def test_an_item_that_kills_again_and_again_is_given_up():
 def test_when_the_last_worker_dies_every_item_it_held_is_failed():
     with Ordered(1, on_error="return") as runner:
         got = []
+        items = [1, ("kill", signal.SIGKILL), *range(1000)]
         with pytest.raises(WorkerDied, match="no worker is left"):
-            for result in runner.stream([1, ("kill", signal.SIGKILL), *range(1000)]):
-                got.append(result)
+            got.extend(runner.stream(items))
     assert got[0] == 10
     assert isinstance(got[1], WorkerDied)
 
@@ -381,8 +381,7 @@ def test_an_input_that_raises_is_raised_after_the_results_before_it(options):
     got = []
     with Ordered(2, **options) as runner:
         with pytest.raises(LookupError, match="no more input") as e:
-            for result in runner.stream(items()):
-                got.append(result)
+            got.extend(runner.stream(items()))
         assert e.traceback[-1].name == "items"
         assert got == [i * 10 for i in range(50)]
         assert list(runner.stream([1])) == [10]
@@ -452,8 +451,10 @@ def test_a_second_thread_is_refused_with_a_sentence():
         thread.start()
         thread.join(10)
         assert errors == [
-            "this runner is working on another call, of another thread; wait for that one, or use "
-            "a second runner"
+            (
+                "this runner is working on another call, of another thread; wait for that one, or "
+                "use a second runner"
+            )
         ]
         assert sum(1 for _ in stream) == 9_999
 

@@ -125,7 +125,7 @@ def test_a_closed_runner_says_so_and_can_be_started_again(options):
     runner.stop()
 
 
-@pytest.mark.parametrize("items", [[], (), range(0), iter(()), {}], ids=repr)
+@pytest.mark.parametrize("items", [[], (), range(0), iter(()), {}], ids=lambda x: type(x).__name__)
 def test_no_items_give_no_results(items):
     with Doubler(2, engine="thread") as runner:
         assert list(runner.stream(items)) == []

@@ -16,7 +16,6 @@ import sys
 import time
 
 import numpy as np
-
 import tp_runner
 
 WORKERS = 2
@@ -46,9 +45,9 @@ class Tools:
         self._runners = {}
         self.table = {
             "tp-runner": self.ours,
-            "Pool.imap": lambda f, items: self._pool.imap(f, items),
+            "Pool.imap": self._pool.imap,
             "Pool.imap tuned": lambda f, items: self._pool.imap(f, items, chunksize=4096),
-            "executor": lambda f, items: self._executor.map(f, items),
+            "executor": self._executor.map,
             "executor tuned": lambda f, items: self._executor.map(f, items, chunksize=4096),
         }
         if importlib.util.find_spec("joblib"):
@@ -117,7 +116,9 @@ def limits():
     array = np.zeros(8 << 20)
     began = time.perf_counter()
     pickle.loads(pickle.dumps(array, 5))
-    print(f"  pickle in band and back          {array.nbytes / (time.perf_counter() - began) / 1e9:8.2f} GB/s")
+    print(
+        f"  pickle in band and back          {array.nbytes / (time.perf_counter() - began) / 1e9:8.2f} GB/s"
+    )
     reader, writer = os.pipe()
     n_blocks, block = 2000, bytes(1 << 16)
     if not (pid := os.fork()):
@@ -157,7 +158,8 @@ def read_ahead(tools):
 
         def items():
             nonlocal n_read
-            for n_read in range(1, 100_001):  # noqa: B007 - it is looked at below
+            while n_read < 100_000:
+                n_read += 1
                 yield n_read
 
         results = tool(square, items())
@@ -183,7 +185,7 @@ def main():
         limits()
     if "tiny" in only:
         fast = {"tp-runner", "Pool.imap tuned", "executor tuned"}
-        sizes = {name: N_TINY for name in fast} | {"joblib": 200_000, "others": N_TINY_SLOW}
+        sizes = dict.fromkeys(fast, N_TINY) | {"joblib": 200_000, "others": N_TINY_SLOW}
         table("x * x on integers", "items/s", tools, square, range, sizes, rounds=rounds)
     few = {name: tool for name, tool in tools.table.items() if "tuned" not in name}
     tools.table, whole = few, tools.table
@@ -193,14 +195,18 @@ def main():
     if "numpy" in only:
         for title, n, count in (("1 MB", 1 << 17, 300), ("10 KB", 1280, 4000)):
             make = cycled([np.full(n, 1.0) for _ in range((32 << 20) // (8 * n))])
-            table(f"{title} arrays, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds)
+            table(
+                f"{title} arrays, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds
+            )
     if "torch" in only and importlib.util.find_spec("torch"):
         import torch
 
         torch.set_num_threads(1)
         for title, n, count in (("1 MB", 1 << 18, 300), ("10 KB", 2560, 2000)):
             make = cycled([torch.full((n,), 1.0) for _ in range((32 << 20) // (4 * n))])
-            table(f"{title} tensors, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds)
+            table(
+                f"{title} tensors, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds
+            )
     if "memory" in only:
         read_ahead(tools)
     tools.table = whole

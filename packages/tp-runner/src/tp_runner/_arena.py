@@ -43,6 +43,11 @@ class Mapping:
             self.view = memoryview(self._map)
             self._nbytes = nbytes
 
+    def release(self) -> None:
+        """Let go of the map, which ends with the last view of it."""
+        self.view = memoryview(b"")
+        del self._map
+
     def lease(self, offset: int, nbytes: int) -> Any:
         """Return an object that owns this range; views made of it keep it alive."""
         return (ctypes.c_char * nbytes).from_buffer(self._map, offset)
@@ -105,6 +110,7 @@ class Arena(Mapping):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            self.release()
         self._free.clear()
 
 

@@ -44,3 +44,4 @@ class Board:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            self._rows.clear()

@@ -4,21 +4,22 @@ import dataclasses
 import os
 import pickle
 import select
+import sys
 import time
 from typing import Any
 
 from tp_runner import _at_fork, _wire
 from tp_runner._arena import Arena
 from tp_runner._board import Board
+from tp_runner._cargo import Cargo
 from tp_runner._errors import ItemError
-from tp_runner._failure import INIT, RESULT, Failure
+from tp_runner._failure import INIT, Failure
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._link import Link
-from tp_runner._packing import pack, pack_by_value, unpack
 from tp_runner._program import dump_program
 from tp_runner._records import handle_record
 from tp_runner._report import failure_to_error
-from tp_runner._sender import FAILED, HELD, THROUGH_PIPE
+from tp_runner._sender import HELD
 from tp_runner._settings import Settings
 from tp_runner._work import IDLE
 
@@ -38,7 +39,7 @@ class ProcessFleet(Fleet):
         self._program = program
         if settings.start_method != "fork":
             self._program = dump_program(program)
-            if b"torch" in self._program or any(device != "cpu" for device in devices):
+            if "torch" in sys.modules or b"torch" in self._program or set(devices) != {"cpu"}:
                 # Imported once by the fork server instead of once by each worker.
                 self._settings = dataclasses.replace(settings, preload=("torch",))
         self._arena = Arena()
@@ -53,7 +54,11 @@ class ProcessFleet(Fleet):
         self._poller.register(self._wake[0], select.POLLIN)
         self._links: dict[int, Link] = {}
         self._by_fd: dict[int, int] = {}
-        self._result_bytes = 0.0  # the most that a result took lately
+        self._cargo = Cargo(
+            self._arena,
+            same_main=settings.start_method == "fork",
+            lend_at_most=settings.max_bytes // 2,
+        )
         self._owner = os.getpid()
 
     # -- starting and ending --------------------------------------------------------------------
@@ -154,54 +159,10 @@ class ProcessFleet(Fleet):
     # -- sending --------------------------------------------------------------------------------
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        payload, buffers = self._pack(chunk.items)
-        n_items = len(chunk.items)
-        inputs = sum(_wire.align(buffer.nbytes) for buffer in buffers)
-        length = 16 * len(buffers) + len(payload)
-        small = length <= _wire.INLINE
-        if not small:
-            inputs += _wire.align(length)
-        expected = self._result_bytes * n_items * 1.25 if self._result_bytes else 2.0 * inputs
-        room = _wire.align(int(expected)) + (64 << 10)
-        extent = self._arena.allocate(inputs + room)
-        memory, at = self._arena.view, extent.offset
-        table: list[int] = []
-        for buffer in buffers:
-            memory[at : at + buffer.nbytes] = buffer
-            table += (at, buffer.nbytes)
-            at = _wire.align(at + buffer.nbytes)
-        blob = b"".join((_wire.extent_table(table), payload))
-        blob_at = -1
-        if not small:
-            memory[at : at + length] = blob
-            blob_at = at
-            blob = b""
-        results_at = extent.offset + inputs
-        chunk.nbytes = inputs + (length if small else 0)
+        extent, message, chunk.nbytes = self._cargo.load(chunk.seq, chunk.items)
         link = self._links[worker]
         link.inflight[chunk.seq] = extent
-        header = _wire.REQUEST.pack(
-            _wire.WORK,
-            n_items,
-            len(buffers),
-            length,
-            chunk.seq,
-            blob_at,
-            results_at,
-            extent.offset + extent.nbytes - results_at,
-            self._arena.nbytes,
-        )
-        link.write(header + blob)
-
-    def _pack(self, items: list[Any]) -> tuple[bytes, list[memoryview]]:
-        try:
-            payload, buffers = pack(items)
-        except Exception:  # noqa: BLE001 - cloudpickle may still be able to, or says why not
-            return pack_by_value(items)
-        if self._settings.start_method != "fork" and b"__main__" in payload:
-            # A worker that was not forked has another main module.
-            return pack_by_value(items)
-        return payload, buffers
+        link.write(message)
 
     # -- receiving ------------------------------------------------------------------------------
 
@@ -256,46 +217,11 @@ class ProcessFleet(Fleet):
         return Died(link.worker, exitcode, current, link.failure, began_ns / 1e9)
 
     def _done(self, link: Link, header: tuple[Any, ...], blob: Any) -> Done:
-        _, flags, n_items, n_buffers, seq, length, at, began, waited_s, worked_s, sent_s = header
+        seq = header[4]
         extent = link.inflight.pop(seq)
-        held = bool(flags & HELD)
-        lent = False
-        nbytes = length
-        failed = bool(flags & FAILED)
-        try:
-            if at >= 0:
-                blob = self._arena.view[at : at + length]
-            buffers: list[Any] = []
-            if n_buffers:
-                table = _wire.read_table(blob, n_buffers)
-                blob = memoryview(blob)[16 * n_buffers :]
-                if flags & THROUGH_PIPE:
-                    for size in table[1::2]:
-                        buffers.append(bytearray(blob[:size]))
-                        blob = blob[size:]
-                else:
-                    nbytes += sum(table[1::2])
-                    lent = not held and self._arena.leased < self._settings.max_bytes // 2
-                    memory = self._arena.lend(extent) if lent else self._arena.view
-                    base = extent.offset if lent else 0
-                    for i in range(0, len(table), 2):
-                        part = memory[table[i] - base : table[i] - base + table[i + 1]]
-                        buffers.append(part if lent else bytearray(part))
-                    del memory
-            results = unpack(blob, buffers)
-        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
-            results, failed = [Failure.of(error, RESULT)] * n_items, True
-        if held:
+        results, failed, nbytes, lent = self._cargo.unload(extent, header, blob)
+        if header[1] & HELD:
             link.held[seq] = extent
         elif not lent:
             self._arena.free(extent)
-        per_item = nbytes / n_items
-        self._result_bytes = max(per_item, 0.9 * self._result_bytes)
-        return Done(
-            link.worker,
-            seq,
-            results,
-            failed,
-            Timing(began, waited_s, worked_s, sent_s),
-            nbytes,
-        )
+        return Done(link.worker, seq, results, failed, Timing(*header[7:]), nbytes)
