@@ -36,7 +36,8 @@ class Obedient:
             case ("raise", error):
                 raise error
             case ("raise-made", name):
-                raise MADE[name]()
+                error = MADE[name]()
+                raise error
             case ("return", make):
                 return MADE[make]()
             case ("kill", number):

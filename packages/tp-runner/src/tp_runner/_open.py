@@ -6,6 +6,7 @@ from typing import Any
 from tp_core.errors import ConfigError
 
 from tp_runner._fleet import Fleet
+from tp_runner._foreign import ForeignPool
 from tp_runner._options import make_settings
 from tp_runner._pool import RunnerPool
 from tp_runner._settings import Settings
@@ -43,7 +44,9 @@ class Opener:
 
         devices = [torch.device(device) for device in self._devices]
         given = {name: value for name, value in self._options.items() if value is not None}
-        return self._foreign.open(self._program, devices, options=given)
+        ordered = given.pop("ordered", True)
+        pool = self._foreign.open(self._program, devices, options=given)
+        return ForeignPool(pool, self._engine, ordered=ordered)
 
 
 def open_own(engine: str, program: Any, devices: tuple[str, ...], settings: Settings) -> RunnerPool:

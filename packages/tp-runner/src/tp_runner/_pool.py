@@ -25,6 +25,7 @@ _SUPERSEDED = (
     "this stream was ended because its runner was called again in the same thread; finish or close "
     "a stream before the next call, or use a second runner"
 )
+_SERVING = "this runner is working on submitted items; wait for their futures, or use a second runner"
 _BUSY = "this runner is working on another call, of another thread; wait for that one, or use a second runner"
 
 
@@ -41,6 +42,7 @@ class RunnerPool(Roster):
         self._n_calls = 0
         self._call: Call | None = None
         self._lock = threading.RLock()
+        self._stepping = threading.RLock()  # held by whoever uses the fleet
         self._server: Server | None = None
         self._closed = False
         self._owner = os.getpid()
@@ -78,7 +80,7 @@ class RunnerPool(Roster):
 
         def end() -> None:
             for call in calls:
-                call.end("this stream was closed")
+                call.ended_by = call.ended_by or "this stream was closed"
             try:
                 steps.close()
             except ValueError:  # it is being read by another thread, which must notice
@@ -95,8 +97,14 @@ class RunnerPool(Roster):
     ) -> Generator[list[Any], None, None]:
         call = self._open_call(items, ordered=ordered, numbered=numbered)
         calls.append(call)
+        results = call.results()
         try:
-            yield from call.results()
+            while True:
+                with self._stepping:
+                    given = next(results, None)
+                if given is None:
+                    return
+                yield given
         except (Exception, GeneratorExit):
             raise
         except BaseException:
@@ -112,6 +120,8 @@ class RunnerPool(Roster):
     def _open_call(self, items: Iterable[Any], *, ordered: bool, numbered: bool) -> Call:
         with self._lock:
             self._require_open()
+            if self._server is not None and not numbered:
+                raise RunnerBusy(_SERVING)
             if self._call is not None:
                 if self._call.owner != threading.get_ident():
                     raise RunnerBusy(_BUSY)
@@ -212,8 +222,12 @@ class RunnerPool(Roster):
         if server is not None:
             server.stop(wait=timeout_s > 0)
         if call is not None:
-            call.end("this runner was closed")
-        self.fleet.close(timeout_s=timeout_s)
+            call.ended_by = "this runner was closed"
+            self.fleet.wake()
+        with self._stepping:
+            if call is not None:
+                call.end()
+            self.fleet.close(timeout_s=timeout_s)
 
     def stop(self) -> None:
         """End the workers at once."""
