@@ -317,6 +317,21 @@ def test_a_worker_killed_between_two_calls_is_replaced(is_running, wait_until):
         assert list(runner.stream(range(50))) == [i * 10 for i in range(50)]
 
 
+def test_a_death_is_noticed_although_a_child_of_the_worker_lives_on():
+    class Parent(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            if not os.fork():
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    with Parent(1) as runner, pytest.raises(WorkerDied, match="SIGKILL"):
+        list(runner.stream([1]))
+    assert time.monotonic() - began < 7
+
+
 # -- pickling ----------------------------------------------------------------------------------
 
 

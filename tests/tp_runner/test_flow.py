@@ -59,9 +59,10 @@ def test_queue_scale_bounds_what_is_on_its_way(options, scale):
 def test_a_slow_consumer_is_not_overrun_without_a_bound(options):
     items = Counted()
     with Same(2, **options) as runner:
-        for n, _ in enumerate(itertools.islice(runner.stream(items), 100)):
-            time.sleep(0.003)
-            assert items.n_read - n < 200
+        for n, _ in enumerate(itertools.islice(runner.stream(items), 60)):
+            time.sleep(0.01)
+            # Usually some tens; more where the machine is so busy that the workers seem slow.
+            assert items.n_read - n < 1000
 
 
 @pytest.mark.parametrize("options", ENGINES, ids=IDS)

@@ -218,6 +218,17 @@ def test_options_that_are_wrong_or_mean_nothing_are_refused(options, message):
         Doubler(1, **options)
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_compute_with_as_many_threads_as_asked(method):
+    class Threads(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            return os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+    with Threads(2, threads=3, start_method=method) as runner:
+        assert list(runner.stream([0])) == [("3", 3)]
+
+
 def test_classes_of_a_main_module_work_under_every_start_method(run_script):
     out = run_script("""
         import sys

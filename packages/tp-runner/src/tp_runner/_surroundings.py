@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["prepare", "share_of_cores"]
+__all__ = ["limit_torch", "prepare", "share_of_cores"]
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -32,13 +32,18 @@ def prepare(setup: Any, send_record: Callable[[logging.LogRecord], None]) -> Non
         import torch
 
         torch.cuda.set_device(setup.device)
-    if "torch" in sys.modules:  # imported before this process began, or by the line above
-        sys.modules["torch"].set_num_threads(setup.threads)
+    limit_torch(setup.threads)
     _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [_Forwarder(setup.worker, setup.device, send_record)]
     root.setLevel(setup.log_level)
     logging.captureWarnings(capture=True)
+
+
+def limit_torch(threads: int) -> None:
+    """Have torch compute with so many threads, if it has been imported."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
 
 
 def _keep_freed_memory() -> None:

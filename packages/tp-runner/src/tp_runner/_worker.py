@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tp_runner import _wire
+from tp_runner import _at_fork, _wire
 from tp_runner._arena import Mapping
 from tp_runner._batching import Batching
 from tp_runner._board import Board
 from tp_runner._failure import END, INIT, ITEM, Failure
 from tp_runner._packing import unpack
 from tp_runner._sender import Reply, Sender
-from tp_runner._surroundings import prepare
+from tp_runner._surroundings import limit_torch, prepare
 from tp_runner._work import IDLE, run_chunk
 
 __all__ = ["Descriptors", "Setup", "WorkerProcess", "die_with_parent", "main"]
@@ -116,6 +116,8 @@ class WorkerProcess:
     """The loop of one worker."""
 
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
+        # A process that the user's code forks must not hide this one's death from its parent.
+        _at_fork.private(descriptors.requests, descriptors.replies, descriptors.life)
         self._in = descriptors.requests
         self._setup = setup
         self._arena = Mapping(descriptors.arena, 0)
@@ -130,6 +132,7 @@ class WorkerProcess:
             program = self._setup.program
             if isinstance(program, bytes):
                 program = pickle.loads(program)
+                limit_torch(self._setup.threads)  # it may have been imported just now
             work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
             self._sender.failure(Failure.of(error, INIT))
