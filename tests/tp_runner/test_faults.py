@@ -250,6 +250,17 @@ def test_an_end_that_raises_is_raised_at_the_end(options):
     runner.close()
 
 
+def test_an_end_that_takes_the_process_with_it_is_raised_too():
+    class ExitsAtEnd(OrderedRunner):
+        @staticmethod
+        def producer_end(device, cfg):
+            os._exit(3)
+
+    runner = ExitsAtEnd(1)
+    with pytest.raises(WorkerError, match="ended before it was done: exit status 3"):
+        runner.close()
+
+
 # -- deaths ------------------------------------------------------------------------------------
 
 

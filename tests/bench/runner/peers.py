@@ -35,6 +35,11 @@ def sleep_skewed(i):
     return i
 
 
+class Actor:
+    def call(self, function, item):
+        return function(item)
+
+
 class Tools:
     """Each tool as a function of a function and a list, which yields results in order."""
 
@@ -63,6 +68,34 @@ class Tools:
             # It would take an array or tensor apart; it does so to a tuple instead.
             self.table["mpire"] = lambda f, items: self._mpire.imap(f, ((x,) for x in items))
 
+        if importlib.util.find_spec("ray"):
+            import ray
+            from ray.util import ActorPool
+
+            ray.init(num_cpus=WORKERS, log_to_driver=False, include_dashboard=False)
+            actor = ray.remote(Actor)
+            self._actors = ActorPool([actor.remote() for _ in range(WORKERS)])
+            self.table["ray ActorPool"] = self.ray
+        if importlib.util.find_spec("easycore"):
+            self._easy = {}
+            self.table["easycore"] = self.easycore
+
+    def ray(self, function, items):
+        return self._actors.map(lambda actor, item: actor.call.remote(function, item), items)
+
+    def easycore(self, function, items):
+        from easycore.common.parallel import OrderedRunner
+
+        if function not in self._easy:
+            methods = {
+                "producer_work": staticmethod(lambda device, cfg, item: function(item)),
+                "consumer_init": staticmethod(lambda cfg: setattr(cfg, "results", [])),
+                "consumer_work": staticmethod(lambda cfg, result: cfg.results.append(result)),
+                "consumer_end": staticmethod(lambda cfg: cfg.results),
+            }
+            self._easy[function] = type("Easy", (OrderedRunner,), methods)(devices=WORKERS)
+        return self._easy[function](items)
+
     def ours(self, function, items):
         if function not in self._runners:
             work = staticmethod(lambda device, cfg, item: function(item))
@@ -71,7 +104,7 @@ class Tools:
         return self._runners[function].stream(items)
 
     def close(self):
-        for runner in self._runners.values():
+        for runner in [*self._runners.values(), *getattr(self, "_easy", {}).values()]:
             runner.close()
         self._pool.terminate()
         self._executor.shutdown()
@@ -185,7 +218,11 @@ def main():
         limits()
     if "tiny" in only:
         fast = {"tp-runner", "Pool.imap tuned", "executor tuned"}
-        sizes = dict.fromkeys(fast, N_TINY) | {"joblib": 200_000, "others": N_TINY_SLOW}
+        sizes = dict.fromkeys(fast, N_TINY) | {
+            "joblib": 200_000,
+            "ray ActorPool": 2000,
+            "others": N_TINY_SLOW,
+        }
         table("x * x on integers", "items/s", tools, square, range, sizes, rounds=rounds)
     few = {name: tool for name, tool in tools.table.items() if "tuned" not in name}
     tools.table, whole = few, tools.table

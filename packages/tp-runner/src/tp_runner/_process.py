@@ -13,12 +13,12 @@ from tp_runner._arena import Arena
 from tp_runner._board import Board
 from tp_runner._cargo import Cargo
 from tp_runner._errors import ItemError
-from tp_runner._failure import INIT, Failure
+from tp_runner._failure import END, INIT, Failure
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._link import Link
 from tp_runner._program import dump_program
 from tp_runner._records import handle_record
-from tp_runner._report import failure_to_error
+from tp_runner._report import describe_exit, failure_to_error
 from tp_runner._sender import HELD
 from tp_runner._settings import Settings
 from tp_runner._work import IDLE
@@ -59,6 +59,7 @@ class ProcessFleet(Fleet):
             same_main=settings.start_method == "fork",
             lend_at_most=settings.max_bytes // 2,
         )
+        self._closing = False
         self._owner = os.getpid()
 
     # -- starting and ending --------------------------------------------------------------------
@@ -120,6 +121,7 @@ class ProcessFleet(Fleet):
         if self._arena.fd < 0 or self._owner != os.getpid():
             return
         failures: list[tuple[int, Failure]] = []
+        self._closing = True
         deadline = time.monotonic() + timeout_s
         try:
             if timeout_s > 0:
@@ -214,7 +216,10 @@ class ProcessFleet(Fleet):
         current = (seq, place) if seq in link.inflight else None
         self._drop(link)
         self._board.clear(link.worker)
-        return Died(link.worker, exitcode, current, link.failure, began_ns / 1e9)
+        failure = link.failure
+        if self._closing and failure is None and not link.left:
+            failure = Failure(END, f"its process ended before it was done: {describe_exit(exitcode)}")
+        return Died(link.worker, exitcode, current, failure, began_ns / 1e9)
 
     def _done(self, link: Link, header: tuple[Any, ...], blob: Any) -> Done:
         seq = header[4]
