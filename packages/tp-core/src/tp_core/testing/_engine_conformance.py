@@ -88,7 +88,7 @@ class EngineConformance:
             assert list(pool.run(range(5))) == [0, 2, 4, 6, 8]
 
     def test_a_failed_item_is_named_and_the_pool_stays_usable(self) -> None:
-        got = []
+        got: list[Any] = []
         with self.open(_doubler) as pool:
             with pytest.raises(TpError, match="wrong item"):
                 got.extend(pool.run([1, 2, "wrong item", 4]))
