@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-
 from tp_trainer import Trainer
 
 STEPS, ROUNDS = 300, 25
