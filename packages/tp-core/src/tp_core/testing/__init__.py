@@ -3,14 +3,16 @@
 import pytest
 
 # Before the first import of a module with assertions, so that they explain themselves.
-pytest.register_assert_rewrite("tp_core.testing._conformance")
+pytest.register_assert_rewrite("tp_core.testing._conformance", "tp_core.testing._engine_conformance")
 
 from tp_core.testing._conformance import BackendConformance, make_job  # noqa: E402 - see above
 from tp_core.testing._distributions import fake_distribution  # noqa: E402
+from tp_core.testing._engine_conformance import EngineConformance  # noqa: E402
 from tp_core.testing._ranks import RankOutcome, free_port, rank_outcomes, run_ranks  # noqa: E402
 
 __all__ = [
     "BackendConformance",
+    "EngineConformance",
     "RankOutcome",
     "fake_distribution",
     "free_port",

@@ -1,0 +1,131 @@
+"""What every engine must do, as tests that its author subclasses."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from tp_core._devices import resolve_devices
+from tp_core._engine import Engine, Pool
+from tp_core._verdict import Verdict
+from tp_core.errors import ConfigError, TpError
+
+__all__ = ["EngineConformance"]
+
+MOST_READ_AHEAD = 100_000
+"""More than any engine needs to keep its workers busy, and less than the endless input has."""
+
+
+class EngineConformance:
+    """What every engine must do. A subclass of this, in a test module, names the engine.
+
+    What a pool's ``worker`` is called with is a device; it returns what is applied to each item.
+
+    Attributes:
+        engine: The engine under test.
+        devices: What its workers are on.
+        options: Options for the engine.
+
+    Example:
+        >>> class TestMine(EngineConformance):
+        ...     engine = MyEngine
+    """
+
+    engine: ClassVar[type[Engine]]
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cpu")
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def open(self, worker: Callable[..., Any]) -> Pool:
+        """Open a pool on the engine under test."""
+        devices = resolve_devices(self.devices)
+        return self.engine().open(worker, devices, options=self.options)
+
+    def test_it_has_a_name_and_fits_the_devices(self) -> None:
+        engine = self.engine()
+        assert engine.name
+        verdict = engine.assess(resolve_devices(self.devices))
+        assert isinstance(verdict, Verdict)
+        assert verdict.is_fit
+        assert verdict.reason
+
+    def test_an_unknown_option_is_refused(self) -> None:
+        devices = resolve_devices(self.devices)
+        options = {**self.options, "no_such_option": 1}
+        with pytest.raises(ConfigError, match="no_such_option"):
+            self.engine().open(_doubler, devices, options=options)
+
+    @pytest.mark.parametrize("n_items", [0, 1, 7, 1000])
+    def test_ordered_results_are_those_of_map(self, n_items: int) -> None:
+        with self.open(_doubler) as pool:
+            assert list(pool.run(range(n_items), ordered=True)) == [2 * i for i in range(n_items)]
+            assert list(pool.run(iter(range(n_items)))) == [2 * i for i in range(n_items)]
+
+    def test_unordered_results_are_the_same_ones(self) -> None:
+        with self.open(_doubler) as pool:
+            assert sorted(pool.run(range(500), ordered=False)) == [2 * i for i in range(500)]
+
+    def test_each_worker_keeps_its_state(self) -> None:
+        with self.open(_counter) as pool:
+            counts = list(pool.run(range(200)))
+        assert sum(1 for count in counts if count == 1) <= len(self.devices)
+        assert max(counts) >= 200 / len(self.devices)
+
+    def test_the_input_is_read_lazily_and_a_closed_iterator_leaves_the_pool_usable(self) -> None:
+        n_read = 0
+
+        def endless() -> Iterator[int]:
+            nonlocal n_read
+            for n_read in itertools.count(1):  # noqa: UP028 - it is looked at below
+                yield n_read
+
+        with self.open(_doubler) as pool:
+            results = pool.run(endless())
+            assert [next(results) for _ in range(10)] == [2 * i for i in range(1, 11)]
+            assert n_read < MOST_READ_AHEAD
+            close: Any = results
+            close.close()
+            assert list(pool.run(range(5))) == [0, 2, 4, 6, 8]
+
+    def test_a_failed_item_is_named_and_the_pool_stays_usable(self) -> None:
+        got: list[Any] = []
+        with self.open(_doubler) as pool:
+            with pytest.raises(TpError, match="wrong item"):
+                got.extend(pool.run([1, 2, "wrong item", 4]))
+            assert got == [2, 4]
+            assert list(pool.run([5])) == [10]
+
+    def test_an_input_that_raises_is_raised(self) -> None:
+        def items() -> Iterator[int]:
+            yield 1
+            msg = "the input is broken"
+            raise LookupError(msg)
+
+        with self.open(_doubler) as pool:
+            with pytest.raises(LookupError, match="the input is broken"):
+                list(pool.run(items()))
+            assert list(pool.run([5])) == [10]
+
+    def test_closing_twice_does_nothing_and_a_closed_pool_refuses(self) -> None:
+        pool = self.open(_doubler)
+        pool.close()
+        pool.close()
+        with pytest.raises(TpError):
+            list(pool.run([1]))
+
+
+def _doubler(device: Any) -> Callable[[Any], Any]:
+    assert str(device)
+    return _double
+
+
+def _double(item: Any) -> Any:
+    if isinstance(item, str):
+        raise ValueError(item)
+    return 2 * item
+
+
+def _counter(device: Any) -> Callable[[Any], int]:
+    assert str(device)
+    count = itertools.count(1)
+    return lambda _: next(count)

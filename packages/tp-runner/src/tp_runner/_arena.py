@@ -1,0 +1,123 @@
+"""Shared memory that the parent owns and every worker maps: reused, unnamed, one descriptor."""
+
+import collections
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Arena", "Extent", "Mapping", "unnamed_file"]
+
+SMALLEST = 16  # as a power of two: 64 KiB
+INITIAL = 64 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Extent:
+    """A range of the arena: ``1 << order`` bytes from ``offset`` on."""
+
+    offset: int
+    order: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return 1 << self.order
+
+
+class Mapping:
+    """One process's map of an arena's file; follows when the file has grown."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self._nbytes = 0
+        self.grow(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Map at least ``nbytes``. Views of the old map stay valid: they keep it alive."""
+        if nbytes > self._nbytes:
+            self._map = mmap.mmap(self._fd, nbytes)
+            self.view = memoryview(self._map)
+            self._nbytes = nbytes
+
+    def release(self) -> None:
+        """Let go of the map, which ends with the last view of it."""
+        self.view = memoryview(b"")
+        del self._map
+
+    def lease(self, offset: int, nbytes: int) -> Any:
+        """Return an object that owns this range; views made of it keep it alive."""
+        return (ctypes.c_char * nbytes).from_buffer(self._map, offset)
+
+
+class Arena(Mapping):
+    """The parent's side: hands out extents of power-of-two sizes and takes them back.
+
+    Free extents are kept in a stack for each size, so that the ones used last, whose pages are
+    touched and warm, are used first. Memory that was never touched costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.fd = unnamed_file()
+        os.ftruncate(self.fd, INITIAL)
+        self.nbytes = INITIAL
+        self.leased = 0
+        self._end = 0
+        self._free: dict[int, list[Extent]] = collections.defaultdict(list)
+        self._leases: dict[int, tuple[weakref.ref[Any], Extent]] = {}
+        self._returned: collections.deque[int] = collections.deque()
+        super().__init__(self.fd, INITIAL)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Return an extent of at least ``nbytes``; the file grows when it must."""
+        self._collect()
+        order = max(SMALLEST, (nbytes - 1).bit_length())
+        if free := self._free[order]:
+            return free.pop()
+        extent = Extent(self._end, order)
+        self._end += extent.nbytes
+        if self._end > self.nbytes:
+            self.nbytes = max(2 * self.nbytes, 1 << (self._end - 1).bit_length())
+            os.ftruncate(self.fd, self.nbytes)
+            self.grow(self.nbytes)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+        self._free[extent.order].append(extent)
+
+    def lend(self, extent: Extent) -> memoryview:
+        """Return a view of an extent, which comes back when the last view of it has died."""
+        lease = self.lease(extent.offset, extent.nbytes)
+        # The callback runs wherever the last view dies, in any thread or a collection: it only
+        # notes the fact, and the next allocation acts on it.
+        key, returned = extent.offset, self._returned
+        self._leases[key] = (weakref.ref(lease, lambda _: returned.append(key)), extent)
+        self.leased += extent.nbytes
+        return memoryview(lease).cast("B")
+
+    def _collect(self) -> None:
+        while self._returned:
+            _, extent = self._leases.pop(self._returned.popleft())
+            self.leased -= extent.nbytes
+            self.free(extent)
+
+    def close(self) -> None:
+        """Close the file; memory goes back when the last view has died."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.release()
+        self._free.clear()
+
+
+def unnamed_file() -> int:
+    """Return a descriptor of memory without a name, which ends with its last user."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="tp-runner-")  # where there is no memfd
+    os.unlink(path)  # noqa: PTH108 - it has no name from here on
+    return fd

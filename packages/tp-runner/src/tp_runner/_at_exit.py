@@ -1,0 +1,31 @@
+"""Ending forgotten workers when the interpreter ends."""
+
+import atexit
+import weakref
+from typing import Any
+
+__all__ = ["watch"]
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_last: list[Any] = []
+
+
+def watch(closable: Any, *, last: bool = False) -> None:
+    """Have ``closable.stop()`` called at the end of this process, if it still exists then.
+
+    Args:
+        closable: What to stop.
+        last: Whether to do so when all others have been; such a one is kept until then.
+    """
+    if last:
+        _last.append(closable)
+    else:
+        _open.add(closable)
+
+
+def _stop_all() -> None:
+    for closable in [*_open, *_last]:
+        closable.stop()
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,66 @@
+"""Handing several items to a worker's function at once, and taking its answer apart again."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Batching", "collate", "separate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How items are put together.
+
+    Attributes:
+        size: The most items of one batch; the last one may have fewer.
+        collate: Makes a batch of a list of items.
+    """
+
+    size: int
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def join(self, items: list[Any]) -> Any:
+        """Make a batch of ``items``."""
+        return (self.collate or collate)(items)
+
+    def split(self, answer: Any, n_items: int) -> list[Any]:
+        """Take the answer to a batch apart into one result for each item."""
+        return separate(answer, n_items)
+
+
+def collate(items: list[Any]) -> Any:
+    """Stack tensors or arrays of one shape along a new first axis; anything else stays a list."""
+    first = items[0]
+    module, name = type(first).__module__, type(first).__name__
+    if (module, name) in {("torch", "Tensor"), ("numpy", "ndarray")} and all(
+        type(item) is type(first) and item.shape == first.shape and item.dtype == first.dtype
+        for item in items
+    ):
+        return sys.modules[module].stack(items)
+    return items
+
+
+def separate(answer: Any, n_items: int) -> list[Any]:
+    """Split a sequence, tensor or array along its first axis; a mapping's values one by one.
+
+    Raises:
+        ValueError: The answer does not have one result for each item.
+        TypeError: The answer cannot be split.
+    """
+    if isinstance(answer, Mapping):
+        columns = {key: separate(value, n_items) for key, value in answer.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(n_items)]
+    if isinstance(answer, str | bytes) or not (
+        isinstance(answer, Sequence) or (hasattr(answer, "shape") and hasattr(answer, "__getitem__"))
+    ):
+        msg = (
+            f"work on a batch of {n_items} items must return a sequence, tensor, array or mapping "
+            f"with {n_items} results, got {type(answer).__name__}"
+        )
+        raise TypeError(msg)
+    n_results = len(answer) if not hasattr(answer, "shape") or answer.shape else 0
+    if n_results != n_items:
+        msg = f"work on a batch of {n_items} items returned {n_results} results; return one for each"
+        raise ValueError(msg)
+    return list(answer)

@@ -1,0 +1,90 @@
+"""Configurations with attribute access, one copy for each worker and one for the consumer."""
+
+import argparse
+import copy
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from tp_core.errors import ConfigError
+
+__all__ = ["CfgNode", "copy_cfg"]
+
+
+class CfgNode(dict[str, Any]):
+    """A dictionary whose keys are attributes too; nested mappings become nodes.
+
+    Example:
+        >>> cfg = CfgNode({"model": {"width": 3}})
+        >>> cfg.exponent = 2
+        >>> cfg.model.width, cfg["exponent"]
+        (3, 2)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = _node(value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            known = ", ".join(map(str, self)) or "none"
+            msg = f"no {name!r} in this configuration; there are: {known}"
+            raise AttributeError(msg, name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            del self[name]
+        except KeyError:
+            msg = f"no {name!r} in this configuration"
+            raise AttributeError(msg, name=name, obj=self) from None
+
+    def __repr__(self) -> str:
+        return f"CfgNode({dict(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CfgNode, (dict(self),)
+
+
+def _node(value: Any) -> Any:
+    return CfgNode(value) if type(value) in {dict, types.MappingProxyType} else value
+
+
+def copy_cfg(cfg: Any) -> Any:
+    """Return a copy of a configuration whose attributes can be read, and new ones be set.
+
+    An object that takes new attributes is copied as it is; a mapping, a frozen or slotted
+    dataclass and a named tuple become a :class:`CfgNode`.
+
+    Raises:
+        ConfigError: It is nothing of the kind.
+    """
+    if cfg is None:
+        return CfgNode()
+    if isinstance(cfg, CfgNode):
+        return copy.deepcopy(cfg)
+    if isinstance(cfg, Mapping):
+        return CfgNode(copy.deepcopy(dict(cfg)))
+    if isinstance(cfg, argparse.Namespace | types.SimpleNamespace):
+        return copy.deepcopy(cfg)
+    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
+        frozen = type(cfg).__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has them
+        if hasattr(cfg, "__dict__") and not frozen:
+            return copy.deepcopy(cfg)
+        fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+        return CfgNode(copy.deepcopy(fields))
+    if hasattr(cfg, "_asdict"):
+        return CfgNode(copy.deepcopy(cfg._asdict()))
+    if hasattr(cfg, "__dict__") and not isinstance(cfg, type) and not callable(cfg):
+        return copy.deepcopy(cfg)
+    msg = (
+        f"cfg must be a mapping, a namespace, a dataclass or None, got {type(cfg).__name__}: "
+        f"{cfg!r}; wrap it: cfg={{'value': ...}}"
+    )
+    raise ConfigError(msg)

@@ -1,0 +1,30 @@
+"""What this package brings to the registry: its engines and the ``run`` command."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tp_core.plugins import Command, hookimpl
+
+__all__ = ["tp_commands", "tp_contract", "tp_engines"]
+
+tp_contract = 1
+
+
+@hookimpl
+def tp_engines() -> Iterable[Any]:
+    """Bring ``process``, ``thread``, ``inline`` and ``ray``."""
+    from tp_runner._engines import ENGINES
+
+    return [engine() for engine in ENGINES]
+
+
+@hookimpl
+def tp_commands() -> Iterable[Command]:
+    """Bring ``tp run``."""
+    return [Command("run", "Run a batch of items through a runner, with resume.", _load_run)]
+
+
+def _load_run() -> Any:
+    from tp_runner._command import app
+
+    return app

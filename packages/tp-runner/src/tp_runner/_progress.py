@@ -1,0 +1,65 @@
+"""A progress bar: items, rate, time left, how busy the workers are."""
+
+import time
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from tp_runner._pool import RunnerPool
+
+__all__ = ["shown"]
+
+PERIOD_S = 0.1
+
+
+def shown(
+    lists: Iterator[list[Any]], total: int | None, pool: "RunnerPool"
+) -> Generator[list[Any], None, None]:
+    """Yield the lists, showing how many items they have held so far."""
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[workers]}"),
+    )
+    began = time.monotonic()
+    before = pool.stats()
+    n_items, shown_at = 0, began
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=total, rate="", workers="")
+
+        def show() -> None:
+            elapsed = max(time.monotonic() - began, 1e-9)
+            working = [
+                now.working_s - then.working_s
+                for now, then in zip(pool.stats().workers, before.workers, strict=True)
+            ]
+            busy = " ".join(f"{min(seconds / elapsed, 1.0):.0%}" for seconds in working)
+            progress.update(
+                task, completed=n_items, rate=f"{n_items / elapsed:.1f}/s", workers=f"busy {busy}"
+            )
+
+        try:
+            for results in lists:
+                n_items += len(results)
+                yield results
+                if time.monotonic() - shown_at > PERIOD_S:
+                    show()
+                    shown_at = time.monotonic()
+            if total is None:
+                progress.update(task, total=n_items)
+        finally:
+            show()
+            if isinstance(lists, Generator):
+                lists.close()

@@ -1,0 +1,194 @@
+"""Reading the input: at once where that cannot block, in a thread of its own where it can."""
+
+import abc
+import collections
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["Direct", "Feeder", "Source", "length_of", "open_source"]
+
+_SIZED = (list, tuple, range, dict, set, frozenset, bytes, str, collections.deque)
+_INSTANT = (
+    *(type(iter(kind())) for kind in (list, tuple, set, dict, bytes, str)),
+    type(iter(range(0))),
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+    itertools.repeat,
+    itertools.count,
+)
+
+
+class Source(abc.ABC):
+    """Where items come from.
+
+    Attributes:
+        remaining: How many are left; ``None`` when nobody knows.
+        exhausted: Whether there will be no more.
+        error: What reading them raised; there are no more after it.
+    """
+
+    remaining: int | None = None
+    exhausted = False
+    error: BaseException | None = None
+
+    @abc.abstractmethod
+    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+        """Return up to ``n_items`` that are there now; as many as a multiple of ``whole`` allows.
+
+        What does not make up a whole is returned when no more will come, or in good time.
+        """
+
+    def due_in(self) -> float | None:
+        """Return in how many seconds an incomplete batch must go; ``None`` if there is none."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Read no more."""
+
+
+class Direct(Source):
+    """Reads in the caller's thread."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._iterator = iter(items)
+        if isinstance(items, _SIZED):
+            self.remaining = len(items)
+
+    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+        items: list[Any] = []
+        wanted = n_items - n_items % whole
+        try:
+            items.extend(itertools.islice(self._iterator, wanted))
+        except Exception as error:  # noqa: BLE001 - raised in the caller, after the results
+            self.error = error
+        if len(items) < wanted:
+            self.exhausted = True
+        if self.remaining is not None:
+            self.remaining -= len(items)
+        return items
+
+
+class Feeder(Source):
+    """Reads in a thread, so that results flow while the input blocks.
+
+    Args:
+        items: What to read.
+        wake: Called when items have come that were waited for.
+        max_wait_s: How long an incomplete batch waits.
+    """
+
+    def __init__(
+        self, items: Iterable[Any], wake: Callable[[], None], max_wait_s: float | None = None
+    ) -> None:
+        self.remaining = length_of(items)
+        self._items = items
+        self._wake = wake
+        self._max_wait_s = max_wait_s
+        self._buffer: collections.deque[Any] = collections.deque()
+        self._wanted = 0
+        self._more = threading.Condition(threading.Lock())
+        self._hungry = False
+        self._ended = False
+        self._closed = False
+        self._oldest: float | None = None
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._read,), name="tp-runner-feeder", daemon=True)
+        self._started = False
+
+    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+        self._want(max(2 * n_items, whole))
+        buffer = self._buffer
+        ended = self._ended  # before the buffer is looked at: the last item comes before the end
+        n_there = min(len(buffer), n_items)
+        n_taken = n_there - n_there % whole
+        if n_taken < n_there and (ended or self._overdue()):
+            n_taken = n_there
+        if not n_taken:
+            self._hungry = True
+            if ended and not buffer:
+                self.exhausted = True
+            elif len(buffer) >= max(whole, 1) or (self._ended and buffer):
+                return self.take(n_items, whole=whole)  # they came in this moment
+            return []
+        pop = buffer.popleft
+        items = [pop() for _ in range(n_taken)]
+        self._oldest = time.monotonic() if buffer else None
+        if self.remaining is not None:
+            self.remaining = max(0, self.remaining - n_taken)
+        return items
+
+    def due_in(self) -> float | None:
+        if self._oldest is None or self._max_wait_s is None or not self._buffer:
+            return None
+        return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
+
+    def _overdue(self) -> bool:
+        return self.due_in() == 0.0
+
+    def _want(self, n_items: int) -> None:
+        if self._wanted != n_items or len(self._buffer) < n_items:
+            with self._more:
+                self._wanted = n_items
+                self._more.notify()
+        if not self._started:
+            self._started = True
+            self._thread.start()
+
+    def _read(self) -> None:
+        buffer = self._buffer
+        iterator: Iterator[Any] = iter(())
+        item: Any = None
+        try:
+            iterator = iter(self._items)
+            for item in iterator:
+                if not buffer:
+                    self._oldest = time.monotonic()
+                buffer.append(item)
+                if self._hungry:
+                    self._hungry = False
+                    self._wake()
+                if len(buffer) >= self._wanted:
+                    with self._more:
+                        self._more.wait_for(lambda: self._closed or len(buffer) < self._wanted)
+                if self._closed:
+                    break
+        except BaseException as error:  # noqa: BLE001 - raised in the caller, whatever it is
+            self.error = error
+        finally:
+            item = None
+            self._ended = True
+            if self._closed and hasattr(iterator, "close"):
+                iterator.close()
+            if not self._closed:
+                self._wake()
+
+    def close(self) -> None:
+        with self._more:
+            self._closed = True
+            self._more.notify()
+
+
+def open_source(
+    items: Iterable[Any], wake: Callable[[], None], *, direct: bool, max_wait_s: float | None
+) -> Source:
+    """Return what reads ``items``; ``direct`` forbids a thread."""
+    if direct or type(items) in _SIZED or type(items) in _INSTANT or _is_array(items):
+        return Direct(items)
+    return Feeder(items, wake, max_wait_s)
+
+
+def _is_array(items: Any) -> bool:
+    return (type(items).__module__, type(items).__name__) == ("numpy", "ndarray")
+
+
+def length_of(items: Any) -> int | None:
+    """Return how many items there are, where that is known beforehand."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,171 @@
+"""What the workers did: time, items, bytes, and when."""
+
+import collections
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tp_runner._fleet import Timing
+
+__all__ = ["RunnerStats", "Tally", "WorkerStats"]
+
+MOST_EVENTS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What one worker did since it was started first.
+
+    Attributes:
+        worker: Its number.
+        device: Its device.
+        items: How many items it has finished.
+        chunks: In how many chunks.
+        waiting_s: Seconds it waited for items.
+        working_s: Seconds it worked on them.
+        sending_s: Seconds it spent on sending results.
+        deaths: How often it died.
+    """
+
+    worker: int
+    device: str
+    items: int
+    chunks: int
+    waiting_s: float
+    working_s: float
+    sending_s: float
+    deaths: int
+
+    @property
+    def utilisation(self) -> float:
+        """The share of its time that it worked, from 0 to 1."""
+        whole = self.waiting_s + self.working_s + self.sending_s
+        return self.working_s / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStats:
+    """What a runner did since its workers were started first.
+
+    Attributes:
+        delivered: How many results the caller was given.
+        elapsed_s: Seconds since the workers were started.
+        workers: One entry for each worker.
+    """
+
+    delivered: int
+    elapsed_s: float
+    workers: tuple[WorkerStats, ...]
+
+    @property
+    def rate(self) -> float:
+        """Results for each second."""
+        return self.delivered / self.elapsed_s if self.elapsed_s else 0.0
+
+    def __str__(self) -> str:
+        head = f"{self.delivered} results in {self.elapsed_s:.2f} s ({self.rate:.1f}/s)"
+        lines = [
+            f"  worker {w.worker} on {w.device}: {w.items} items in {w.chunks} chunks, "
+            f"{w.utilisation:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, "
+            f"sending {w.sending_s:.2f} s), died {w.deaths} times"
+            for w in self.workers
+        ]
+        return "\n".join([head, *lines])
+
+
+@dataclass(slots=True)
+class _Counts:
+    items: int = 0
+    chunks: int = 0
+    waiting_s: float = 0.0
+    working_s: float = 0.0
+    sending_s: float = 0.0
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up what happens.
+
+    Attributes:
+        devices: The workers' devices.
+        timeline: Whether to keep when each chunk was worked on.
+        delivered: How many results the caller was given.
+    """
+
+    devices: tuple[str, ...]
+    timeline: bool = False
+    delivered: int = 0
+    _began: float = field(default_factory=time.monotonic)
+    _counts: list[_Counts] = field(default_factory=list)
+    _events: collections.deque[tuple[int, int, int, Timing]] = field(
+        default_factory=lambda: collections.deque(maxlen=MOST_EVENTS)
+    )
+
+    def __post_init__(self) -> None:
+        self._counts = [_Counts() for _ in self.devices]
+
+    def done(self, worker: int, index: int, n_items: int, timing: Timing) -> None:
+        """Note a finished chunk."""
+        counts = self._counts[worker]
+        counts.items += n_items
+        counts.chunks += 1
+        counts.waiting_s += timing.waited_s
+        counts.working_s += timing.worked_s
+        counts.sending_s += timing.sent_s
+        if self.timeline:
+            self._events.append((worker, index, n_items, timing))
+
+    def died(self, worker: int) -> None:
+        """Note a death."""
+        self._counts[worker].deaths += 1
+
+    def snapshot(self) -> RunnerStats:
+        """Return the figures of this moment."""
+        workers = tuple(
+            WorkerStats(
+                worker,
+                device,
+                counts.items,
+                counts.chunks,
+                counts.waiting_s,
+                counts.working_s,
+                counts.sending_s,
+                counts.deaths,
+            )
+            for worker, (device, counts) in enumerate(zip(self.devices, self._counts, strict=True))
+        )
+        return RunnerStats(self.delivered, time.monotonic() - self._began, workers)
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what was kept in the Chrome trace format."""
+        events: list[dict[str, Any]] = [
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": 0,
+                "tid": worker,
+                "args": {"name": f"worker {worker} on {device}"},
+            }
+            for worker, device in enumerate(self.devices)
+        ]
+        for worker, index, n_items, timing in self._events:
+            base = {"ph": "X", "pid": 0, "tid": worker}
+            began_us = (timing.began - self._began) * 1e6
+            if timing.waited_s > 0:
+                waited_us = timing.waited_s * 1e6
+                events.append({**base, "name": "waiting", "ts": began_us - waited_us, "dur": waited_us})
+            last = index + n_items - 1
+            events.append(
+                {
+                    **base,
+                    "name": f"item {index}" if n_items == 1 else f"items {index} to {last}",
+                    "ts": began_us,
+                    "dur": timing.worked_s * 1e6,
+                    "args": {"items": n_items},
+                }
+            )
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

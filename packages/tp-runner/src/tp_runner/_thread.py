@@ -1,0 +1,109 @@
+"""Workers that are threads of this process: for work that waits, or that releases the interpreter."""
+
+import queue
+import threading
+import time
+from typing import Any
+
+from tp_runner._failure import END, INIT, Failure
+from tp_runner._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
+from tp_runner._report import failure_to_error
+from tp_runner._settings import Settings
+from tp_runner._work import run_chunk
+
+__all__ = ["ThreadFleet"]
+
+
+class ThreadFleet(Fleet):
+    """One thread for each device. Items and results are handed over as they are."""
+
+    def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
+        self.devices = devices
+        self._program = program
+        self._settings = settings
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+
+    def start(self) -> list[Event]:
+        if self._threads:
+            return []
+        self._stopping = False
+        for worker, device in enumerate(self.devices):
+            inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=self._work, args=(worker, device, inbox), name=f"tp-worker-{worker}", daemon=True
+            )
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+            thread.start()
+        n_ready = 0
+        while n_ready < self.size:
+            event = self._events.get()
+            if isinstance(event, Died) and event.failure is not None:
+                self._stop(timeout_s=5.0)
+                device = self.devices[event.worker]
+                raise failure_to_error(event.failure, device=device, worker=event.worker)
+            n_ready += isinstance(event, Ready)
+        return []
+
+    def _work(self, worker: int, device: str, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
+        try:
+            work = self._program(device)
+        except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
+            self._events.put(Died(worker, None, failure=Failure.of(error, INIT)))
+            return
+        self._events.put(Ready(worker))
+        waiting = time.monotonic()
+        while (chunk := inbox.get()) is not None and not self._stopping:
+            began = time.monotonic()
+            results, failed = run_chunk(work, chunk.items, [0, 0, 0], batching=self._settings.batching)
+            now = time.monotonic()
+            timing = Timing(began, began - waiting, now - began, 0.0)
+            self._events.put(Done(worker, chunk.seq, results, failed, timing))
+            waiting = now
+            chunk, results = None, []
+        try:
+            getattr(work, "close", lambda: None)()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._events.put(Died(worker, None, failure=Failure.of(error, END)))
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        self._inboxes[worker].put(chunk)
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        events: list[Event] = []
+        try:
+            event = self._events.get(timeout=timeout_s) if timeout_s != 0 else self._events.get_nowait()
+            while True:
+                if event is not None:
+                    events.append(event)
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return events
+
+    def wake(self) -> None:
+        self._events.put(None)
+
+    def reset(self) -> None:
+        """Let each thread finish the item it is at, and start afresh."""
+        self._stop(timeout_s=60.0)
+
+    def close(self, *, timeout_s: float) -> None:
+        events = self._stop(timeout_s=timeout_s)
+        for event in events:
+            if isinstance(event, Died) and event.failure is not None:
+                device = self.devices[event.worker]
+                raise failure_to_error(event.failure, device=device, worker=event.worker)
+
+    def _stop(self, *, timeout_s: float) -> list[Event]:
+        self._stopping = True
+        for inbox in self._inboxes:
+            inbox.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._inboxes, self._threads = [], []
+        return self.poll(0)

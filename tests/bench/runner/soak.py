@@ -1,0 +1,113 @@
+"""Millions of items through workers that are killed at random: each one exactly once, no leak.
+
+Run it as a program. It ends with an error if an item is lost or doubled, if memory grows, or if a
+descriptor, a process or a segment of shared memory is left.
+"""
+
+import argparse
+import contextlib
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from tp_runner import OrderedRunner
+
+
+class Same(OrderedRunner):
+    @staticmethod
+    def producer_work(device, cfg, item):
+        return item
+
+
+class Killer(threading.Thread):
+    """Kills workers at random, so many times within a pass over so many items."""
+
+    def __init__(self, n_kills, n_items):
+        super().__init__(daemon=True)
+        self.due = sorted(random.Random(0).sample(range(n_items // 20, n_items), n_kills))
+        self.n_done = 0
+        self.n_killed = 0
+        self.over = False
+
+    def run(self):
+        me = psutil.Process()
+        while self.due and not self.over:
+            if self.n_done >= self.due[0]:
+                with contextlib.suppress(psutil.Error, IndexError):  # it is ending by itself
+                    workers = [p for p in me.children(recursive=True) if not p.children()]
+                    random.choice(workers).send_signal(signal.SIGKILL)
+                    self.due.pop(0)
+                    self.n_killed += 1
+            time.sleep(0.001)
+
+
+def soak(title, make, check, n_items, n_kills, start_method):
+    killer = Killer(n_kills, n_items)
+    me = psutil.Process()
+    began = time.perf_counter()
+    early = late = 0
+    with Same(2, restart=10 * n_kills, start_method=start_method) as runner:
+        killer.start()
+        for n, result in enumerate(runner.stream(make(n_items))):
+            check(n, result)
+            killer.n_done = n
+            if n == n_items // 4:
+                early = me.memory_info().rss
+        assert n == n_items - 1, "items were lost"
+        late = me.memory_info().rss
+        killer.over = True
+        killer.join()
+        deaths = sum(worker.deaths for worker in runner.stats().workers)
+        print(runner.stats())
+    seconds = time.perf_counter() - began
+    print(
+        f"{title}: {n_items:,} items in {seconds:.1f} s, {killer.n_killed} workers killed, {deaths} "
+        f"deaths mended; resident {early >> 20} MiB after a quarter, {late >> 20} MiB at the end"
+    )
+    assert late < early + (128 << 20), "memory grows"
+
+
+def check_number(n, result):
+    if n != result:
+        msg = f"item {n} came as {result}"
+        raise AssertionError(msg)
+
+
+def check_tensor(n, tensor):
+    if tensor.shape != (1 << 18,) or int(tensor[0]) != n or int(tensor[-1]) != n:
+        msg = f"tensor {n} came as {tensor}"
+        raise AssertionError(msg)
+
+
+def tensors(n_items):
+    return (torch.full((1 << 18,), n, dtype=torch.int32) for n in range(n_items))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--items", type=int, default=10_000_000)
+    parser.add_argument("--tensors", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--start-method", default="fork")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    segments = set(Path("/dev/shm").iterdir())
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    half = options.kills // 2
+    soak("numbers", range, check_number, options.items, half, options.start_method)
+    soak("tensors", tensors, check_tensor, options.tensors, options.kills - half, options.start_method)
+    left = len(list(Path("/proc/self/fd").iterdir())) - descriptors
+    servers = 1 if options.start_method == "forkserver" else 0
+    assert left <= servers, f"{left} descriptors were left"
+    assert set(Path("/dev/shm").iterdir()) <= segments, "shared memory was left"
+    assert len(psutil.Process().children()) == servers, "processes were left"
+    print("no item lost or doubled, no descriptor, segment or process left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What the runner's tests share: programs that run by themselves, and a look at what they left."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory():
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.fixture
+def start_script(tmp_path):
+    """Start a program in a process of its own, in its own session."""
+    started = []
+
+    def start(code, *arguments):
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(code))
+        process = subprocess.Popen(
+            [sys.executable, "-u", str(path), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_script(start_script):
+    """Run a program to its end; return what it printed."""
+
+    def run(code, *arguments, timeout_s=50):
+        process = start_script(code, *arguments)
+        out, err = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, err
+        assert not err, err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def is_running():
+    """Tell whether a process runs; a zombie does not."""
+
+    def running(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return running
+
+
+@pytest.fixture
+def wait_until():
+    def wait(condition, *, timeout_s=10.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.005)
+
+    return wait

@@ -1,0 +1,138 @@
+"""However a program ends, its workers end within two seconds and leave nothing behind."""
+
+import signal
+import time
+
+import pytest
+
+PROGRAM = """
+    import os, sys, time
+    import tp_runner
+
+    class Busy(tp_runner.UnorderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            if item < 50:
+                return os.getpid(), bytes(100_000)
+            {work}
+
+    if __name__ == "__main__":
+        runner = Busy(2, None, 1, start_method=sys.argv[1])
+        pids = set()
+        results = runner.stream(range(52))
+        for _ in range(50):
+            pids.add(next(results)[0])
+        print(*pids, flush=True)
+        print("ready", flush=True)
+        next(results)
+"""
+SLEEP = "time.sleep(60)"
+SPIN = "sum(range(10**12))"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("number", "work"),
+    [(signal.SIGKILL, SPIN), (signal.SIGTERM, SLEEP), (signal.SIGINT, SLEEP)],
+    ids=["SIGKILL", "SIGTERM", "SIGINT"],
+)
+def test_workers_end_with_their_parent(start_script, is_running, method, number, work):
+    process = start_script(PROGRAM.format(work=work), method)
+    pids = process.stdout.readline().split()
+    assert pids
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    process.wait(10)
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_program_once(start_script, is_running):
+    process = start_script(
+        """
+        import os, signal, sys
+        import tp_runner
+
+        def work(item):
+            return os.getpid()
+
+        if __name__ == "__main__":
+            with tp_runner.OrderedRunner(devices=2) as runner:
+                try:
+                    for n, _ in enumerate(runner.stream(iter(int, 1))):
+                        if n == 100:
+                            os.killpg(0, signal.SIGINT)
+                except KeyboardInterrupt:
+                    print("interrupted", flush=True)
+                assert list(runner.stream(range(100))) == list(range(100))
+                print("usable", flush=True)
+        """
+    )
+    out, err = process.communicate(timeout=30)
+    assert out.split() == ["interrupted", "usable"], err
+    assert err == ""
+
+
+def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script, is_running):
+    process = start_script(
+        """
+        import os, time
+        import tp_runner
+
+        class Pids(tp_runner.OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                return os.getpid()
+
+        runner = Pids(devices=2)
+        pids = set(runner.stream(range(50)))
+        child = os.fork()
+        if not child:
+            os.close(1)
+            os.close(2)
+            time.sleep(5)
+            os._exit(0)
+        print(*pids, flush=True)
+        time.sleep(60)
+        """
+    )
+    pids = process.stdout.readline().split()
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
+
+
+def test_a_closed_runner_leaves_no_process_and_no_descriptor(run_script):
+    out = run_script(
+        """
+        import gc, os
+        import numpy
+        import tp_runner
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        def once(method):
+            arrays = (numpy.ones(100_000) for _ in range(50))
+            for _ in tp_runner.map(numpy.negative, arrays, devices=2, start_method=method):
+                pass
+
+        for method in ("fork", "spawn", "forkserver"):
+            once(method)
+            gc.collect()
+            before = descriptors()
+            for _ in range(3):
+                once(method)
+            gc.collect()
+            assert descriptors() <= before, method
+        children = [int(n) for n in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
+        print(len(children))
+        """
+    )
+    assert out.strip() == "1"  # the fork server, which serves the next runner

@@ -1,0 +1,79 @@
+"""The engines keep the contract, the registry finds them, and a stranger's is welcome."""
+
+from typing import ClassVar
+
+import pytest
+import tp_runner
+from tp_core import Engine, Pool, Verdict
+from tp_core.errors import ConfigError
+from tp_core.plugins import registry
+from tp_core.testing import EngineConformance
+from tp_runner import _plugin
+from tp_runner._engines import InlineEngine, ProcessEngine, ThreadEngine
+
+
+class TestFork(EngineConformance):
+    engine = ProcessEngine
+    options: ClassVar = {"start_method": "fork"}
+
+
+class TestForkServer(EngineConformance):
+    engine = ProcessEngine
+
+
+class TestThread(EngineConformance):
+    engine = ThreadEngine
+
+
+class TestInline(EngineConformance):
+    engine = InlineEngine
+
+
+def test_the_plugin_brings_the_engines_and_the_command():
+    assert sorted(engine.name for engine in _plugin.tp_engines()) == [
+        "inline",
+        "process",
+        "ray",
+        "thread",
+    ]
+    (command,) = _plugin.tp_commands()
+    assert command.name == "run"
+    assert command.load().registered_commands
+
+
+class Backwards(Engine):
+    """A stranger's engine, as small as it can be."""
+
+    name = "backwards"
+
+    def assess(self, devices):
+        return Verdict.fits(1, "for fun")
+
+    def open(self, worker, devices, *, options):
+        assert options == {}
+        return BackwardsPool(worker(devices[0]))
+
+
+class BackwardsPool(Pool):
+    def __init__(self, work):
+        self._work = work
+
+    def run(self, items, *, ordered=True):
+        for item in items:
+            yield self._work(item)[::-1]
+
+    def close(self):
+        self._work = None
+
+
+def test_an_engine_that_a_plugin_brings_can_be_asked_for():
+    registry.register(Backwards)
+    try:
+        assert list(tp_runner.map(str.upper, ["ab", "cd"], devices=1, engine="backwards")) == ["BA", "DC"]
+        kind = type("Upper", (tp_runner.OrderedRunner,), {})
+        with kind(1, engine="backwards") as runner:
+            assert list(runner.stream(["ab"])) == ["ba"]
+            with pytest.raises(ConfigError, match="'backwards' cannot do 'submit'"):
+                runner.submit("ab")
+    finally:
+        registry.unregister("backwards")

@@ -1,0 +1,116 @@
+"""For any items, workers, delays, failures and bounds the results are those of ``map``."""
+
+import collections
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tp_runner import OrderedRunner, UnorderedRunner, WorkerError
+
+common = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Work:
+    @staticmethod
+    def producer_work(device, cfg, item):
+        value, delay_ms, fails = item
+        if delay_ms:
+            time.sleep(delay_ms / 1000)
+        if fails:
+            raise ValueError(value)
+        return value * value
+
+
+class Ordered(Work, OrderedRunner):
+    pass
+
+
+class Unordered(Work, UnorderedRunner):
+    pass
+
+
+items_of_any_kind = st.lists(
+    st.tuples(st.integers(), st.sampled_from([0] * 9 + [1, 5]), st.sampled_from([False] * 9 + [True])),
+    max_size=150,
+)
+
+
+def value_of(result):
+    return ("failed", result.index) if isinstance(result, WorkerError) else result
+
+
+def expected_of(items):
+    return [("failed", i) if fails else v * v for i, (v, _, fails) in enumerate(items)]
+
+
+@pytest.fixture(scope="module", params=["process", "thread"])
+def runners(request):
+    made = {}
+    for n_workers in (1, 3):
+        for scale in (None, 1, 4.5):
+            options = {"on_error": "return", "engine": request.param, "queue_scale": scale}
+            made["ordered", n_workers, scale] = Ordered(n_workers, **options)
+            made["unordered", n_workers, scale] = Unordered(n_workers, **options)
+    yield made
+    for runner in made.values():
+        runner.close()
+
+
+@common
+@given(
+    items=items_of_any_kind,
+    n_workers=st.sampled_from([1, 3]),
+    scale=st.sampled_from([None, 1, 4.5]),
+    lazily=st.booleans(),
+)
+def test_ordered_results_are_those_of_map(runners, items, n_workers, scale, lazily):
+    runner = runners["ordered", n_workers, scale]
+    results = list(runner.stream(iter(items) if not lazily else (item for item in items)))
+    assert [value_of(result) for result in results] == expected_of(items)
+
+
+@common
+@given(
+    items=items_of_any_kind,
+    n_workers=st.sampled_from([1, 3]),
+    scale=st.sampled_from([None, 1, 4.5]),
+    lazily=st.booleans(),
+)
+def test_unordered_results_are_the_same_multiset(runners, items, n_workers, scale, lazily):
+    runner = runners["unordered", n_workers, scale]
+    results = list(runner.stream(items if not lazily else (item for item in items)))
+    counted = collections.Counter(value_of(result) for result in results)
+    assert counted == collections.Counter(expected_of(items))
+
+
+@common
+@given(items=items_of_any_kind, stop_after=st.integers(0, 20))
+def test_an_abandoned_call_leaves_no_trace_in_the_next(runners, items, stop_after):
+    runner = runners["ordered", 3, None]
+    for _ in zip(range(stop_after), runner.stream([(7, 0, False)] * 100), strict=False):
+        pass
+    results = list(runner.stream(items))
+    assert [value_of(result) for result in results] == expected_of(items)
+
+
+class Mortal(OrderedRunner):
+    @staticmethod
+    def producer_work(device, cfg, item):
+        value, path = item
+        if path is not None and not Path(path).exists():
+            Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+@settings(deadline=None, max_examples=8)
+@given(n_items=st.integers(1, 400), deadly=st.sets(st.integers(0, 399), max_size=4))
+def test_deaths_lose_and_double_nothing(tmp_path_factory, n_items, deadly):
+    folder = tmp_path_factory.mktemp("deaths")
+    items = [(i, str(folder / str(i)) if i in deadly else None) for i in range(n_items)]
+    with Mortal(2, restart=10, start_method="fork") as runner:
+        assert list(runner.stream(items)) == list(range(n_items))

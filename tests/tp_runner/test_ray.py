@@ -1,0 +1,121 @@
+"""The same runners on a Ray cluster of two nodes, started here."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tp_core.errors import ConfigError
+from tp_runner import NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
+
+ray = pytest.importorskip("ray", reason="Ray is an extra")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class Work:
+    @staticmethod
+    def producer_init(device, cfg):
+        cfg.offset = 1000
+
+    @staticmethod
+    def producer_work(device, cfg, item):
+        match item:
+            case int():
+                return item + cfg.offset
+            case ("node",):
+                time.sleep(0.02)
+                return ray.get_runtime_context().get_node_id()
+            case ("raise", text):
+                raise ValueError(text)
+            case ("return-lock",):
+                import threading
+
+                return threading.Lock()
+            case ("die-once", path):
+                if not Path(path).exists():
+                    Path(path).touch()
+                    os._exit(1)
+                return "survived"
+            case ("die",):
+                os._exit(1)
+
+    @staticmethod
+    def producer_end(device, cfg):
+        if "path" in cfg:
+            Path(cfg.path, str(os.getpid())).touch()
+
+
+class Ordered(Work, OrderedRunner):
+    pass
+
+
+class Unordered(Work, UnorderedRunner):
+    pass
+
+
+def test_results_are_those_of_map_on_both_nodes(cluster, tmp_path):
+    with Ordered(3, {"path": str(tmp_path)}, engine="ray") as runner:
+        assert list(runner.stream(range(2000))) == list(range(1000, 3000))
+        nodes = set(runner.stream([("node",)] * 60))
+        assert len(nodes) == 2
+        assert sum(worker.items for worker in runner.stats().workers) == 2060
+    assert len(list(tmp_path.iterdir())) == 3
+    with Unordered(2, engine="ray") as runner:
+        assert sorted(runner.stream(i for i in range(500))) == list(range(1000, 1500))
+
+
+def test_errors_name_their_item_and_the_runner_stays_usable(cluster):
+    with Ordered(2, engine="ray") as runner:
+        got = []
+        with pytest.raises(WorkerError, match="ValueError: no") as e:
+            got.extend(runner.stream([*range(20), ("raise", "no"), 1]))
+        assert got == list(range(1000, 1020))
+        assert e.value.index == 20
+        assert isinstance(e.value.__cause__, ValueError)
+        with pytest.raises(NotPicklableError, match="lock"):
+            list(runner.stream([1, ("return-lock",)]))
+        assert list(runner.stream([1])) == [1001]
+
+
+def test_dead_actors_are_noticed_and_started_again(cluster, tmp_path):
+    with Ordered(2, engine="ray", restart=4) as runner:
+        items = [("die-once", str(tmp_path / str(i))) if i in {3, 40} else i for i in range(80)]
+        results = list(runner.stream(items))
+    assert results == ["survived" if i in {3, 40} else i + 1000 for i in range(80)]
+    with Ordered(2, engine="ray") as runner, pytest.raises(WorkerDied) as e:
+        list(runner.stream([1, ("die",), 2]))
+    assert e.value.index == 1
+
+
+def test_no_more_is_read_ahead_than_asked(cluster):
+    n_read = 0
+
+    def endless():
+        nonlocal n_read
+        while True:
+            n_read += 1
+            yield n_read
+
+    with Ordered(2, None, 3, engine="ray") as runner:
+        stream = runner.stream(endless())
+        for n in range(50):
+            next(stream)
+            assert n_read - n <= 20
+        stream.close()
+
+
+def test_options_that_ray_has_no_use_for_are_refused():
+    with pytest.raises(ConfigError, match="an actor does not tell"):
+        Ordered(1, engine="ray", timeout_s=1.0)
