@@ -1,5 +1,9 @@
 """What the runner's tests share: programs that run by themselves, and a look at what they left."""
 
+import contextlib
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -7,6 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+
+def _end_with_this_process():
+    """Have the kernel kill a program when the test run is: nobody else would end it then."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +39,15 @@ def start_script(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_this_process,
         )
         started.append(process)
         return process
 
     yield start
     for process in started:
-        if process.poll() is None:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what a failed test has left of it too
         process.communicate()
 
 
@@ -64,6 +74,22 @@ def is_running():
             return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError):
             return False
+
+    return running
+
+
+@pytest.fixture
+def processes_of():
+    """List the running processes of a session."""
+
+    def running(session):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                state, _, _, its_session, *_ = path.read_text().rsplit(")", 1)[1].split()
+                if int(its_session) == session and state != "Z":
+                    found.append(int(path.parent.name))
+        return found
 
     return running
 

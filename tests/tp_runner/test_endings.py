@@ -27,7 +27,7 @@ PROGRAM = """
         next(results)
 """
 SLEEP = "time.sleep(60)"
-SPIN = "sum(range(10**12))"
+SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -48,6 +48,87 @@ def test_workers_end_with_their_parent(start_script, is_running, method, number,
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, processes_of, method):
+    for delay_ms in (0, 5, 10, 20, 40, 80, 160, 320):
+        process = start_script(
+            """
+            import sys
+            import tp_runner
+
+            if __name__ == "__main__":
+                print("started", flush=True)
+                while True:
+                    with tp_runner.map(str, [1, 2], devices=2, start_method=sys.argv[1]) as results:
+                        list(results)
+            """,
+            method,
+        )
+        assert process.stdout.readline() == "started\n"
+        time.sleep(delay_ms / 1000)
+        process.kill()
+        process.wait(10)
+        deadline = time.monotonic() + 2
+        while left := processes_of(process.pid):
+            assert time.monotonic() < deadline, f"{left} outlive a parent killed after {delay_ms} ms"
+            time.sleep(0.01)
+
+
+def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_running):
+    process = start_script(
+        """
+        import os, sys, time
+        import tp_runner
+
+        class Starter(tp_runner.OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                os.system("sleep 5 > /dev/null 2>&1 &")  # it inherits what can be inherited
+                os._exit(7)
+
+        if __name__ == "__main__":
+            for method in ("spawn", "forkserver", "fork"):
+                began = time.monotonic()
+                with tp_runner.UnorderedRunner(2, start_method=method), Starter(1, start_method=method) as r:
+                    try:
+                        list(r.stream([1]))
+                    except tp_runner.WorkerDied as error:
+                        print(error.exitcode, time.monotonic() - began < 4, flush=True)
+        """
+    )
+    out, err = process.communicate(timeout=40)
+    assert out.splitlines() == ["7 True"] * 3, err
+
+
+def test_each_of_several_threads_notices_the_death_of_its_own_worker(run_script):
+    out = run_script(
+        """
+        import os, threading
+        import tp_runner
+
+        class Mortal(tp_runner.OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                os._exit(3)
+
+        def one():
+            for _ in range(10):
+                with Mortal(2, start_method="fork") as runner:
+                    try:
+                        list(runner.stream([1]))
+                    except tp_runner.WorkerDied as error:
+                        codes.append(error.exitcode)
+
+        codes = []
+        threads = [threading.Thread(target=one) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        print(len(codes), set(codes))
+        """
+    )
+    assert out == "40 {3}\n"
 
 
 def test_ctrl_c_in_the_terminal_reaches_the_program_once(start_script, is_running):

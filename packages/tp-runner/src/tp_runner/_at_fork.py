@@ -1,17 +1,27 @@
 """Which descriptors a forked copy of this process must not keep open.
 
-A worker knows of its parent's death by the end of a pipe. Any process that was forked meanwhile and
-still holds the other end would keep it from that knowledge.
+A worker knows of its parent's death by the end of a pipe, and the parent of its worker's. Any process
+that was forked meanwhile and still holds the other end would keep them from that knowledge.
 """
 
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 
-__all__ = ["forget", "private"]
+__all__ = ["close", "inherited", "pipe", "private"]
 
 _descriptors: set[int] = set()
 _lock = threading.Lock()
+_wanted = threading.local()
+
+
+def pipe() -> tuple[int, int]:
+    """Open a pipe both of whose ends are private from the first moment, whatever other threads fork."""
+    with _lock:
+        ends = os.pipe()
+        _descriptors.update(ends)
+    return ends
 
 
 def private(*descriptors: int) -> None:
@@ -20,22 +30,31 @@ def private(*descriptors: int) -> None:
         _descriptors.update(descriptors)
 
 
-def forget(*descriptors: int) -> None:
-    """Undo :func:`private` for descriptors that are about to be closed."""
+def close(*descriptors: int) -> None:
+    """Close private descriptors."""
     with _lock:
         _descriptors.difference_update(descriptors)
-
-
-def _close_all() -> None:
-    for descriptor in _descriptors:
-        with contextlib.suppress(OSError):
+        for descriptor in descriptors:
             os.close(descriptor)
-    _descriptors.clear()
+
+
+@contextlib.contextmanager
+def inherited(*descriptors: int) -> Iterator[None]:
+    """Let the copies that this thread forks meanwhile keep these descriptors."""
+    _wanted.descriptors = descriptors
+    try:
+        yield
+    finally:
+        _wanted.descriptors = ()
 
 
 def _after_in_child() -> None:
     _lock.release()
-    _close_all()
+    keep = getattr(_wanted, "descriptors", ())
+    for descriptor in _descriptors.difference(keep):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
 
 
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)

@@ -50,11 +50,10 @@ class Link:
         self._partial = bytearray()
         self._wanted = 0
         self._setup = b""
-        theirs_in, self._requests = os.pipe()
-        self.replies, theirs_out = os.pipe()
+        theirs_in, self._requests = _at_fork.pipe()
+        self.replies, theirs_out = _at_fork.pipe()
         # One for each worker: whom the kernel tells of its end is a property of the pipe's end.
-        life, self._life = os.pipe()
-        _at_fork.private(self._requests, self.replies, self._life)
+        life, self._life = _at_fork.pipe()
         descriptors = Descriptors(theirs_in, theirs_out, life, arena, board)
         try:
             self.handle = self._start(program, device, settings, descriptors)
@@ -62,9 +61,7 @@ class Link:
             self.close()
             raise
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
-            os.close(life)
+            _at_fork.close(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
     def _start(self, program: Any, device: str, settings: Settings, descriptors: Descriptors) -> Handle:
@@ -83,7 +80,8 @@ class Link:
                 die_with_parent(descriptors.life)
                 WorkerProcess(descriptors, setup).run()
 
-            return fork(child)
+            with _at_fork.inherited(descriptors.requests, descriptors.replies, descriptors.life):
+                return fork(child)
         self._setup = setup.pickled()
         fds = (
             descriptors.requests,
@@ -145,7 +143,4 @@ class Link:
 
     def close(self) -> None:
         """Close the pipes."""
-        ours = (self._requests, self.replies, self._life)
-        _at_fork.forget(*ours)
-        for fd in ours:
-            os.close(fd)
+        _at_fork.close(self._requests, self.replies, self._life)

@@ -44,10 +44,9 @@ class ProcessFleet(Fleet):
                 self._settings = dataclasses.replace(settings, preload=("torch",))
         self._arena = Arena()
         self._board = Board(len(devices))
-        self._wake = os.pipe()
+        self._wake = _at_fork.pipe()
         for fd in self._wake:
             os.set_blocking(fd, False)
-        _at_fork.private(*self._wake)
         # Where there is no epoll, poll does; it counts in milliseconds.
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
         self._second = 1 if hasattr(select, "epoll") else 1000
@@ -135,9 +134,7 @@ class ProcessFleet(Fleet):
             self._kill_all()
             self._arena.close()
             self._board.close()
-            _at_fork.forget(*self._wake)
-            for fd in self._wake:
-                os.close(fd)
+            _at_fork.close(*self._wake)
             if hasattr(self._poller, "close"):
                 self._poller.close()
         for worker, failure in failures:

@@ -116,8 +116,11 @@ class WorkerProcess:
     """The loop of one worker."""
 
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
-        # A process that the user's code forks must not hide this one's death from its parent.
-        _at_fork.private(descriptors.requests, descriptors.replies, descriptors.life)
+        # A process that the user's code forks or starts must not hide this one's death from its parent.
+        private = descriptors.requests, descriptors.replies, descriptors.life
+        _at_fork.private(*private)
+        for fd in (*private, descriptors.arena, descriptors.board):
+            os.set_inheritable(fd, False)
         self._in = descriptors.requests
         self._setup = setup
         self._arena = Mapping(descriptors.arena, 0)
