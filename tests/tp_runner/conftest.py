@@ -39,7 +39,7 @@ def start_script(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_end_with_this_process,
+            preexec_fn=_end_with_this_process,  # noqa: PLW1509 - it takes no lock that a thread may hold
         )
         started.append(process)
         return process
