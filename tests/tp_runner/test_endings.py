@@ -217,3 +217,29 @@ def test_a_closed_runner_leaves_no_process_and_no_descriptor(run_script):
         """
     )
     assert out.strip() == "1"  # the fork server, which serves the next runner
+
+
+def test_a_killed_fork_server_is_replaced(run_script):
+    out = run_script(
+        """
+        import os, signal, time
+        import tp_runner
+
+        class Pids(tp_runner.OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                if item == "slow":
+                    time.sleep(60)
+                return os.getppid(), os.getpid()
+
+        if __name__ == "__main__":
+            with Pids(1, timeout_s=0.5, restart=1, on_error="return") as runner:
+                [(server, worker)] = runner.stream([1])
+                os.kill(server, signal.SIGKILL)
+                [late] = runner.stream(["slow"])
+                print(type(late).__name__)
+                [(server_now, worker_now)] = runner.stream([1])
+                print(server_now != server, worker_now != worker)
+        """
+    )
+    assert out.split() == ["ItemTimeout", "True", "True"]

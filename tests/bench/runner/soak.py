@@ -27,27 +27,41 @@ class Same(OrderedRunner):
 class Killer(threading.Thread):
     """Kills workers at random, so many times within a pass over so many items."""
 
-    def __init__(self, n_kills, n_items):
+    def __init__(self, n_kills, n_items, start_method):
         super().__init__(daemon=True)
-        self.due = sorted(random.Random(0).sample(range(n_items // 20, n_items), n_kills))
+        # Not at the very end, where a worker may have nothing left to do and nobody looks any more.
+        span = range(n_items // 20, n_items - n_items // 20)
+        self.due = sorted(random.Random(0).sample(span, n_kills))
+        self.forkserver = start_method == "forkserver"
         self.n_done = 0
         self.n_killed = 0
         self.over = False
 
     def run(self):
         me = psutil.Process()
+        killed = set()  # a signal to one that is dead, but not yet buried, would kill nobody
         while self.due and not self.over:
             if self.n_done >= self.due[0]:
                 with contextlib.suppress(psutil.Error, IndexError):  # it is ending by itself
-                    workers = [p for p in me.children(recursive=True) if not p.children()]
-                    random.choice(workers).send_signal(signal.SIGKILL)
+                    parents = me.children() if self.forkserver else [me]
+                    workers = [p for parent in parents for p in parent.children()]
+                    victim = random.choice([p for p in workers if p.pid not in killed])
+                    victim.send_signal(signal.SIGKILL)
+                    killed.add(victim.pid)
                     self.due.pop(0)
                     self.n_killed += 1
             time.sleep(0.001)
 
+    def wait_for_kill(self, n_done):
+        """Say how far the pass is; when a kill is due, give it a moment to happen."""
+        self.n_done = n_done
+        deadline = time.monotonic() + 0.05
+        while self.due and n_done >= self.due[0] and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
 
 def soak(title, make, check, n_items, n_kills, start_method):
-    killer = Killer(n_kills, n_items)
+    killer = Killer(n_kills, n_items, start_method)
     me = psutil.Process()
     began = time.perf_counter()
     early = late = 0
@@ -55,7 +69,8 @@ def soak(title, make, check, n_items, n_kills, start_method):
         killer.start()
         for n, result in enumerate(runner.stream(make(n_items))):
             check(n, result)
-            killer.n_done = n
+            if killer.due and n >= killer.due[0]:
+                killer.wait_for_kill(n)
             if n == n_items // 4:
                 early = me.memory_info().rss
         assert n == n_items - 1, "items were lost"
@@ -69,6 +84,7 @@ def soak(title, make, check, n_items, n_kills, start_method):
         f"{title}: {n_items:,} items in {seconds:.1f} s, {killer.n_killed} workers killed, {deaths} "
         f"deaths mended; resident {early >> 20} MiB after a quarter, {late >> 20} MiB at the end"
     )
+    assert deaths == killer.n_killed == n_kills, "a death was not noticed, or a worker not killed"
     assert late < early + (128 << 20), "memory grows"
 
 

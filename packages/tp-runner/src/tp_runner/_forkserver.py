@@ -16,7 +16,7 @@ from typing import Any
 from tp_runner._at_exit import watch
 from tp_runner._launch import Handle, bootstrap, spawn
 
-__all__ = ["ForkServer", "fork_server", "serve"]
+__all__ = ["ForkServer", "fork_by_server", "serve"]
 
 _LENGTH = struct.Struct("<I")
 _STATUS = struct.Struct("<ii")
@@ -92,8 +92,12 @@ class _Grandchild(Handle):
     def _poll(self) -> int | None:
         try:
             return self._server.exitcode(self.pid)
-        except OSError:  # the server was killed: nobody knows any more
-            return 255
+        except OSError:  # the server was killed: nobody knows any more how it ended, only whether
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return 255
+            return None
 
 
 _STARTED = -1000  # in the place of an exit status: this one was just started
@@ -101,8 +105,21 @@ _servers: dict[tuple[str, ...], ForkServer] = {}  # of this process, by what the
 _servers_lock = threading.Lock()
 
 
-def fork_server(preload: Sequence[str]) -> ForkServer:
-    """Return the server of this process that has imported ``preload``; start it if need be."""
+def fork_by_server(preload: Sequence[str], descriptors: Sequence[int]) -> Handle:
+    """Fork a worker from a server that has imported ``preload``; start the server if need be.
+
+    Raises:
+        ConnectionError: The server has ended, and so has the one that took its place.
+    """
+    server = _server(preload)
+    try:
+        return server.fork(descriptors)
+    except ConnectionError:  # somebody has killed it: a new one does as well
+        server.stop()
+        return _server(preload).fork(descriptors)
+
+
+def _server(preload: Sequence[str]) -> ForkServer:
     key = tuple(sorted(preload))
     with _servers_lock:
         server = _servers.get(key)

@@ -7,7 +7,7 @@ from typing import Any
 from tp_runner import _at_fork, _wire
 from tp_runner._arena import Extent
 from tp_runner._failure import Failure
-from tp_runner._forkserver import fork_server
+from tp_runner._forkserver import fork_by_server
 from tp_runner._launch import Handle, bootstrap, fork, spawn
 from tp_runner._settings import Settings
 from tp_runner._worker import Descriptors, Setup, WorkerProcess, die_with_parent, main
@@ -92,7 +92,7 @@ class Link:
         )
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds)
-        return fork_server(settings.preload).fork(fds)
+        return fork_by_server(settings.preload, fds)
 
     def send_setup(self) -> None:
         """Send what a fresh process must know first; it may be large, so all are started before."""
