@@ -33,6 +33,8 @@ class Killer(threading.Thread):
         span = range(n_items // 20, n_items - n_items // 20)
         self.due = sorted(random.Random(0).sample(span, n_kills))
         self.forkserver = start_method == "forkserver"
+        self.patience = n_items // 10_000
+        self.patient_until = 0
         self.n_done = 0
         self.n_killed = 0
         self.over = False
@@ -55,6 +57,9 @@ class Killer(threading.Thread):
     def wait_for_kill(self, n_done):
         """Say how far the pass is; when a kill is due, give it a moment to happen."""
         self.n_done = n_done
+        if n_done < self.patient_until:  # the one before has just been waited for, in vain
+            return
+        self.patient_until = n_done + self.patience
         deadline = time.monotonic() + 0.05
         while self.due and n_done >= self.due[0] and time.monotonic() < deadline:
             time.sleep(0.0005)
