@@ -1,12 +1,14 @@
 """The same runners on a Ray cluster of two nodes, started here."""
 
+import logging
 import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_runner import NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
+from tp_runner import ItemTimeout, NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
@@ -17,7 +19,7 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2)
+    cluster.add_node(num_cpus=2, resources={"special": 2})
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
@@ -37,6 +39,12 @@ class Work:
             case ("node",):
                 time.sleep(0.02)
                 return ray.get_runtime_context().get_node_id()
+            case ("sleep", seconds):
+                return time.sleep(seconds)
+            case ("log", text):
+                return logging.getLogger("far").info(text)
+            case ("warn", text):
+                return warnings.warn(text, stacklevel=1)
             case ("raise", text):
                 raise ValueError(text)
             case ("return-lock",):
@@ -116,6 +124,29 @@ def test_no_more_is_read_ahead_than_asked(cluster):
         stream.close()
 
 
-def test_options_that_ray_has_no_use_for_are_refused():
-    with pytest.raises(ConfigError, match="an actor does not tell"):
-        Ordered(1, engine="ray", timeout_s=1.0)
+def test_an_item_that_takes_too_long_is_given_up_and_its_actor_replaced(cluster):
+    with Ordered(2, engine="ray", timeout_s=1.0, on_error="return") as runner:
+        results = list(runner.stream([1, ("sleep", 60), 2, 3]))
+        assert [type(result) for result in results] == [int, ItemTimeout, int, int]
+        assert results[1].index == 1
+        assert list(runner.stream(range(4))) == [1000, 1001, 1002, 1003]
+
+
+def test_log_records_and_warnings_of_actors_reach_the_caller(cluster, caplog):
+    with Ordered(2, engine="ray", log_level="INFO") as runner, caplog.at_level("INFO"):
+        assert list(runner.stream([("log", "seen"), ("warn", "beware")])) == [None, None]
+    messages = [record for record in caplog.records if hasattr(record, "worker")]
+    assert any(record.getMessage() == "seen" and record.device == "cpu" for record in messages)
+    assert any("beware" in record.getMessage() for record in messages)
+
+
+def test_actors_are_placed_by_the_resources_that_they_take(cluster):
+    special = cluster.list_all_nodes()[1].node_id
+    with Ordered(2, engine="ray", resources={"special": 1, "num_cpus": 0.5}) as runner:
+        assert set(runner.stream([("node",)] * 20)) == {special}
+    with pytest.raises(ConfigError, match="room for 2 of 3 actors, and none for another one with 1 CPU, 1"):
+        Ordered(3, engine="ray", resources={"special": 1})
+    with pytest.raises(ConfigError, match="room for 4 of 5 actors"):
+        Ordered(5, engine="ray")
+    with pytest.raises(ConfigError, match="1 GPU"):
+        Ordered(1, engine="ray", resources={"num_gpus": 1})

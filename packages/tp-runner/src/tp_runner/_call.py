@@ -72,7 +72,7 @@ class Call:
         batching = settings.batching
         whole = batching.size if batching else 1
         self._limit: int | None = None
-        most = 1 if pool.fleet.direct else MOST_ITEMS
+        most = pool.fleet.most_items or MOST_ITEMS
         if settings.queue_scale is not None:
             self._limit = max(int(settings.queue_scale * pool.fleet.size), pool.fleet.size, whole)
             most = min(most, max(1, self._limit // (2 * pool.fleet.size)))

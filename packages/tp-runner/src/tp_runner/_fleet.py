@@ -99,8 +99,11 @@ class Fleet(abc.ABC):
     direct: ClassVar[bool] = False
     """Whether the work is done by whoever polls, so that nothing goes on meanwhile."""
 
-    most_credits: ClassVar[int] = 3
+    most_credits: int = 3
     """How many chunks a worker may have been given at a time."""
+
+    most_items: int | None = None
+    """How many items, or one batch, a chunk may have at most; ``None`` for as many as are worth it."""
 
     devices: tuple[str, ...]
 

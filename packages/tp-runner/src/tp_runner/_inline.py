@@ -43,7 +43,8 @@ class InlineFleet(Fleet):
     """Does the work when it is polled. Breakpoints and profilers see all of it."""
 
     direct: ClassVar[bool] = True
-    most_credits: ClassVar[int] = 1
+    most_items = 1
+    most_credits = 1
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         self.devices = devices

@@ -23,6 +23,7 @@ OPTIONS = (
     "on_error",
     "ordered",
     "queue_scale",
+    "resources",
     "restart",
     "retries",
     "start_method",
@@ -32,8 +33,10 @@ OPTIONS = (
 )
 
 _UNFIT = {
+    "process": {"resources": "only Ray places workers by them"},
     "thread": {
         "log_level": "records of threads are the parent's own",
+        "resources": "only Ray places workers by them",
         "restart": "threads do not die",
         "start_method": "threads are not started by one",
         "threads": "they all share the process's own setting",
@@ -42,15 +45,14 @@ _UNFIT = {
     "inline": {
         "log_level": "there is no worker",
         "max_wait_s": "the input is read in the caller's thread",
+        "resources": "only Ray places workers by them",
         "restart": "there is no worker",
         "start_method": "there is no worker",
         "threads": "there is no worker",
         "timeout_s": "the caller's own thread cannot be stopped",
     },
     "ray": {
-        "log_level": "Ray brings the logs of its actors itself",
         "start_method": "Ray starts the workers",
-        "timeout_s": "an actor does not tell when it began with an item",
     },
 }
 
@@ -84,6 +86,8 @@ def make_settings(engine: str, n_workers: int, options: Mapping[str, Any]) -> Se
         _check_whole(values, name, 1)
     for name in ("timeout_s", "max_wait_s", "queue_scale"):
         _check_positive(values, name)
+    values["log_level"] = _log_level(values["log_level"])
+    _check_resources(given.get("resources", {}))
     return Settings(**values, batching=batching)
 
 
@@ -119,4 +123,27 @@ def _check_positive(values: Mapping[str, Any], name: str) -> None:
     value = values.get(name, 1.0)
     if not isinstance(value, int | float) or not value > 0 or math.isinf(value):
         msg = f"{name} must be a positive number, got {value!r}"
+        raise ConfigError(msg)
+
+
+def _log_level(value: Any) -> int:
+    levels = logging.getLevelNamesMapping()
+    if isinstance(value, str) and value in levels:
+        return levels[value]
+    if not isinstance(value, int) or isinstance(value, bool):
+        msg = f"log_level must be a level of logging such as logging.INFO or 'INFO', got {value!r}"
+        raise ConfigError(msg)
+    return value
+
+
+def _check_resources(value: Any) -> None:
+    good = isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
+        for name, n in value.items()
+    )
+    if not good:
+        msg = (
+            "resources must say how much of each resource one worker takes, such as "
+            f"{{'num_cpus': 2, 'num_gpus': 0.5}}, got {value!r}"
+        )
         raise ConfigError(msg)

@@ -2,19 +2,29 @@
 
 import contextlib
 import importlib
+import logging
 import pickle
 import time
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from tp_core.errors import ConfigError
 
 from tp_runner._failure import INIT, RESULT, Failure
 from tp_runner._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._program import dump_program
+from tp_runner._ray_worker import RayWorker, packed
+from tp_runner._records import handle_record
 from tp_runner._report import failure_to_error
 from tp_runner._settings import Settings
+from tp_runner._worker import Setup
 
-__all__ = ["RayFleet"]
+__all__ = ["RayFleet", "require_room"]
+
+_log = logging.getLogger("tp_runner")
+
+PATIENCE_S = 20.0
+"""After so long it is said that actors are still being waited for: others may hold their places."""
 
 WAKE_S = 0.02
 """Ray cannot be woken up from another thread, so a longer wait is made of such short ones."""
@@ -23,30 +33,43 @@ WAKE_S = 0.02
 class RayFleet(Fleet):
     """One actor for each device, in the cluster that this process is connected to.
 
-    An actor for a CUDA device takes one GPU of the cluster, whichever is free, as its device 0.
+    Each takes one CPU, and one for a CUDA device one GPU, whichever is free, as its device 0; the
+    option ``resources`` says otherwise.
+
+    An actor does not tell when it begins with an item. Where items are timed it gets one at a time,
+    or one batch, and the time counts from its being sent.
     """
 
-    most_credits: ClassVar[int] = 2
+    most_credits = 2
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         self._ray = _import_ray()
         self.devices = devices
         self._program = dump_program(program)
         self._settings = settings
+        if settings.timeout_s is not None:
+            self.most_credits = self.most_items = 1
         self._actors: dict[int, Any] = {}
         self._starting: dict[Any, int] = {}
         self._inflight: dict[Any, tuple[int, int, int]] = {}
+        self._begun: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
         self._woken = False
 
     def start(self) -> list[Event]:
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False)
+        require_room(self._ray.nodes(), [self._needs(worker) for worker in range(self.size)])
         missing = [worker for worker in range(self.size) if worker not in self._actors]
         for worker in missing:
             self._launch(worker)
         others: list[Event] = []
+        patience_s: float | None = PATIENCE_S
         while self._starting:
-            for event in self.poll(None):
+            events = self.poll(patience_s)
+            if not events and patience_s is not None:
+                patience_s = None
+                _log.warning("still waiting for the cluster to start %d actors", len(self._starting))
+            for event in events:
                 if isinstance(event, Died) and event.worker in missing:
                     self.reset()
                     failure = event.failure or Failure(INIT, "its actor died before it was ready")
@@ -56,14 +79,28 @@ class RayFleet(Fleet):
                     others.append(event)
         return others
 
-    def _launch(self, worker: int) -> None:
+    def _needs(self, worker: int) -> dict[str, float]:
+        """Return what a worker takes of its node, by Ray's names."""
         cuda = self.devices[worker].startswith("cuda")
-        device = "cuda:0" if cuda else self.devices[worker]
+        needs = {"CPU": 1.0, "GPU": 1.0 if cuda else 0.0}
+        names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+        return needs | {names.get(name, name): n for name, n in (self._settings.resources or {}).items()}
+
+    def _launch(self, worker: int) -> None:
         settings = self._settings
-        actor = self._ray.remote(_Actor).options(num_cpus=1, num_gpus=1 if cuda else 0, max_concurrency=1)
-        self._actors[worker] = handle = actor.remote(
-            self._program, device, settings.batching, settings.threads
+        device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
+        needs = self._needs(worker)
+        actor = self._ray.remote(RayWorker).options(
+            num_cpus=needs.pop("CPU"),
+            num_gpus=needs.pop("GPU"),
+            memory=needs.pop("memory", None),
+            resources=needs,
+            max_concurrency=1,
         )
+        setup = Setup(
+            self._program, device, worker, settings.threads, False, settings.batching, settings.log_level
+        )
+        self._actors[worker] = handle = actor.remote(setup)
         self._starting[handle.ready.remote()] = worker
 
     def revive(self, worker: int) -> None:
@@ -73,10 +110,17 @@ class RayFleet(Fleet):
         return worker in self._actors
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        items, _ = _packed(chunk.items)
+        items, _ = packed(chunk.items)
         chunk.nbytes = len(items)
         reference = self._actors[worker].work.remote(items, len(chunk.items))
         self._inflight[reference] = worker, chunk.seq, len(chunk.items)
+        self._begun[worker] = chunk.seq, time.monotonic()
+
+    def started(self, worker: int) -> tuple[int, float] | None:
+        return None if worker in self._starting.values() else self._begun.get(worker)
+
+    def kill(self, worker: int) -> None:
+        self._ray.kill(self._actors[worker])
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -105,12 +149,15 @@ class RayFleet(Fleet):
             worker = self._starting.pop(reference)
             failure = None
             try:
-                data = self._ray.get(reference)
+                data, records = self._ray.get(reference)
                 failure = pickle.loads(data) if data else None
             except self._ray.exceptions.RayError:
                 self._bury(worker, events)
                 return
+            self._log(records)
             if failure is None:
+                if worker in self._begun:  # it was sent a chunk before it was ready
+                    self._begun[worker] = self._begun[worker][0], time.monotonic()
                 events.append(Ready(worker))
             else:
                 self._actors.pop(worker, None)
@@ -121,11 +168,13 @@ class RayFleet(Fleet):
             return
         worker, seq, n_items = entry
         try:
-            data, failed, timing = self._ray.get(reference)
+            data, failed, timing, records = self._ray.get(reference)
         except self._ray.exceptions.RayError:
             self._bury(worker, events)
             return
         del self._inflight[reference]
+        self._begun.pop(worker, None)
+        self._log(records)
         try:
             results = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
@@ -140,7 +189,13 @@ class RayFleet(Fleet):
         for reference, _ in mine:
             del self._inflight[reference]
         current = (mine[0][1][1], 0) if mine else None
-        events.append(Died(worker, None, current))
+        _, began = self._begun.pop(worker, (0, 0.0))
+        events.append(Died(worker, None, current, began=began))
+
+    @staticmethod
+    def _log(records: list[logging.LogRecord]) -> None:
+        for record in records:
+            handle_record(record)
 
     def wake(self) -> None:
         self._woken = True
@@ -151,6 +206,7 @@ class RayFleet(Fleet):
         self._actors.clear()
         self._starting.clear()
         self._inflight.clear()
+        self._begun.clear()
 
     def close(self, *, timeout_s: float) -> None:
         actors, failures = dict(self._actors), []
@@ -159,71 +215,14 @@ class RayFleet(Fleet):
             done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
             for reference in done:
                 with contextlib.suppress(self._ray.exceptions.RayError):
-                    if data := self._ray.get(reference):
+                    data, records = self._ray.get(reference)
+                    self._log(records)
+                    if data:
                         failures.append((ends[reference], pickle.loads(data)))
         if self._ray.is_initialized():
             self.reset()
         for worker, failure in failures:
             raise failure_to_error(failure, device=self.devices[worker], worker=worker)
-
-
-class _Actor:
-    """What runs in the cluster; speaks in bytes, so that errors are ours and not Ray's."""
-
-    def __init__(self, program: bytes, device: str, batching: Any, threads: int) -> None:
-        self._program = program
-        self._device = device
-        self._batching = batching
-        self._threads = threads
-        self._work: Any = None
-        self._waiting = time.monotonic()
-
-    def ready(self) -> bytes:
-        """Start; return a failure, if that is what it came to."""
-        import sys
-
-        try:
-            self._work = pickle.loads(self._program)(self._device)
-            if "torch" in sys.modules:
-                sys.modules["torch"].set_num_threads(self._threads)
-        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
-            return pickle.dumps(Failure.of(error, INIT), 5)
-        return b""
-
-    def work(self, data: bytes, n_items: int) -> tuple[bytes, bool, tuple[float, float, float]]:
-        """Work on a chunk; return its results, whether some are failures, and the timing."""
-        from tp_runner._failure import ITEM
-        from tp_runner._sender import pack_what_can_be
-        from tp_runner._work import run_chunk
-
-        began = time.monotonic()
-        waited_s = began - self._waiting
-        try:
-            items = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
-            results, failed = [Failure.of(error, ITEM)] * n_items, True
-        else:
-            results, failed = run_chunk(self._work, items, [0, 0, 0], batching=self._batching)
-        worked_s = time.monotonic() - began
-        packed, _, unpicklable = pack_what_can_be(results, _packed)
-        self._waiting = time.monotonic()
-        return packed, failed or unpicklable, (began, waited_s, worked_s)
-
-    def end(self) -> bytes:
-        """End; return a failure, if that is what it came to."""
-        from tp_runner._failure import END
-
-        try:
-            getattr(self._work, "close", lambda: None)()
-        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
-            return pickle.dumps(Failure.of(error, END), 5)
-        return b""
-
-
-def _packed(obj: Any) -> tuple[bytes, list[memoryview]]:
-    import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
-
-    return cloudpickle.dumps(obj, protocol=5), []
 
 
 def _import_ray() -> Any:
@@ -232,3 +231,25 @@ def _import_ray() -> Any:
     except ImportError as error:
         msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
         raise ConfigError(msg) from error
+
+
+def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[dict[str, float]]) -> None:
+    """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
+
+    An actor that fits nowhere would be waited for without an end.
+
+    Raises:
+        ConfigError: There is no room for one of them.
+    """
+    left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
+    for n_placed, needs in enumerate(workers):
+        node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
+        if node is None:
+            wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
+            msg = (
+                f"the cluster has room for {n_placed} of {len(workers)} actors, and none for another one "
+                f"with {wanted}; ask for fewer devices or other resources=, or add nodes first"
+            )
+            raise ConfigError(msg)
+        for name, k in needs.items():
+            node[name] = node.get(name, 0.0) - k

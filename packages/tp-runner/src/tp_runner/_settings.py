@@ -1,5 +1,6 @@
 """How workers are run: the options of an engine, checked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tp_runner._batching import Batching
@@ -26,6 +27,7 @@ class Settings:
         max_wait_s: How long an incomplete batch waits for more items.
         log_level: The level of log records that workers send.
         timeline: Whether what each worker does when is kept.
+        resources: What each actor takes of a Ray cluster.
     """
 
     start_method: str = "forkserver"
@@ -42,3 +44,4 @@ class Settings:
     max_wait_s: float | None = None
     log_level: int = 30
     timeline: bool = False
+    resources: Mapping[str, float] | None = None
