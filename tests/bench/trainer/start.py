@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,15 @@ from rich.table import Table
 from tp_core import recursive_to
 
 ROUNDS = 9
+
+
+@dataclass
+class Five:
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    d: torch.Tensor
+    e: torch.Tensor
 
 
 def fresh(statements: dict[str, tuple[str, str]], folder: str = "") -> dict[str, list[float]]:
@@ -74,6 +84,8 @@ def main() -> None:
     rows["recursive_to, a list of five tensors that stay"] = (transfer(leaves), 1e6, "us", "3")
     named = {str(i): leaf for i, leaf in enumerate(leaves)}
     rows["recursive_to, a dict of five tensors that stay"] = (transfer(named), 1e6, "us", "3")
+    fields = Five(*leaves)
+    rows["recursive_to, a dataclass of five tensors that stay"] = (transfer(fields), 1e6, "us", "3")
     table = Table("what", "median", "unit", "target: at most")
     for name, (times, scale, unit, target) in rows.items():
         table.add_row(name, f"{statistics.median(times) * scale:.2f}", unit, target)
