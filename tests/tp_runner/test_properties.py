@@ -1,11 +1,13 @@
 """For any items, workers, delays, failures and bounds the results are those of ``map``."""
 
 import collections
+import itertools
 import os
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -114,3 +116,68 @@ def test_deaths_lose_and_double_nothing(tmp_path_factory, n_items, deadly):
     items = [(i, str(folder / str(i)) if i in deadly else None) for i in range(n_items)]
     with Mortal(2, restart=10, start_method="fork") as runner:
         assert list(runner.stream(items)) == list(range(n_items))
+
+
+class Delayed:
+    @staticmethod
+    def producer_work(device, cfg, item):
+        place, array = item
+        time.sleep(cfg.delays_ms[place % len(cfg.delays_ms)] / 1000)
+        return array
+
+
+class DelayedOrdered(Delayed, OrderedRunner):
+    pass
+
+
+class DelayedUnordered(Delayed, UnorderedRunner):
+    pass
+
+
+def most_read_ahead(runner, items, *, n_results, delays_ms):
+    """Read so many results of an endless input, now and then slowly; return how far ahead it was read."""
+    n_read = most = 0
+
+    def endless():
+        nonlocal n_read
+        for place in itertools.count():
+            n_read += 1
+            yield place, items
+
+    with runner, runner.stream(endless()) as results:
+        for n, _ in enumerate(itertools.islice(results, n_results)):
+            time.sleep(delays_ms[n % len(delays_ms)] / 1000)
+            most = max(most, n_read - n)
+    return most
+
+
+delays = st.lists(st.sampled_from([0, 0, 0, 1, 20]), min_size=1, max_size=30)
+kinds = st.sampled_from([DelayedOrdered, DelayedUnordered])
+
+
+@settings(deadline=None, max_examples=20)
+@given(kind=kinds, n_workers=st.integers(1, 3), scale=st.integers(1, 40), worker=delays, consumer=delays)
+def test_items_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, scale, worker, consumer):
+    runner = kind(n_workers, {"delays_ms": worker}, scale, start_method="fork")
+    most = most_read_ahead(runner, 0, n_results=60, delays_ms=consumer)
+    chunk = max(1, scale // 2)
+    # On their way; what the reader holds ready; the chunk that is being consumed.
+    assert most <= n_workers * scale + (2 * chunk + 1) + chunk
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    kind=kinds,
+    n_workers=st.integers(1, 3),
+    kib=st.sampled_from([16, 100, 700, 3000]),
+    mib=st.integers(4, 16),
+    worker=delays,
+    consumer=delays,
+)
+def test_bytes_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, kib, mib, worker, consumer):
+    array = np.zeros(kib << 10, np.uint8)
+    runner = kind(n_workers, {"delays_ms": worker}, max_bytes=mib << 20, start_method="fork")
+    most = most_read_ahead(runner, array, n_results=60, delays_ms=consumer)
+    chunk = max(1, 1024 // kib)  # items of a MiB
+    # As above; each worker is given a first item before anybody knows how large they are.
+    assert most <= (mib << 10) // kib + 3 * chunk + 1 + n_workers
