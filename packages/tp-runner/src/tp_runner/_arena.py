@@ -11,21 +11,16 @@ from typing import Any
 
 __all__ = ["Arena", "Extent", "Mapping", "unnamed_file"]
 
-SMALLEST = 16  # as a power of two: 64 KiB
+SMALLEST = 64 << 10
 INITIAL = 64 << 20
 
 
 @dataclass(slots=True, frozen=True)
 class Extent:
-    """A range of the arena: ``1 << order`` bytes from ``offset`` on."""
+    """A range of the arena: ``nbytes`` from ``offset`` on."""
 
     offset: int
-    order: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        return 1 << self.order
+    nbytes: int
 
 
 class Mapping:
@@ -54,7 +49,7 @@ class Mapping:
 
 
 class Arena(Mapping):
-    """The parent's side: hands out extents of power-of-two sizes and takes them back.
+    """The parent's side: hands out extents of some sizes, eight to an octave, and takes them back.
 
     Free extents are kept in a stack for each size, so that the ones used last, whose pages are
     touched and warm, are used first. Memory that was never touched costs nothing.
@@ -74,11 +69,13 @@ class Arena(Mapping):
     def allocate(self, nbytes: int) -> Extent:
         """Return an extent of at least ``nbytes``; the file grows when it must."""
         self._collect()
-        order = max(SMALLEST, (nbytes - 1).bit_length())
-        if free := self._free[order]:
-            return free.pop()
-        extent = Extent(self._end, order)
-        self._end += extent.nbytes
+        size = wanted = _rounded(nbytes)
+        while size <= 2 * wanted:
+            if free := self._free.get(size):
+                return free.pop()
+            size = _rounded(size + 1)
+        extent = Extent(self._end, wanted)
+        self._end += wanted
         if self._end > self.nbytes:
             self.nbytes = max(2 * self.nbytes, 1 << (self._end - 1).bit_length())
             os.ftruncate(self.fd, self.nbytes)
@@ -87,7 +84,7 @@ class Arena(Mapping):
 
     def free(self, extent: Extent) -> None:
         """Take an extent back."""
-        self._free[extent.order].append(extent)
+        self._free[extent.nbytes].append(extent)
 
     def lend(self, extent: Extent) -> memoryview:
         """Return a view of an extent, which comes back when the last view of it has died."""
@@ -112,6 +109,12 @@ class Arena(Mapping):
             self.fd = -1
             self.release()
         self._free.clear()
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the next size that extents have: an eighth of a power of two, many times."""
+    step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
+    return -(-nbytes // step) * step
 
 
 def unnamed_file() -> int:
