@@ -12,7 +12,7 @@ from tp_runner import (
     WorkerError,
 )
 
-from tests.tp_runner.obedient import ENGINES, IDS, Ordered, Unordered
+from tests.tp_runner.obedient import ENGINES, IDS, Holder, Ordered, Unordered
 
 # -- producer_work raises ----------------------------------------------------------------------
 
