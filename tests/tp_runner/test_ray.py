@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from tp_core.errors import ConfigError
+from tp_core.testing import EngineConformance
 from tp_runner import ItemTimeout, NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
+from tp_runner._engines import RayEngine
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
@@ -24,6 +26,11 @@ def cluster():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+class TestRay(EngineConformance):
+    engine = RayEngine
 
 
 class Work:
