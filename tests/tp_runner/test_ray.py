@@ -157,3 +157,15 @@ def test_actors_are_placed_by_the_resources_that_they_take(cluster):
         Ordered(5, engine="ray")
     with pytest.raises(ConfigError, match="1 GPU"):
         Ordered(1, engine="ray", resources={"num_gpus": 1})
+
+
+def test_the_loss_of_a_node_is_mended_on_the_other(cluster, caplog):
+    node = cluster.add_node(num_cpus=1, resources={"short-lived": 1})
+    with Ordered(5, engine="ray", restart=5) as runner:
+        stream = runner.stream(("sleep", 0.01) for _ in range(300))
+        for _ in range(50):
+            next(stream)
+        cluster.remove_node(node)
+        assert sum(1 for _ in stream) == 250
+    assert "worker" in caplog.text
+    assert "room for 4 of 5 actors" in caplog.text

@@ -161,6 +161,10 @@ class Fleet(abc.ABC):
     def revive(self, worker: int) -> None:  # noqa: B027 - where it is possible
         """Start a dead worker again; ``Ready`` or ``Died`` follows."""
 
+    def ready(self, worker: int) -> bool:
+        """Whether a worker may be given chunks now."""
+        return self.alive(worker)
+
     def alive(self, worker: int) -> bool:
         """Whether a worker runs, or is about to."""
         del worker

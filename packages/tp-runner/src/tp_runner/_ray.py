@@ -58,8 +58,9 @@ class RayFleet(Fleet):
     def start(self) -> list[Event]:
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False)
-        require_room(self._ray.nodes(), [self._needs(worker) for worker in range(self.size)])
         missing = [worker for worker in range(self.size) if worker not in self._actors]
+        if missing:
+            self._require_room()
         for worker in missing:
             self._launch(worker)
         others: list[Event] = []
@@ -86,6 +87,9 @@ class RayFleet(Fleet):
         names = {"num_cpus": "CPU", "num_gpus": "GPU"}
         return needs | {names.get(name, name): n for name, n in (self._settings.resources or {}).items()}
 
+    def _require_room(self) -> None:
+        require_room(self._ray.nodes(), [self._needs(worker) for worker in range(self.size)])
+
     def _launch(self, worker: int) -> None:
         settings = self._settings
         device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
@@ -104,7 +108,15 @@ class RayFleet(Fleet):
         self._starting[handle.ready.remote()] = worker
 
     def revive(self, worker: int) -> None:
+        try:
+            self._require_room()
+        except ConfigError as error:  # a node was lost, and the cluster may bring another one
+            _log.warning("worker %d waits for a place: %s", worker, error)
         self._launch(worker)
+
+    def ready(self, worker: int) -> bool:
+        # One that is starting may wait for its place for ever; the others go on without it.
+        return worker in self._actors and worker not in self._starting.values()
 
     def alive(self, worker: int) -> bool:
         return worker in self._actors
@@ -117,7 +129,7 @@ class RayFleet(Fleet):
         self._begun[worker] = chunk.seq, time.monotonic()
 
     def started(self, worker: int) -> tuple[int, float] | None:
-        return None if worker in self._starting.values() else self._begun.get(worker)
+        return self._begun.get(worker)
 
     def kill(self, worker: int) -> None:
         self._ray.kill(self._actors[worker])
@@ -156,8 +168,6 @@ class RayFleet(Fleet):
                 return
             self._log(records)
             if failure is None:
-                if worker in self._begun:  # it was sent a chunk before it was ready
-                    self._begun[worker] = self._begun[worker][0], time.monotonic()
                 events.append(Ready(worker))
             else:
                 self._actors.pop(worker, None)
@@ -209,7 +219,8 @@ class RayFleet(Fleet):
         self._begun.clear()
 
     def close(self, *, timeout_s: float) -> None:
-        actors, failures = dict(self._actors), []
+        actors = {worker: actor for worker, actor in self._actors.items() if self.ready(worker)}
+        failures = []
         if timeout_s > 0 and actors:
             ends = {actor.end.remote(): worker for worker, actor in actors.items()}
             done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)

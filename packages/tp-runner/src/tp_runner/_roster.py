@@ -41,7 +41,7 @@ class Roster:
         """Return the worker with the least to do, if one has less than ``credit`` chunks."""
         best, least = None, credit
         for worker, load in enumerate(self._loads):
-            if load < least and self.fleet.alive(worker):
+            if load < least and self.fleet.ready(worker):
                 best, least = worker, load
         return best
 
