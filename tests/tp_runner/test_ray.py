@@ -155,6 +155,10 @@ def test_actors_are_placed_by_the_resources_that_they_take(cluster):
         Ordered(3, engine="ray", resources={"special": 1})
     with pytest.raises(ConfigError, match="room for 4 of 5 actors"):
         Ordered(5, engine="ray")
+    with pytest.raises(
+        ConfigError, match=r"room for 0 of 2 actors.*1 GPU"
+    ):  # of the cluster, not of this machine
+        Ordered(["cuda:0", "cuda:0"], engine="ray")
     with pytest.raises(ConfigError, match="1 GPU"):
         Ordered(1, engine="ray", resources={"num_gpus": 1})
 

@@ -115,7 +115,9 @@ def map(  # noqa: A001 - it is what the builtin is, on several workers
     from tp_runner._program import FunctionProgram
 
     program = FunctionProgram(function, init)
-    opener = Opener(engine, program, resolve(devices), {**options, "ordered": ordered})
+    opener = Opener(
+        engine, program, resolve(devices, elsewhere=engine == "ray"), {**options, "ordered": ordered}
+    )
 
     def lists() -> Generator[list[Any], None, None]:
         pool = opener.open()

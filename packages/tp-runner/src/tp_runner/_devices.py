@@ -9,12 +9,13 @@ from tp_core.errors import DeviceError
 __all__ = ["resolve"]
 
 
-def resolve(devices: Any) -> tuple[str, ...]:
+def resolve(devices: Any, *, elsewhere: bool = False) -> tuple[str, ...]:
     """Return one device for each worker.
 
     Args:
         devices: A number of CPU workers; ``None`` for one on each core; a device or a sequence of
             them; ``"auto"`` for whatever accelerators there are.
+        elsewhere: Whether the workers are on other machines, whose devices nobody can see here.
 
     Raises:
         DeviceError: There are none, or they do not exist here.
@@ -36,6 +37,10 @@ def resolve(devices: Any) -> tuple[str, ...]:
             isinstance(device, str) for device in devices
         ):
             return tuple(devices)
+        if elsewhere:
+            import torch
+
+            return tuple(str(torch.device(device)) for device in devices)
     from tp_core import resolve_devices
 
     return tuple(str(device) for device in resolve_devices(devices))

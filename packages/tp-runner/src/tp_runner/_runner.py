@@ -70,7 +70,7 @@ class _Runner:
         self._opener = Opener(
             engine,
             ClassProgram(type(self), self._cfg),
-            resolve(devices),
+            resolve(devices, elsewhere=engine == "ray"),
             {**options, "queue_scale": queue_scale, "ordered": self._ordered},
         )
         self.activate()
