@@ -12,12 +12,20 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "docs" / "examples" / "digits.py"
 ALONE = [sys.executable, str(DIGITS)]
 LAUNCHED = [sys.executable, "-m", "tp_core.cli", "launch", "-n", "2", str(DIGITS)]
+TWO_DEVICES = [*ALONE, "--devices", "cpu,cpu"]
 
 
 @pytest.mark.parametrize(
-    ("command", "backend"), [(ALONE, "single"), (LAUNCHED, "ddp")], ids=["alone", "launched"]
+    ("command", "backend", "asked"),
+    [
+        (ALONE, "single", "auto"),
+        (LAUNCHED, "ddp", "auto"),
+        (TWO_DEVICES, "tuple", "auto"),
+        ([*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", "asked for"),
+    ],
+    ids=["alone", "launched", "two devices", "two devices, gathered"],
 )
-def test_the_digits_are_read_by_whichever_backend_fits(command, backend, tmp_path):
+def test_the_digits_are_read_by_whichever_backend_fits(command, backend, asked, tmp_path):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TP_")}
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")],
@@ -33,7 +41,7 @@ def test_the_digits_are_read_by_whichever_backend_fits(command, backend, tmp_pat
     assert found, last
     assert found[1] == backend
     assert float(found[2]) >= 0.97
-    assert f"backend '{backend}' (auto)" in done.stdout
+    assert f"backend '{backend}' ({asked})" in done.stdout
     assert (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "digits.pt").stat().st_size > 10_000
     assert "epoch 12/12" in done.stderr
