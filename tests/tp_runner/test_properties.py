@@ -1,6 +1,7 @@
 """For any items, workers, delays, failures and bounds the results are those of ``map``."""
 
 import collections
+import copy
 import itertools
 import os
 import signal
@@ -134,7 +135,7 @@ class DelayedUnordered(Delayed, UnorderedRunner):
     pass
 
 
-def most_read_ahead(runner, items, *, n_results, delays_ms):
+def most_read_ahead(runner, item, *, n_results, delays_ms):
     """Read so many results of an endless input, now and then slowly; return how far ahead it was read."""
     n_read = most = 0
 
@@ -142,7 +143,7 @@ def most_read_ahead(runner, items, *, n_results, delays_ms):
         nonlocal n_read
         for place in itertools.count():
             n_read += 1
-            yield place, items
+            yield place, copy.copy(item)  # one object many times over would travel once
 
     with runner, runner.stream(endless()) as results:
         for n, _ in enumerate(itertools.islice(results, n_results)):
