@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     )
     from tp_core._engine import Engine, Pool
     from tp_core._environment import LaunchEnvironment
-    from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, is_sharded
+    from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, Precision, is_sharded
     from tp_core._load import DeviceLoad, device_loads, least_busy
     from tp_core._loader import PreparedLoader, Share, count_samples, seeded, split_evenly
     from tp_core._select import KNOWN_BACKENDS, Candidate, Selection, select
     from tp_core._session import ReduceOp, Session, StepOutput
     from tp_core._store import rendezvous_store
+    from tp_core._tensor_files import read_tensors, tensor_infos, write_tensors
+    from tp_core._tensor_slices import TensorInfo, TensorSlice
     from tp_core._transfer import recursive_pin, recursive_to
     from tp_core._tree import tree_leaves, tree_map
     from tp_core._verdict import Verdict
@@ -48,12 +50,15 @@ __all__ = [
     "NoOptions",
     "Parts",
     "Pool",
+    "Precision",
     "PreparedLoader",
     "ReduceOp",
     "Selection",
     "Session",
     "Share",
     "StepOutput",
+    "TensorInfo",
+    "TensorSlice",
     "Verdict",
     "as_device",
     "available_devices",
@@ -65,6 +70,7 @@ __all__ = [
     "lazy_exports",
     "least_busy",
     "plugins",
+    "read_tensors",
     "recursive_pin",
     "recursive_to",
     "rendezvous_store",
@@ -72,8 +78,10 @@ __all__ = [
     "seeded",
     "select",
     "split_evenly",
+    "tensor_infos",
     "tree_leaves",
     "tree_map",
+    "write_tensors",
 ]
 
 if not TYPE_CHECKING:
@@ -85,12 +93,14 @@ if not TYPE_CHECKING:
             "_devices": ["DeviceSpec", "as_device", "available_devices", "device_of_rank", "resolve_devices"],
             "_engine": ["Engine", "Pool"],
             "_environment": ["LaunchEnvironment"],
-            "_job": ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "is_sharded"],
+            "_job": ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "Precision", "is_sharded"],
             "_load": ["DeviceLoad", "device_loads", "least_busy"],
             "_loader": ["PreparedLoader", "Share", "count_samples", "seeded", "split_evenly"],
             "_select": ["KNOWN_BACKENDS", "Candidate", "Selection", "select"],
             "_session": ["ReduceOp", "Session", "StepOutput"],
             "_store": ["rendezvous_store"],
+            "_tensor_files": ["read_tensors", "tensor_infos", "write_tensors"],
+            "_tensor_slices": ["TensorInfo", "TensorSlice"],
             "_transfer": ["recursive_pin", "recursive_to"],
             "_tree": ["tree_leaves", "tree_map"],
             "_verdict": ["Verdict"],

@@ -10,12 +10,13 @@ from torch import nn
 
 from tp_core._environment import LaunchEnvironment
 
-__all__ = ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "is_sharded"]
+__all__ = ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "Precision", "is_sharded"]
 
 SHARDED_ATTRIBUTE = "tp_sharded"
 """A parameter with this attribute set to true holds one shard of a larger one."""
 
 LossReduction = Literal["mean", "sum"]
+Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -65,6 +66,9 @@ class Job:
         model: The model to train, still plain; ``None`` when it is not known yet.
         seed: The seed that orders the data, the same on all ranks.
         loss: Whether a step's loss is the "mean" over its samples, or their "sum".
+        precision: What is computed in which type; see :class:`tp_trainer.Trainer`.
+        accumulate: How many batches make one optimizer step.
+        compile: Whether the model is compiled.
         options: Options for each backend by its name: ``{"ddp": {"static_graph": True}}``.
     """
 
@@ -74,6 +78,9 @@ class Job:
     model: nn.Module | None = None
     seed: int = 0
     loss: LossReduction = "mean"
+    precision: Precision = "fp32"
+    accumulate: int = 1
+    compile: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property

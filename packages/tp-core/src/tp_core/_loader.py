@@ -11,10 +11,10 @@ import hashlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from tp_core._tree import tree_leaves
@@ -79,17 +80,11 @@ def seeded(*key: int) -> Iterator[None]:
 
     The generators are put back as they were.
     """
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also reseed the accelerators.
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
+        _seed_generators(key)
         try:
             yield
         finally:
@@ -98,29 +93,77 @@ def seeded(*key: int) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
+def _seed_generators(key: tuple[int, ...]) -> None:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
+    # Not torch.manual_seed, which would also reseed the accelerators.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+class _Batch(list[Any]):
+    """The indices of one batch. A loader's worker that begins to load them seeds its generators.
+
+    So what a worker draws follows from the seed, the epoch and the batch, and not from how many
+    batches it has loaded before: it is the same when an epoch is resumed in its middle.
+    """
+
+    key: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            _seed_generators(self.key)
+        return super().__iter__()
+
+
 class _EpochBatches:
     """A batch sampler that gives one rank its share of the epoch's batches."""
 
     def __init__(self, inner: Any, *, seed: int, rank: int, size: int, training: bool) -> None:
         self.inner = inner
+        self.seed = seed
         self.order: list[list[Any]] = []
         self.shares: deque[Share] = deque()
-        self._seed, self._rank, self._size, self._training = seed, rank, size, training
+        self._first = 0
+        self._epoch = 0
+        self._rank, self._size, self._training = rank, size, training
 
     def __len__(self) -> int:
         return len(self.inner)
 
-    def start(self, epoch: int) -> None:
-        """Fix the order of the epoch that the next iteration yields."""
+    def start(self, epoch: int, *, first: int = 0) -> None:
+        """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
         _tell_epoch(self.inner, epoch)
-        with seeded(self._seed, epoch):
+        with seeded(self.seed, epoch):
             # The length bounds samplers that never end.
             self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
+        self._epoch, self._first = epoch, first
+
+    def find(self, epoch: int, samples: int) -> int:
+        """Return how many batches of the epoch hold its first ``samples`` samples.
+
+        Raises:
+            LoaderError: None do: it is in the middle of a batch.
+        """
+        self.start(epoch)
+        ends = list(accumulate(map(len, self.order), initial=0))
+        if samples not in ends:
+            msg = (
+                f"sample {samples} of epoch {epoch}, where the checkpoint stands, is not the end of a "
+                f"batch of this loader (its first batches end at {ends[1:4]}); give the loader the "
+                "batch size and the sampler that it had"
+            )
+            raise LoaderError(msg)
+        return ends.index(samples)
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.shares.clear()
         known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
-        for batch in self.order:
+        for number in range(self._first, len(self.order)):
+            batch = self.order[number]
             total = len(batch)
             if total not in known:
                 part = split_evenly(total, self._size)[self._rank]
@@ -133,7 +176,9 @@ class _EpochBatches:
                 # stand-in sample, whose loss counts nothing.
                 part = slice(1)
             self.shares.append(share)
-            yield batch[part]
+            mine = _Batch(batch[part])
+            mine.key = (self.seed, self._epoch, number, self._rank)
+            yield mine
 
 
 class PreparedLoader:
@@ -182,6 +227,8 @@ class PreparedLoader:
             raise LoaderError(msg)
         self.loader = loader
         self._epoch = 0
+        self._first = 0
+        self._seed = seed
         self._move = move
         self._on_share = on_share
         self._agree = agree if shard else None
@@ -205,6 +252,11 @@ class PreparedLoader:
         self._source = _copy_loader(loader, self._batches, collate)
         if self._agree is not None:
             self._agree("the number of batches of a loader", len(self._batches))
+
+    @property
+    def next_epoch(self) -> int:
+        """Which epoch the next iteration is."""
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is."""
@@ -235,29 +287,31 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
+        first, self._first = self._first, 0
         if self._batches is None:
-            return self._iterate_foreign(epoch)
-        return self._iterate_ours(epoch, self._batches)
+            return self._iterate_foreign(epoch, first)
+        return self._iterate_ours(epoch, first, self._batches)
 
-    def _iterate_ours(self, epoch: int, batches: _EpochBatches) -> Iterator[Any]:
+    def _iterate_ours(self, epoch: int, first: int, batches: _EpochBatches) -> Iterator[Any]:
         """Yield from a loader whose batches are chosen by us."""
         move, on_share = self._move, self._on_share
-        batches.start(epoch)
+        batches.start(epoch, first=first)
         if self._agree is not None and not _order_is_ours(batches.inner):
             self._agree(f"the order of the samples in epoch {epoch}", _digest(batches.order))
         shares = batches.shares
-        for batch in self._source:
+        for batch in self._begin(self._source, epoch):
             share = shares.popleft()
             if on_share is not None:
                 on_share(share)
             yield batch if move is None else move(batch)
 
-    def _iterate_foreign(self, epoch: int) -> Iterator[Any]:
+    def _iterate_foreign(self, epoch: int, first: int) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
         _tell_epoch(self.loader, epoch)
         share = Share(0, 0)
-        for batch in self._source:
+        source = self._begin(self._source, epoch)
+        for batch in islice(source, first, None) if first else source:
             if on_share is not None:
                 # The other ranks' counts are not known here: theirs are taken to be the same.
                 samples = count_samples(batch)
@@ -265,6 +319,77 @@ class PreparedLoader:
                     share = Share(samples, samples * self._size)
                 on_share(share)
             yield batch if move is None else move(batch)
+
+    def _begin(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Begin to iterate; what that draws (a seed for workers) is not the model's to miss."""
+        with seeded(self._seed, epoch, 1):
+            return iter(source)
+
+    # -- where it stands ----------------------------------------------------------------------
+
+    def state_dict(self, *, batches: int) -> dict[str, Any]:
+        """Return where the loader stands, for :meth:`load_state_dict`.
+
+        Args:
+            batches: How many batches of the current epoch have been used. It is for the caller to
+                say: workers load ahead of that.
+        """
+        state: dict[str, Any] = {"seed": self._seed, "epoch": self._epoch - 1, "batches": batches}
+        if self._batches is not None:
+            state["samples"] = sum(map(len, self._batches.order[:batches]))
+        elif (holder := _position_holder(self.loader)) is not None:
+            state["position"] = holder.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> int:
+        """Make the next iteration go on from where a loader stood.
+
+        Batches of a ``DataLoader`` over a dataset with length are skipped by their indices: no
+        sample of them is read.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            replay: Read the batches before it again and drop them, where the loader has no other
+                way.
+
+        Returns:
+            How many batches of the epoch are done; another batch size makes another number.
+
+        Raises:
+            LoaderError: The loader can only be brought there by a replay; or the place is in the
+                middle of one of its batches.
+        """
+        self._seed, self._epoch = state["seed"], state["epoch"]
+        batches: int = state["batches"]
+        if self._batches is not None:
+            self._batches.seed = self._seed
+            self._first = batches = self._batches.find(self._epoch, state.get("samples", 0))
+        elif "position" in state and (holder := _position_holder(self.loader)) is not None:
+            holder.load_state_dict(state["position"])
+        elif replay or not batches or isinstance(self.loader, Sequence):
+            self._first = batches
+        else:
+            msg = (
+                f"the loader ({type(self.loader).__name__}) cannot be put at batch {batches} without "
+                "reading those before it; give it, or its dataset, state_dict() and "
+                "load_state_dict(), or allow the reading: Checkpoints(..., replay=True)"
+            )
+            raise LoaderError(msg)
+        return batches
+
+
+def _position_holder(loader: object) -> Any:
+    """Return what of a loader knows its own position, or ``None``: itself, or its dataset.
+
+    The dataset of a loader with workers does not know: its copies in the workers do.
+    """
+    holders = [loader]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:
+        holders.append(loader.dataset)
+    for holder in holders:
+        if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+            return holder
+    return None
 
 
 def _tell_epoch(holder: Any, epoch: int) -> None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tp_core._job import Job
 from tp_core._loader import PreparedLoader, Share
+from tp_core._tensor_slices import TensorSlice
 from tp_core._transfer import recursive_to
 from tp_core.errors import DisagreementError, ModelError
 
@@ -89,6 +90,13 @@ class Session:
         """
         self.check_plain(model)
         return model.to(self.device)
+
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile a prepared model in place, where the backend gains most from it.
+
+        In place, because names in the state and the identity of the module then stay.
+        """
+        model.compile()
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer over the prepared model's parameters."""
@@ -225,6 +233,18 @@ class Session:
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give all data ranks the same buffers, before an evaluation or a save."""
+
+    def as_slice(self, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:  # noqa: ARG002 - contract
+        """Say which part of a whole ``value`` is, for a checkpoint.
+
+        Args:
+            parameter: A parameter or buffer of the model.
+            value: A tensor of its shape: its own values, or a part of the optimizer's state.
+
+        Returns:
+            ``value`` itself where each rank has the whole, or a slice around it.
+        """
+        return value
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state, with the user's own module's names, on every rank."""
