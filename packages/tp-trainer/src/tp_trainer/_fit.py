@@ -1,6 +1,7 @@
 """The training and the evaluation loop. The hot path: what is not needed in a step is not in it."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Protocol
 
@@ -11,11 +12,12 @@ from tp_core import Session, StepOutput
 from tp_core.errors import LoaderError
 
 from tp_trainer._metrics import Meter, loss_of
-from tp_trainer._progress import Ticker
+from tp_trainer._update import Update
 
-__all__ = ["Scheduler", "Step", "evaluate", "train_epoch"]
+__all__ = ["RunStep", "Scheduler", "Step", "evaluate", "train_epoch"]
 
 Step = Callable[[nn.Module, Any], StepOutput]
+RunStep = Callable[[Step, nn.Module, Any], StepOutput]
 
 
 class Scheduler(Protocol):
@@ -26,56 +28,70 @@ class Scheduler(Protocol):
 
 
 def train_epoch(
-    session: Session,
+    run: RunStep,
     step: Step,
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Any],
     *,
+    first: int,
     steps: int,
+    accumulate: int,
+    hold: Callable[[nn.Module], AbstractContextManager[None]],
     meter: Meter,
-    ticker: Ticker,
-    clip_norm: float | None = None,
-    scheduler: Scheduler | None = None,
+    update: Update,
+    scheduler: Scheduler | None,
+    look: Callable[[int], float],
 ) -> None:
-    """Train on ``steps`` batches.
+    """Train on the batches of one epoch.
 
     Args:
-        session: Where the steps run.
+        run: Runs the user's step where the session wants it.
         step: The user's step.
         model: The prepared model.
         optimizer: The prepared optimizer.
         batches: The prepared loader.
+        first: How many batches of the epoch are done already; the loader stands behind them.
         steps: How many batches make the epoch.
+        accumulate: How many batches make one optimizer step; the last one of an epoch may have
+            fewer.
+        hold: Keeps gradients on their rank while another batch is to be added to them.
         meter: Adds up what the steps return.
-        ticker: Shows how far it is.
-        clip_norm: The largest global norm of the gradients, or ``None``.
-        scheduler: Moved on after every step, or ``None``.
+        update: Makes the optimizer steps.
+        scheduler: Moved on after every optimizer step, or ``None``.
+        look: Called between optimizer steps with the number of done batches; returns at which
+            number it wants to be called again.
 
     Raises:
         StepError: The step returned no usable loss.
-        NonFiniteLossError: The loss is NaN or infinite.
+        NonFiniteLossError: The loss or the gradients are NaN or infinite.
         LoaderError: The loader ended before ``steps`` batches.
     """
-    run, backward, add = session.run, session.backward, meter.add
-    zero_grad, update = optimizer.zero_grad, optimizer.step
-    done = 0
-    next_look = ticker.next_look
-    for batch in islice(batches, steps):
-        zero_grad()
+    add, backward, finish, zero_grad = meter.add, update.backward, update.finish, optimizer.zero_grad
+
+    done = first
+    begins = True
+    next_look = look(done)
+    for batch in islice(batches, steps - first):
+        done += 1
+        if begins:
+            zero_grad()
+        begins = accumulate == 1 or done % accumulate == 0 or done == steps
+        if not begins:
+            with hold(model):
+                output = run(step, model, batch)
+                loss = loss_of(output, training=True)
+                add(loss, output)
+                backward(loss)
+            continue
         output = run(step, model, batch)
         loss = loss_of(output, training=True)
         add(loss, output)
         backward(loss)
-        if clip_norm is not None:
-            session.clip_grad_norm(model, clip_norm)
-        update()
-        if scheduler is not None:
+        if finish() and scheduler is not None:
             scheduler.step()
-        done += 1
         if done >= next_look:
-            ticker.look(done, meter.last_loss)
-            next_look = ticker.next_look
+            next_look = look(done)
     if done < steps:
         msg = (
             f"the loader ended after {done} of {steps} batches; give steps_per_epoch={done}, or a "
@@ -85,7 +101,9 @@ def train_epoch(
     meter.flush()
 
 
-def evaluate(session: Session, step: Step, model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+def evaluate(
+    session: Session, run: RunStep, step: Step, model: nn.Module, batches: Iterable[Any]
+) -> dict[str, float]:
     """Return the means of what ``step`` returns over all samples of all data ranks.
 
     The model is in evaluation mode and records no gradients meanwhile; each submodule gets its
@@ -100,7 +118,7 @@ def evaluate(session: Session, step: Step, model: nn.Module, batches: Iterable[A
         with torch.no_grad():
             session.sync_buffers(model)
             for batch in batches:
-                output = session.run(step, model, batch)
+                output = run(step, model, batch)
                 meter.add(loss_of(output, training=False), output)
         return meter.means()
     finally:

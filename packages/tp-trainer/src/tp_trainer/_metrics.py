@@ -53,13 +53,17 @@ class Meter:
         session: Where the steps run.
         what: The words for the steps in messages: "training", "validation".
         first_step: The number of the first step, for messages.
+        tolerate: Leave losses out that are not finite, instead of stopping at them.
     """
 
-    def __init__(self, session: Session, *, what: str = "training", first_step: int = 1) -> None:
+    def __init__(
+        self, session: Session, *, what: str = "training", first_step: int = 1, tolerate: bool = False
+    ) -> None:
         self._session = session
         self._what = what
-        self._on_cpu = session.device.type == "cpu"
+        self._looks_at_once = tolerate or session.device.type == "cpu"
         self._step = first_step
+        self._tolerates = tolerate
         self._pending: list[tuple[Tensor, int]] = []
         self._losses = 0.0
         self._others: dict[str, Any] = {}
@@ -74,14 +78,14 @@ class Meter:
         """
         share = self._session.share
         samples = 1 if share is None else share.samples
-        self.samples += samples
-        if self._on_cpu:
-            self._count(loss.item(), samples)
+        counts = True
+        if self._looks_at_once:
+            counts = self._count(loss.item(), samples)
         else:
             self._pending.append((loss.detach().reshape(()), samples))
             if len(self._pending) >= _FLUSH_EVERY:
                 self.flush()
-        if output is not loss:
+        if output is not loss and counts:
             self._add_others(output, samples)
 
     def flush(self) -> None:
@@ -92,20 +96,26 @@ class Meter:
             for value, (_, samples) in zip(values, pending, strict=True):
                 self._count(value, samples)
 
-    def _count(self, value: float, samples: int) -> None:
+    def _count(self, value: float, samples: int) -> bool:
+        """Count a loss, and return whether it counts."""
+        step = self._step
+        self._step += 1
         # x - x is 0 for finite x alone, and costs less than a call of math.isfinite.
         if value - value != 0.0 and samples:
+            if self._tolerates:
+                return False
             msg = (
-                f"the loss is {value} at {self._what} step {self._step} "
+                f"the loss is {value} at {self._what} step {step} "
                 f"(rank {self._session.rank}); nothing was saved after it. Look at the learning "
                 "rate, the input and divisions or logarithms in the step"
             )
             raise NonFiniteLossError(msg)
-        self._step += 1
+        self.samples += samples
         if samples:
             total = value * samples if self._session.job.loss == "mean" else value
             self._losses += total
             self.last_loss = total / samples
+        return True
 
     def _add_others(self, output: Mapping[str, Any], samples: int) -> None:
         others = self._others
@@ -124,6 +134,17 @@ class Meter:
                 )
                 raise StepError(msg)
             others[name] = others.get(name, 0.0) + number * samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's sums as plain numbers: what :meth:`load_state_dict` takes."""
+        self.flush()
+        others = {name: float(value) for name, value in self._others.items()}
+        return {"step": self._step, "samples": self.samples, "loss": self._losses, "others": others}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._step, self.samples, self._losses = state["step"], state["samples"], state["loss"]
+        self._others = dict(state["others"])
 
     def means(self) -> dict[str, float]:
         """Return the means over all samples of all data ranks, "loss" first.
