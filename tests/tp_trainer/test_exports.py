@@ -5,8 +5,10 @@ import tp_trainer
 
 def test_the_public_names_of_tp_trainer_are_these():
     assert tp_trainer.__all__ == [
+        "Checkpoints",
         "EpochRecord",
         "History",
+        "Interrupted",
         "ParallelTrainer",
         "Parallel_Trainer",
         "Step",

@@ -5,14 +5,18 @@ from typing import TYPE_CHECKING
 from tp_core import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_trainer._checkpoint import Checkpoints
     from tp_trainer._fit import Step
+    from tp_trainer._interruption import Interrupted
     from tp_trainer._parallel_trainer import Parallel_Trainer, ParallelTrainer
     from tp_trainer._progress import EpochRecord, History
     from tp_trainer._trainer import Trainer
 
 __all__ = [
+    "Checkpoints",
     "EpochRecord",
     "History",
+    "Interrupted",
     "ParallelTrainer",
     "Parallel_Trainer",
     "Step",
@@ -23,7 +27,9 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "_checkpoint": ["Checkpoints"],
             "_fit": ["Step"],
+            "_interruption": ["Interrupted"],
             "_parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
             "_progress": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],

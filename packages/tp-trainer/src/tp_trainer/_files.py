@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tp_core.errors import StateError
 
-__all__ = ["load_state", "save_atomically"]
+__all__ = ["load_state", "save_atomically", "sync_folder"]
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
@@ -36,10 +36,10 @@ def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Bring the new name itself onto the disk, where the system can."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)

@@ -3,10 +3,11 @@
 import os
 import random
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -18,9 +19,11 @@ from tp_core import (
     Job,
     LaunchEnvironment,
     LossReduction,
+    Precision,
     PreparedLoader,
     Selection,
     Session,
+    StepOutput,
     device_of_rank,
     resolve_devices,
     select,
@@ -28,11 +31,14 @@ from tp_core import (
 from tp_core.errors import ConfigError, SelectionError, StateError
 from tp_core.plugins import PluginRegistry, registry
 
+from tp_trainer._checkpoint import Checkpoints, Keeper
 from tp_trainer._files import load_state, save_atomically
-from tp_trainer._fit import Scheduler, Step, evaluate, train_epoch
-from tp_trainer._metrics import Meter
+from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
 from tp_trainer._opening import open_session
-from tp_trainer._progress import EpochRecord, History, Reporter
+from tp_trainer._precision import LossScaler, autocast, check_precision, to_bfloat16
+from tp_trainer._progress import History, Reporter
+from tp_trainer._run import Run
+from tp_trainer._update import NonFinite, Update
 
 __all__ = ["Trainer"]
 
@@ -52,6 +58,11 @@ class Trainer:
         seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``
             leaves the generators alone; rank 0 then chooses how the data are ordered.
         loss: Whether a step's loss is the "mean" over its samples, or their "sum".
+        precision: "fp32"; "bf16-mixed" or "fp16-mixed", where a step runs under autocast and fp16
+            scales the loss; or "bf16-true", where the model and the batches are in bfloat16.
+        accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighed
+            by samples, as if the batches were one.
+        compile: Whether models are compiled, in place, where the backend gains most from it.
         options: Options for backends by name, used if that one is chosen:
             ``{"ddp": {"static_graph": True}}``.
         progress: Whether rank 0 shows a progress bar, or plain lines where there is no terminal.
@@ -74,6 +85,9 @@ class Trainer:
         devices: DeviceSpec = "auto",
         seed: int | None = None,
         loss: LossReduction = "mean",
+        precision: Precision = "fp32",
+        accumulate: int = 1,
+        compile: bool = False,  # noqa: A002 - torch's name for it
         options: Mapping[str, Mapping[str, Any]] | None = None,
         progress: bool = True,
         plugins: PluginRegistry = registry,
@@ -84,12 +98,19 @@ class Trainer:
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
             raise ConfigError(msg)
+        check_precision(precision)
+        _check_positive("accumulate", accumulate)
         self.environment = LaunchEnvironment.read()
         self.progress = progress
         self._backend_name = backend
         self._plugins = plugins
         self._seed = seed
         self._loss: LossReduction = loss
+        self._precision: Precision = precision
+        self._accumulate = accumulate
+        self._compile = compile
+        self._may_step = False
+        self._scaler = LossScaler() if precision == "fp16-mixed" else None
         self._options = {} if options is None else dict(options)
         self._explicit_devices = devices not in (None, "auto")
         self._devices = self._resolve(devices)
@@ -156,6 +177,9 @@ class Trainer:
             model=model,
             seed=seed,
             loss=self._loss,
+            precision=self._precision,
+            accumulate=self._accumulate,
+            compile=self._compile,
             options=self._options,
         )
 
@@ -164,7 +188,13 @@ class Trainer:
             return self._session
         seed = torch.initial_seed() if self._seed is None else self._seed
         selection = self._select(model, seed=seed)
-        facts = {"kind of loss": self._loss, "seed": self._seed}
+        facts = {
+            "kind of loss": self._loss,
+            "seed": self._seed,
+            "precision": self._precision,
+            "accumulate": self._accumulate,
+            "compile": self._compile,
+        }
         session = open_session(selection, self._job(model, seed), facts)
         self._selection, self._session = selection, session
         if self._seed is not None and session.data_size > 1:
@@ -232,6 +262,8 @@ class Trainer:
         if isinstance(value, nn.Module):
             return self._prepare_model(value)
         if isinstance(value, Optimizer):
+            if self._scaler is not None:
+                value.register_step_pre_hook(self._refuse_scaled)
             return self.session.prepare_optimizer(value)
         if isinstance(value, LRScheduler | ReduceLROnPlateau | PreparedLoader):
             return value
@@ -248,7 +280,11 @@ class Trainer:
         session = self._open(model)
         prepared = self._prepared.get(model)
         if prepared is None:
+            if self._precision == "bf16-true":
+                model.to(torch.bfloat16)
             prepared = session.prepare_model(model)
+            if self._compile:
+                session.compile_model(prepared)
             # Both the user's own module and the prepared one are known from now on.
             self._prepared[model] = self._prepared[prepared] = prepared
         return prepared
@@ -257,9 +293,63 @@ class Trainer:
         """Add the gradients of ``loss`` over the global batch to the parameters.
 
         Where a batch's samples lie unevenly on the ranks, they are weighed as the batch that the
-        prepared loader yielded last.
+        prepared loader yielded last. With "fp16-mixed" the loss is scaled, and :meth:`update` makes
+        the step.
         """
-        self.session.backward(loss)
+        self.session.backward(loss if self._scaler is None else loss * self._scaler.scale)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which one's own loop computes the loss, by the trainer's precision."""
+        context = autocast(self._precision, self.device)
+        return nullcontext() if context is None else context()
+
+    def update(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> bool:
+        """Make an optimizer step in one's own loop: unscale, clip, look, step.
+
+        Args:
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            clip_norm: The largest global norm of the gradients, or ``None``.
+            clip_value: The largest magnitude of an element of them, or ``None``.
+
+        Returns:
+            Whether the step was made; with "fp16-mixed" one whose gradients overflowed is left out,
+            on all ranks.
+
+        Raises:
+            ConfigError: A limit is not above 0.
+            NonFiniteLossError: The gradients are NaN or infinite.
+
+        Collectives: those of the session's ``clip_grad_norm``, if gradients are clipped or looked at.
+        """
+        update = Update(
+            self.session,
+            self._prepare_model(model),
+            optimizer,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            scaler=self._scaler,
+        )
+        self._may_step = True
+        try:
+            return update.finish()
+        finally:
+            self._may_step = False
+
+    def _refuse_scaled(self, *_: object) -> None:
+        if not self._may_step:
+            msg = (
+                "with precision='fp16-mixed' the gradients are scaled, and the optimizer must not take "
+                "them as they are; call trainer.update(model, optimizer) instead of optimizer.step()"
+            )
+            raise ConfigError(msg)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which gradients are added up without being reduced over ranks."""
@@ -285,7 +375,12 @@ class Trainer:
         scheduler_every: str = "epoch",
         steps_per_epoch: int | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: NonFinite = "raise",
+        max_skipped: int = 10,
         save_to: str | os.PathLike[str] | None = None,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
         shard: bool = True,
     ) -> History:
         """Train ``model``, in place.
@@ -305,7 +400,15 @@ class Trainer:
             scheduler_every: Whether the scheduler moves on every "epoch" or every "step".
             steps_per_epoch: How many batches make an epoch; needed for a loader without length.
             clip_norm: The largest global norm of the gradients.
+            clip_value: The largest magnitude of an element of the gradients.
+            nonfinite: Whether a loss or gradients that are NaN or infinite "raise", or "skip" the
+                optimizer step, on all ranks.
+            max_skipped: How many steps in a row may be skipped.
             save_to: A file that the model's state is written to after every epoch.
+            checkpoint: Where and when to save the state of the run; a folder alone means after every
+                epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, saved.
+            resume: "auto" goes on from the newest whole checkpoint there, if there is one; a path
+                goes on from that one.
             shard: Whether the loaders are split over the data ranks.
 
         Returns:
@@ -316,7 +419,11 @@ class Trainer:
             ModelError: The model is wrapped already.
             LoaderError: A loader has no length, ended early, or cannot be split over the ranks.
             StepError: The step returned no usable loss.
-            NonFiniteLossError: The loss is NaN or infinite; ``save_to`` keeps the last good state.
+            NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
+                ``checkpoint`` keep the last good state.
+            StateError: The checkpoint to resume from is damaged or does not fit.
+            OSError: A file cannot be written.
+            Interrupted: A signal asked the run to end; its state is saved.
         """
         _check_positive("epochs", epochs)
         if steps_per_epoch is not None:
@@ -324,8 +431,10 @@ class Trainer:
         if scheduler_every not in {"epoch", "step"}:
             msg = f"scheduler_every must be 'epoch' or 'step', got {scheduler_every!r}"
             raise ConfigError(msg)
-        if clip_norm is not None and not clip_norm > 0:
-            msg = f"clip_norm must be None or greater than 0, got {clip_norm!r}"
+        if isinstance(checkpoint, str | os.PathLike):
+            checkpoint = Checkpoints(checkpoint)
+        if resume is not None and checkpoint is None:
+            msg = f"resume={resume!r} needs to know where the checkpoints are: checkpoint=folder"
             raise ConfigError(msg)
         session = self._open(model)
         _check_owner(optimizer, [model])
@@ -335,41 +444,59 @@ class Trainer:
         val_batches = None if val_loader is None else self._loader(val_loader, shard=shard, training=False)
         steps = len(train_batches) if steps_per_epoch is None else steps_per_epoch
         _check_positive("the number of batches in the loader", steps)
+        update = Update(
+            session,
+            model,
+            optimizer,
+            accumulate=self._accumulate,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            scaler=self._scaler,
+            nonfinite=nonfinite,
+            max_skipped=max_skipped,
+        )
+        run = Run(
+            session=session,
+            backend=self.selection.chosen.name,
+            run_step=self._run_step(),
+            step=step,
+            val_step=val_step or step,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scheduler_every=scheduler_every,
+            train=train_batches,
+            val=val_batches,
+            epochs=epochs,
+            steps=steps,
+            accumulate=self._accumulate,
+            tolerate=nonfinite == "skip",
+            update=update,
+            scaler=self._scaler,
+            reporter=Reporter(enabled=self.progress and session.is_main, epochs=epochs),
+            keeper=None if checkpoint is None else Keeper(checkpoint, session),
+            after_epoch=partial(self.save_model, model, save_to) if save_to is not None else _nothing,
+        )
+        self._may_step = True
+        try:
+            return run.go(None if resume is None else Path(resume) if resume != "auto" else "auto")
+        finally:
+            self._may_step = False
 
-        reporter = Reporter(enabled=self.progress and session.is_main, epochs=epochs)
-        records: list[EpochRecord] = []
-        was_training = model.training
-        model.train()
-        for epoch in range(1, epochs + 1):
-            began = time.perf_counter()
-            meter = Meter(session, first_step=(epoch - 1) * steps + 1)
-            with reporter.epoch(epoch, steps) as ticker:
-                train_epoch(
-                    session,
-                    step,
-                    model,
-                    optimizer,
-                    train_batches,
-                    steps=steps,
-                    meter=meter,
-                    ticker=ticker,
-                    clip_norm=clip_norm,
-                    scheduler=scheduler if scheduler_every == "step" else None,
-                )
-            seconds = time.perf_counter() - began
-            rate = float(optimizer.param_groups[0]["lr"])
-            train = meter.means()
-            val = {}
-            if val_batches is not None:
-                val = evaluate(session, val_step or step, model, val_batches)
-            if scheduler is not None and scheduler_every == "epoch":
-                _advance(scheduler, (val or train)["loss"])
-            records.append(EpochRecord(epoch, epoch * steps, meter.samples, seconds, rate, train, val))
-            reporter.done(records[-1])
-            if save_to is not None:
-                self.save_model(model, save_to)
-        model.train(was_training)
-        return History(tuple(records))
+    def _run_step(self) -> RunStep:
+        """Return what runs a step in the trainer's precision; the session's own way where it can."""
+        run, precision = self.session.run, self._precision
+        if precision == "bf16-true":
+            return lambda step, model, batch: run(step, model, to_bfloat16(batch))
+        context = autocast(precision, self.device)
+        if context is None:
+            return run
+
+        def run_under_autocast(step: Step, model: nn.Module, batch: Any) -> StepOutput:
+            with context():
+                return run(step, model, batch)
+
+        return run_under_autocast
 
     def evaluate(
         self, model: nn.Module, loader: Iterable[Any], *, step: Step, shard: bool = True
@@ -379,7 +506,9 @@ class Trainer:
         Each sample counts once, whatever the number of ranks and the size of the last batch.
         """
         model = self._prepare_model(model)
-        return evaluate(self.session, step, model, self._loader(loader, shard=shard, training=False))
+        return evaluate(
+            self.session, self._run_step(), step, model, self._loader(loader, shard=shard, training=False)
+        )
 
     def _loader(self, loader: Iterable[Any], *, shard: bool, training: bool = True) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
@@ -476,8 +605,5 @@ def _check_owner(optimizer: Optimizer, models: list[nn.Module]) -> None:
         raise ConfigError(msg)
 
 
-def _advance(scheduler: Scheduler, loss: float) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,61 @@
+"""The random generators of one rank, as plain values."""
+
+import base64
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["capture", "reseed", "restore"]
+
+
+def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    """Return the state of Python's, numpy's (if it is loaded), torch's and the devices' generators."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": _as_text(torch.get_rng_state()),
+        "cuda": {},
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
+    for device in devices:
+        if device.type == "cuda":
+            state["cuda"][str(device)] = _as_text(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put the generators where :func:`capture` found them."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(_as_tensor(state["torch"]))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    for device, text in state["cuda"].items():
+        torch.cuda.set_rng_state(_as_tensor(text), device)
+
+
+def reseed(*key: int) -> None:
+    """Seed all generators from numbers that say when and where: the same again for the same ones."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _as_text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(bytes(tensor.tolist())).decode()
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,272 @@
+"""Writes the checkpoints of a run when they are due, and finds the one to go on from."""
+
+import math
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tp_core import Session, TensorSlice, write_tensors
+from tp_core.errors import StateError
+
+from tp_trainer._checkpoint._folders import (
+    commit,
+    committed,
+    newest_whole,
+    prune,
+    read_json,
+    scratch,
+    verify,
+    write_json,
+)
+from tp_trainer._checkpoint._settings import Checkpoints
+
+__all__ = ["Keeper"]
+
+_TENSORS = "tensors"
+_STATE = "state.json"
+_RANKS = "ranks.json"
+
+
+class Keeper:
+    """Writes the checkpoints of a run when they are due, and finds the one to go on from.
+
+    Args:
+        settings: What the user wants.
+        session: Whose run it is; every method is called on all of its ranks.
+    """
+
+    def __init__(self, settings: Checkpoints, session: Session) -> None:
+        self.settings = settings
+        self.last: Path | None = None
+        self._session = session
+        self._folder = Path(settings.folder)
+        self._saved_at = time.monotonic()
+        self._saved_step = -1
+        self._writing: threading.Thread | None = None
+        self._failure: OSError | StateError | None = None
+        self._host: dict[str, Tensor] = {}
+
+    # -- when -----------------------------------------------------------------------------------
+
+    def steps_left(self, step: int) -> int | None:
+        """Return how many optimizer steps after ``step`` the next checkpoint is due, if at a step."""
+        every = self.settings.every_steps
+        return None if every is None else every - step % every
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due at ``step`` because of its number."""
+        every = self.settings.every_steps
+        return every is not None and step > 0 and step % every == 0 and step != self._saved_step
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the last checkpoint is as old as one may be."""
+        age = self.settings.every_s
+        return age is not None and time.monotonic() - self._saved_at >= age
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        state: Mapping[str, Any],
+        mine: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint; called again at the same step, do nothing.
+
+        Args:
+            step: The optimizer step it stands at.
+            tensors: What `collect` returned.
+            state: Plain values, the same on all ranks.
+            mine: Plain values of this rank.
+            facts: What the manifest says; its "metrics" decide which one is the best.
+
+        Raises:
+            OSError: The disk is full, or writing is not allowed; the checkpoints before are as they
+                were. With ``asynchronous`` it may be that of the last time.
+            StateError: A value is none that can be written.
+
+        Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
+        writing together.
+        """
+        if step == self._saved_step:
+            return
+        self._join()
+        ranks = self._session.gather_objects(dict(mine))
+        write = partial(self._write, step, dict(state), ranks, dict(facts))
+        if any(isinstance(value, TensorSlice) for value in tensors.values()):
+            self._write_together(step, tensors, state, ranks, facts)
+        elif not self._session.is_main:
+            pass
+        elif self.settings.asynchronous:
+            copies = self._copied(tensors)
+            self._writing = threading.Thread(target=write, args=(copies,), name="tp-checkpoint")
+            self._writing.start()
+        else:
+            write(tensors)
+        if not self.settings.asynchronous:
+            self._tell()
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def finish(self) -> None:
+        """Wait until what was begun is written.
+
+        Raises:
+            OSError: It could not be.
+        """
+        self._join()
+
+    def _join(self) -> None:
+        if self.settings.asynchronous:
+            if self._writing is not None:
+                self._writing.join()
+                self._writing = None
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let all ranks learn how rank 0's writing went."""
+        failure, self._failure = self._failure, None
+        told = None if failure is None else (isinstance(failure, OSError), str(failure))
+        told, self.last = self._session.broadcast((told, self.last))
+        if failure is not None:
+            raise failure
+        if told is not None:
+            is_os, text = told
+            msg = f"rank 0 could not write the checkpoint: {text}"
+            raise OSError(msg) if is_os else StateError(msg)
+
+    def _copied(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
+        for name, tensor in tensors.items():
+            old = self._host.get(name)
+            if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+                old.copy_(tensor)
+            else:
+                self._host[name] = tensor.to("cpu", copy=True)
+        return {name: self._host[name] for name in tensors}
+
+    def _write(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        ranks: list[Any],
+        facts: Mapping[str, Any],
+        tensors: Mapping[str, Tensor | TensorSlice],
+    ) -> None:
+        """Write all files by rank 0; a failure is kept for the others to learn."""
+        folder = None
+        try:
+            folder = scratch(self._folder, step)
+            write_tensors(tensors, folder / _TENSORS)
+            self._complete(folder, state, ranks, facts)
+        except (OSError, StateError) as error:
+            self._failed(error, folder)
+
+    def _write_together(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        state: Mapping[str, Any],
+        ranks: list[Any],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write the tensors on all ranks, then the rest by rank 0."""
+        folder = None
+        try:
+            if self._session.is_main:
+                folder = scratch(self._folder, step)
+        except OSError as error:
+            self._failed(error, None)
+        folder = self._session.broadcast(folder)
+        if folder is None:
+            return
+        failure = None
+        try:
+            write_tensors(tensors, folder / _TENSORS, together=True)
+        except (OSError, StateError) as error:
+            failure = error
+        failures = [text for text in self._session.gather_objects(failure and str(failure)) if text]
+        if not self._session.is_main:
+            return
+        try:
+            if failures:
+                raise failure or OSError(failures[0])
+            self._complete(folder, state, ranks, facts)
+        except (OSError, StateError) as error:
+            self._failed(error, folder)
+
+    def _complete(
+        self, folder: Path, state: Mapping[str, Any], ranks: list[Any], facts: Mapping[str, Any]
+    ) -> None:
+        write_json(folder / _STATE, state)
+        write_json(folder / _RANKS, ranks)
+        self.last = commit(folder, facts)
+        prune(self._folder, keep=self.settings.keep, best=self._best())
+
+    def _failed(self, error: OSError | StateError, folder: Path | None) -> None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        before = "; the checkpoints before it are whole" if committed(self._folder) else ""
+        error.add_note(f"while a checkpoint was written to {self._folder}{before}")
+        self._failure = error
+
+    def _best(self) -> Path | None:
+        """Return the checkpoint whose metric is the best, the newest of equals."""
+        name = self.settings.best
+        if name is None:
+            return None
+        sign = 1.0 if self.settings.mode == "min" else -1.0
+        found: list[tuple[float, Path]] = []
+        for path in committed(self._folder):
+            value = read_json(path / "manifest.json")["metrics"].get(name)
+            if value is not None and not math.isnan(value):
+                found.append((sign * value, path))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def find(self, resume: str | Path) -> Path | None:
+        """Return the checkpoint to go on from, the same on all ranks.
+
+        Args:
+            resume: A checkpoint, or "auto" for the newest that is whole, if there is one.
+
+        Raises:
+            StateError: The checkpoint that was named is not whole.
+
+        Collectives: one broadcast.
+        """
+        path, failure = None, None
+        if self._session.is_main:
+            try:
+                if resume == "auto":
+                    path = newest_whole(self._folder)
+                else:
+                    path = Path(resume)
+                    verify(path)
+            except StateError as error:
+                failure = str(error)
+        path, failure = self._session.broadcast((path, failure))
+        if failure is not None:
+            raise StateError(failure)
+        return path
+
+    def continues(self, path: Path, step: int) -> None:
+        """Note that the run goes on from ``path``, which stands at ``step``."""
+        self.last, self._saved_step, self._saved_at = path, step, time.monotonic()
+
+    @staticmethod
+    def read(path: Path) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+        """Return the tensors' folder, the plain values, and those of each rank.
+
+        Raises:
+            StateError: They cannot be read here.
+        """
+        return path / _TENSORS, read_json(path / _STATE), read_json(path / _RANKS)

@@ -1,0 +1,137 @@
+"""The tensors of a run, by name, and the plain values around them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core import Session, TensorSlice, read_tensors, tensor_infos
+from tp_core.errors import StateError
+
+__all__ = ["collect", "optimizer_values", "restore"]
+
+Tensors = dict[str, Tensor | TensorSlice]
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+
+
+def collect(session: Session, model: nn.Module, optimizer: Optimizer) -> Tensors:
+    """Return the tensors of a prepared model and its optimizer: no copies.
+
+    Raises:
+        StateError: The model's state has something that is no tensor.
+    """
+    tensors = {
+        f"{_MODEL}{name}": session.as_slice(tensor, tensor.detach())
+        for name, tensor in _model_tensors(session, model).items()
+    }
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{_OPTIMIZER}{index}.{key}"] = _like(session, parameter, value.detach())
+    return tensors
+
+
+def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what an optimizer's state has besides tensors: its groups' numbers among them."""
+    state = optimizer.state_dict()
+    return {
+        "groups": [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for group in state["param_groups"]
+        ],
+        "state": {
+            str(index): {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+            for index, entries in state["state"].items()
+        },
+    }
+
+
+def restore(
+    session: Session, model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], folder: Any
+) -> None:
+    """Load model and optimizer from what :func:`collect` gave and was written to ``folder``.
+
+    Raises:
+        StateError: Names or shapes do not fit; model and optimizer are untouched.
+    """
+    infos = tensor_infos(folder)
+    current = _model_tensors(session, model)
+    loaded = {
+        name: torch.empty_like(
+            tensor, device="cpu", requires_grad=False, memory_format=torch.contiguous_format
+        )
+        for name, tensor in current.items()
+    }
+    surplus = [n for n in infos if n.startswith(_MODEL) and n.removeprefix(_MODEL) not in current]
+    if surplus:
+        msg = f"{folder} has {surplus[0].removeprefix(_MODEL)!r}, which the model lacks"
+        raise StateError(msg)
+    targets: Tensors = {
+        f"{_MODEL}{name}": session.as_slice(current[name], tensor) for name, tensor in loaded.items()
+    }
+    parameters = _parameters(optimizer)
+    state: dict[int, dict[str, Any]] = {int(i): dict(entries) for i, entries in values["state"].items()}
+    for name, info in infos.items():
+        if not name.startswith(_OPTIMIZER):
+            continue
+        text, key = name.removeprefix(_OPTIMIZER).split(".", 1)
+        index = int(text)
+        if index >= len(parameters):
+            msg = f"{folder} has state of parameter {index}, and the optimizer has {len(parameters)} of them"
+            raise StateError(msg)
+        parameter = parameters[index]
+        whole = _like(session, parameter, parameter)
+        shape = whole.shape if isinstance(whole, TensorSlice) else tuple(parameter.shape)
+        value = torch.empty(parameter.shape if info.shape == tuple(shape) else info.shape, dtype=info.dtype)
+        targets[name] = _like(session, parameter, value)
+        state.setdefault(index, {})[key] = value
+    groups = optimizer.state_dict()["param_groups"]
+    if len(groups) != len(values["groups"]):
+        msg = f"{folder} has {len(values['groups'])} parameter groups, and the optimizer {len(groups)}"
+        raise StateError(msg)
+    read_tensors(targets, folder)
+    with torch.no_grad():
+        for name, tensor in loaded.items():
+            current[name].copy_(tensor)
+    numbers = [
+        {key: _like_old(group.get(key), value) for key, value in saved.items()} | {"params": group["params"]}
+        for group, saved in zip(groups, values["groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": numbers})
+
+
+def _model_tensors(session: Session, model: nn.Module) -> dict[str, Tensor]:
+    state = session.unwrap(model).state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            msg = (
+                f"the model's state has {name!r}, a {type(value).__name__}; a checkpoint holds "
+                "tensors: let get_extra_state() return one"
+            )
+            raise StateError(msg)
+    return dict(state)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _like(session: Session, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:
+    """Cut the optimizer's value as its parameter is cut, if it has its shape."""
+    return session.as_slice(parameter, value) if value.shape == parameter.shape else value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _like_old(old: Any, value: Any) -> Any:
+    """Give a number of a group the type it has in the optimizer: JSON knows no tuples or tensors."""
+    if isinstance(old, tuple):
+        return tuple(value)
+    if isinstance(old, Tensor):
+        return torch.full_like(old, value)
+    return value

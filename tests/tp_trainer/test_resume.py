@@ -1,0 +1,115 @@
+"""A run that is interrupted and resumed ends with the weights of one that never was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+
+
+class StoppedError(Exception):
+    """What ends a run in its middle."""
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def make_data(n=46):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(n, 4, generator=generator)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+
+
+def make_loader(**kwargs):
+    return DataLoader(make_data(), batch_size=8, shuffle=True, **kwargs)
+
+
+class Counted:
+    """A step that raises at its n-th call."""
+
+    def __init__(self, stop_at):
+        self.left = stop_at
+
+    def __call__(self, model, batch):
+        if model.training:
+            self.left -= 1
+            if self.left == 0:
+                raise StoppedError
+        x, y = batch
+        error = model(x) - y + 0.01 * torch.randn(())
+        return {"loss": error.square().mean(), "bias": error.mean()}
+
+
+def train(folder, *, stop_at=0, resume=None, backend="auto", devices="cpu", loader=None, **kwargs):
+    """Train for three epochs of six batches; return the weights and what the epochs came to."""
+    arguments = {k: kwargs.pop(k) for k in ("accumulate", "precision", "options") if k in kwargs}
+    every = kwargs.pop("every_steps", 1)
+    with Trainer(backend=backend, devices=devices, seed=5, progress=False, **arguments) as trainer:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        history = trainer.fit(
+            model,
+            optimizer,
+            make_loader() if loader is None else loader,
+            step=Counted(stop_at),
+            epochs=3,
+            val_loader=DataLoader(make_data(9), batch_size=4),
+            scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+            scheduler_every="step",
+            checkpoint=None if folder is None else Checkpoints(folder, every_steps=every),
+            resume=resume,
+            **kwargs,
+        )
+        weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+        return weights, [(r.steps, r.samples, dict(r.train), dict(r.val), r.learning_rate) for r in history]
+
+
+def assert_resumed_is_uninterrupted(folder, stop_at, **kwargs):
+    expected = train(None, **kwargs)
+    with pytest.raises(StoppedError):
+        train(folder, stop_at=stop_at, **kwargs)
+    found = train(folder, resume="auto", **kwargs)
+    assert found[1] == expected[1]
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in expected[0].items())
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 7, 12, 18])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop_at):
+    assert_resumed_is_uninterrupted(tmp_path, stop_at)
+
+
+@pytest.mark.parametrize("stop_at", [4, 9])
+def test_also_from_the_middle_of_an_accumulation(tmp_path, stop_at):
+    assert_resumed_is_uninterrupted(tmp_path, stop_at, accumulate=4)
+
+
+def test_also_where_the_last_checkpoint_is_some_steps_old(tmp_path):
+    assert_resumed_is_uninterrupted(tmp_path, 12, every_steps=4)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-true"])
+def test_also_in_lower_precision(tmp_path, precision):
+    assert_resumed_is_uninterrupted(tmp_path, 9, precision=precision)
+
+
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+def test_also_on_several_devices_of_one_process(tmp_path, backend):
+    pytest.importorskip(f"tp_{backend.replace('-', '_')}")
+    assert_resumed_is_uninterrupted(tmp_path, 9, backend=backend, devices=["cpu", "cpu"])
+
+
+def on_two_ranks(folder):
+    expected = train(None)
+    with pytest.raises(StoppedError):
+        train(folder, stop_at=9)
+    found = train(folder, resume="auto")
+    return found[1] == expected[1] and all(
+        torch.equal(found[0][name], tensor) for name, tensor in expected[0].items()
+    )
+
+
+def test_also_in_two_processes(tmp_path):
+    assert run_ranks(on_two_ranks, 2, tmp_path) == [True, True]
