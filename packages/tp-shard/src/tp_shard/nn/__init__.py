@@ -1,0 +1,1 @@
+"""Layers whose parameters are split over ranks."""

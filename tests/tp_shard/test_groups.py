@@ -1,0 +1,103 @@
+"""Who holds tensors together, and what is said when it cannot be."""
+
+import copy
+import pickle
+
+import pytest
+import torch.distributed as dist
+import tp_shard as ts
+from torch.distributed.device_mesh import init_device_mesh
+from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
+from tp_shard._group import ALONE, Group, current_group
+
+
+@pytest.fixture
+def alone():
+    ts.distributed.init_process_group()
+    yield
+    ts.distributed.destroy_process_group()
+
+
+def who():
+    d = ts.distributed
+    assert d.get_group_size() == d.get_world_size()
+    return d.is_initialized(), d.get_rank(), d.get_world_size(), d.get_group() is not None
+
+
+def test_without_a_process_group_there_is_rank_0_of_1():
+    assert who() == (False, 0, 1, False)
+    ts.distributed.init_process_group()
+    assert who() == (True, 0, 1, False)
+    ts.distributed.destroy_process_group()
+    assert who() == (False, 0, 1, False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_are_formed_once():
+    with pytest.raises(ConfigError, match="formed already"):
+        ts.distributed.init_process_group()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(2, "2 ranks was asked for, and this is the only"), (True, "a number or a DeviceMesh, got bool")],
+)
+def test_a_group_size_that_cannot_be_is_refused(size, message):
+    with pytest.raises(ConfigError, match=message):
+        ts.distributed.init_process_group(size)
+
+
+def test_several_processes_without_torchs_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes.*torch.distributed.init_process_group"):
+        ts.distributed.init_process_group()
+
+
+def four_ranks():
+    d = ts.distributed
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    seen = {}
+    d.init_process_group()
+    seen["whole"] = (*who(), d.get_data_group())
+    d.destroy_process_group()
+    d.init_process_group(2)
+    seen["twos"] = who()
+    data = d.get_data_group()
+    seen["data"] = dist.get_process_group_ranks(data)
+    group = current_group()
+    assert copy.deepcopy(group) is group
+    assert pickle.loads(pickle.dumps(group)) is group
+    with pytest.raises(ConfigError, match="4 ranks cannot form groups of 3"):
+        d.destroy_process_group() or d.init_process_group(3)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    d.init_process_group(mesh)
+    seen["mesh"] = (
+        dist.get_process_group_ranks(d.get_group()),
+        dist.get_process_group_ranks(d.get_data_group()),
+    )
+    d.destroy_process_group()
+    d.init_process_group(mesh["dp"])
+    seen["axis"] = dist.get_process_group_ranks(d.get_group())
+    dist.destroy_process_group()
+    assert not d.is_initialized()
+    return rank, seen
+
+
+def test_groups_of_neighbours_and_groups_of_a_mesh():
+    for rank, seen in run_ranks(four_ranks, 4):
+        assert seen["whole"] == (True, rank, 4, True, None)
+        assert seen["twos"] == (True, rank % 2, 2, True)
+        assert seen["data"] == [rank % 2, rank % 2 + 2]
+        assert seen["mesh"] == ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])
+        assert seen["axis"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_a_group_out_of_a_pickle_of_another_job_says_so_when_it_is_used():
+    restored = pickle.loads(pickle.dumps(Group(1, 2)))
+    assert (restored.rank, restored.size) == (1, 2)
+    with pytest.raises(ConfigError, match=r"shard 1 of 2.*init_process_group\(2\)"):
+        _ = restored.handle
+    assert pickle.loads(pickle.dumps(ALONE)) is ALONE
