@@ -4,10 +4,12 @@ import copy
 import pickle
 
 import pytest
+import torch
 import torch.distributed as dist
 import tp_shard as ts
 from torch.distributed.device_mesh import init_device_mesh
-from tp_core.errors import ConfigError
+from tp_core import LaunchEnvironment, rendezvous_store
+from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.testing import run_ranks
 from tp_shard._group import ALONE, Group, current_group
 
@@ -48,20 +50,28 @@ def test_a_group_size_that_cannot_be_is_refused(size, message):
         ts.distributed.init_process_group(size)
 
 
-def test_several_processes_without_torchs_group_are_refused(monkeypatch):
+def test_an_incomplete_launch_and_a_missing_group_are_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"2 processes.*torch.distributed.init_process_group"):
+    with pytest.raises(LaunchEnvironmentError, match="RANK is not set"):
         ts.distributed.init_process_group()
+    with pytest.raises(ConfigError, match=r"2 processes and no model-parallel group"):
+        ts.distributed.reduce(torch.ones(1))
 
 
 def four_ranks():
     d = ts.distributed
-    dist.init_process_group("gloo")
+    d.init_process_group()  # joins torch's group by itself
     rank = dist.get_rank()
     seen = {}
-    d.init_process_group()
     seen["whole"] = (*who(), d.get_data_group())
     d.destroy_process_group()
+    assert not dist.is_initialized()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("again", rendezvous_store(LaunchEnvironment.read())),
+        rank=rank,
+        world_size=4,
+    )
     d.init_process_group(2)
     seen["twos"] = who()
     data = d.get_data_group()

@@ -1,12 +1,14 @@
 """The ranks that hold one tensor together, and those that hold the same shard of it."""
 
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from tp_core.errors import ConfigError
 
-__all__ = ["ALONE", "Group", "current_data_group", "current_group", "set_groups"]
+__all__ = ["ALONE", "Group", "GroupLike", "as_group", "current_data_group", "current_group", "set_groups"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +57,9 @@ class Group:
 ALONE = Group()
 """The group of a process without others."""
 
+GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | None"
+"""What names a group: one of ours or torch's, a mesh of one axis, ``None`` for the current one."""
+
 
 @dataclass(slots=True)
 class _Current:
@@ -72,12 +77,48 @@ def set_groups(tensor: Group | None, data: Group | None) -> None:
 
 def current_group() -> Group | None:
     """Return the group over which tensors are split, ``None`` if none is initialised."""
-    return _current.tensor
+    group = _current.tensor
+    if group is None or group.process_group is None or dist.is_initialized():
+        return group
+    return None  # those who took torch's own groups down took ours with them
+
+
+def as_group(group: GroupLike) -> Group:
+    """Return the ranks that ``group`` names.
+
+    Raises:
+        ConfigError: It is ``None``, there are several processes, and no model-parallel group is
+            initialised; or it is a mesh of several axes.
+    """
+    if group is None:
+        return current_group() or _alone()
+    if isinstance(group, Group):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            msg = f'a group is a mesh of one axis, got {group.ndim}; take one of them: mesh["tp"]'
+            raise ConfigError(msg)
+        group = group.get_group()
+    return Group(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def _alone() -> Group:
+    if dist.is_available() and dist.is_initialized():
+        world_size = dist.get_world_size()
+    else:
+        world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    if world_size > 1:
+        msg = (
+            f"there are {world_size} processes and no model-parallel group; call "
+            "ts.distributed.init_process_group() first, with a group size of 1 to split nothing"
+        )
+        raise ConfigError(msg)
+    return ALONE
 
 
 def current_data_group() -> Group | None:
     """Return the group of those who hold the same shards, ``None`` if none is initialised."""
-    return _current.data
+    return None if current_group() is None else _current.data
 
 
 def _restore(rank: int, size: int) -> Group:

@@ -1,18 +1,24 @@
-"""Model-parallel groups: which ranks hold a tensor together.
+"""Model-parallel groups: which ranks hold a tensor together, and how they exchange tensors.
 
 Without any process group there is one rank, and the layers of this package equal torch's own.
 """
 
-import os
-
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from torch.distributed.device_mesh import DeviceMesh
+from tp_core import LaunchEnvironment, rendezvous_store
 from tp_core.errors import ConfigError
 
+from tp_shard._collectives import copy, gather, gather_batch, reduce, scatter
+from tp_shard._debug import debug, set_debug
 from tp_shard._group import ALONE, Group, current_data_group, current_group, set_groups
 
 __all__ = [
+    "copy",
+    "debug",
     "destroy_process_group",
+    "gather",
+    "gather_batch",
     "get_data_group",
     "get_group",
     "get_group_size",
@@ -20,6 +26,9 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "reduce",
+    "scatter",
+    "set_debug",
 ]
 
 _TENSOR_DIMS = ("tp", "tensor", "model")
@@ -30,8 +39,8 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
 
     Neighbouring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one
     copy of the model and ranks 2 and 3 another. Those who hold the same shard (0 and 2, 1 and 3)
-    form data-parallel groups. torch's own process group must be there first, unless this is the
-    only process.
+    form data-parallel groups. If a launcher started several processes and torch's own process
+    group is not initialised, it is joined here, as the launcher's variables say.
 
     Args:
         group_size: How many ranks hold a tensor together; -1 for all. Or a mesh: of one axis, or
@@ -39,8 +48,9 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
             and else the last.
 
     Raises:
-        ConfigError: The size does not divide the number of ranks, the groups are formed already,
-            or there are several ranks and torch's process group is not initialised.
+        ConfigError: The size does not divide the number of ranks, or the groups are formed
+            already.
+        LaunchEnvironmentError: The launcher's variables are incomplete.
 
     Collectives: every rank has to call it; it makes new groups.
     """
@@ -53,19 +63,15 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         msg = f"a group size is a number or a DeviceMesh, got {type(group_size).__name__}: {group_size!r}"
         raise ConfigError(msg)
-    if not dist.is_available() or not dist.is_initialized():
-        set_groups(*_alone(group_size))
-        return
-    set_groups(*_groups_of_size(group_size))
+    if dist.is_available() and not dist.is_initialized():
+        _join_world()
+    alone = not dist.is_available() or not dist.is_initialized()
+    set_groups(*(_alone(group_size) if alone else _groups_of_size(group_size)))
 
 
 def is_initialized() -> bool:
     """Return whether the model-parallel groups are formed."""
-    group = current_group()
-    if group is None:
-        return False
-    # Those who took torch's own groups down took ours with them.
-    return group.process_group is None or dist.is_initialized()
+    return current_group() is not None
 
 
 def destroy_process_group() -> None:
@@ -74,7 +80,7 @@ def destroy_process_group() -> None:
     _made.clear()
     set_groups(None, None)
     if dist.is_available() and dist.is_initialized():
-        for group in made:
+        for group in made[:1] if made[:1] == [None] else made:  # the whole takes its parts with it
             dist.destroy_process_group(group)
 
 
@@ -85,7 +91,7 @@ def get_group() -> dist.ProcessGroup | None:
 
 def get_data_group() -> dist.ProcessGroup | None:
     """Return torch's group of the ranks that hold the same shards; ``None`` if this is the only one."""
-    group = current_data_group() if is_initialized() else None
+    group = current_data_group()
     return None if group is None else group.process_group
 
 
@@ -104,27 +110,28 @@ def get_group_size() -> int:
     return _tensor_group().size
 
 
-_made: list[dist.ProcessGroup] = []
+_made: list[dist.ProcessGroup | None] = []
+"""Groups to take down again; ``None`` stands for torch's own group of all ranks."""
+
+
+def _join_world() -> None:
+    """Join torch's group of all processes, if a launcher started several."""
+    environment = LaunchEnvironment.read()
+    if environment.world_size > 1:
+        store = PrefixStore("tp/shard", rendezvous_store(environment))
+        dist.init_process_group(store=store, rank=environment.rank, world_size=environment.world_size)
+        _made.append(None)
 
 
 def _tensor_group() -> Group:
-    group = current_group()
-    return group if group is not None and is_initialized() else ALONE
+    return current_group() or ALONE
 
 
 def _alone(group_size: int) -> tuple[Group, Group]:
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size not in ("", "1"):
-        msg = (
-            f"a launcher started {world_size} processes, and torch's process group is not "
-            "initialised; call torch.distributed.init_process_group() first"
-        )
-        raise ConfigError(msg)
     if group_size not in (-1, 1):
         msg = (
             f"a group of {group_size} ranks was asked for, and this is the only process; start "
-            f"several (torchrun --nproc-per-node {group_size} script.py) and call "
-            "torch.distributed.init_process_group() first"
+            f"them with: torchrun --nproc-per-node {group_size} script.py"
         )
         raise ConfigError(msg)
     return ALONE, ALONE
