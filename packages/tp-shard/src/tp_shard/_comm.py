@@ -10,7 +10,23 @@ from tp_core.errors import ConfigError
 from tp_shard import _debug
 from tp_shard._group import Group
 
-__all__ = ["all_gather", "all_reduce_", "gather_sizes", "join", "start_all_reduce_"]
+__all__ = ["all_gather", "all_gather_flat", "all_reduce_", "gather_sizes", "join", "start_all_reduce_"]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
+    """Fill a contiguous ``output`` with the ranks' tensors, one after the other.
+
+    Args:
+        output: With ``group.size`` times the elements of ``mine``.
+        mine: Contiguous, and of the same shape on all ranks.
+        group: The ranks.
+
+    Collectives: one all-gather.
+    """
+    # As flat as it can be: gloo wants the gathered tensor to have the dimensions of the single one.
+    _all_gather(output.view(-1), mine.view(-1), group=group.handle)
 
 
 def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
@@ -42,7 +58,7 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     """
     mine = torch.tensor([size], device=device)
     sizes = mine.new_empty(group.size)
-    dist.all_gather_into_tensor(sizes, mine, group=group.handle)
+    all_gather_flat(sizes, mine, group)
     return [int(n) for n in sizes.tolist()]
 
 
@@ -71,8 +87,7 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
         mine = padded
     mine = mine.contiguous()
     everyones = mine.new_empty((group.size, *mine.shape))
-    # As flat as it can be: gloo wants the gathered tensor to have the dimensions of the single one.
-    dist.all_gather_into_tensor(everyones.view(-1), mine.view(-1), group=group.handle)
+    all_gather_flat(everyones, mine, group)
     return join(list(everyones.unbind()), dim, sizes)
 
 

@@ -8,16 +8,19 @@ from torch import Tensor, nn
 from tp_core import SHARDED_ATTRIBUTE
 from tp_core.errors import ConfigError
 
-from tp_shard._group import current_group
+from tp_shard._group import Group, current_group
+from tp_shard._split import Split
 
 __all__ = [
     "ORDER_TYPE",
     "PARALLEL_DIM",
+    "PARALLEL_RANGES",
     "PARALLEL_SIZE",
     "check_dim",
     "get_order_type",
     "get_parallel_dim",
     "get_parallel_size",
+    "get_split",
     "mark_parameter",
     "register_parallel_attribute",
     "register_parallel_dim",
@@ -30,6 +33,8 @@ ORDER_TYPE = "_order_type"
 """The attribute that says how a parameter's dimensions stand: 0 for (out, in), 1 for (in, out)."""
 PARALLEL_SIZE = "_parallel_size"
 """The attribute with the size of the split dimension over all shards."""
+PARALLEL_RANGES = "_parallel_ranges"
+"""The attribute with what each rank holds of it, where that is not an even cut."""
 
 _DIMS = (None, 0, 1, -1)
 
@@ -108,13 +113,33 @@ def register_parallel_attribute(
 
 
 def mark_parameter(
-    tensor: Tensor, parallel_dim: int | None, order_type: int, *, size: int | None, sharded: bool
+    tensor: Tensor, parallel_dim: int | None, order_type: int, *, split: Split | None, sharded: bool
 ) -> None:
-    """Mark a layer's own parameter, which knows by itself whether it is a shard."""
+    """Mark a layer's own parameter, which knows by itself how it is cut.
+
+    Plain numbers only: torch saves the attributes of parameters, and loads no classes of ours.
+    """
     setattr(tensor, PARALLEL_DIM, parallel_dim)
-    setattr(tensor, PARALLEL_SIZE, size)
     setattr(tensor, ORDER_TYPE, order_type)
+    setattr(tensor, PARALLEL_SIZE, None if split is None else split.size)
+    setattr(tensor, PARALLEL_RANGES, None if split is None or split.is_even else split.ranges)
     setattr(tensor, SHARDED_ATTRIBUTE, sharded)
+
+
+def get_split(tensor: Tensor, group: Group) -> Split | None:
+    """Return how a marked tensor is cut, ``None`` if it is not split.
+
+    A mark without a size stands for shards of the same size on all ranks.
+    """
+    parallel_dim = get_parallel_dim(tensor)
+    if parallel_dim is None:
+        return None
+    dim = tensor_dim(parallel_dim, get_order_type(tensor), tensor.dim())
+    size = get_parallel_size(tensor)
+    if size is None:
+        size = tensor.size(dim) * group.size
+    ranges = getattr(tensor, PARALLEL_RANGES, None)
+    return Split.even(dim, size, group.size) if ranges is None else Split(dim, size, ranges)
 
 
 def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
