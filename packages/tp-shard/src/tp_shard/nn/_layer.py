@@ -32,6 +32,10 @@ class ParallelLayer(nn.Module):
 
     def mark_parameters(self) -> None:
         """Put the marks on the layer's own parameters."""
+        if self.group.size > 1:
+            from tp_shard._ddp import teach_ddp
+
+            teach_ddp()
         for name, parameter in self._parameters.items():
             if parameter is None:
                 continue

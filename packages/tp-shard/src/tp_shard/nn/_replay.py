@@ -103,12 +103,17 @@ def record(
         return None
     probe = torch.Tensor._make_wrapper_subclass(_Probe, shape, dtype=like.dtype, device=like.device)
     probe.operations = []
+    generator = kwargs.get("generator") or torch.default_generator
+    before = generator.get_state()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the method warns by itself if it is called again
         try:
             method(probe, **kwargs)
         except Exception:  # noqa: BLE001 - whatever it needs, a tensor without values did not have it
-            return None
+            probe.operations.clear()
+    if not torch.equal(generator.get_state(), before):
+        generator.set_state(before)
+        return None  # it draws for itself too, in between: that order has to be kept
     return probe.operations or None
 
 
