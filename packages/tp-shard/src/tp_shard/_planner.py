@@ -4,6 +4,9 @@ DTensor would say it too, but cuts otherwise: 10 over 4 ranks as 3, 3, 3, 1 and 
 """
 
 import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +86,10 @@ def save_tensors(pieces: dict[str, Piece], folder: Path) -> None:
             parts = pieces[index.fqn].chunks()
             return next(part for offsets, part in parts if torch.Size(offsets) == index.offset).contiguous()
 
-    planner = Planner(flatten_state_dict=False, dedup_replicated_tensors=False)
+    planner = Planner(flatten_state_dict=False)
     try:
-        save({}, checkpoint_id=folder, planner=planner, no_dist=_alone())
+        with _quietly():
+            save({}, checkpoint_id=folder, planner=planner, no_dist=_alone())
     except Exception as error:  # torch's own wraps what each rank met
         msg = f"the checkpoint {folder} could not be written: {error}"
         raise StateError(msg) from error
@@ -136,7 +140,8 @@ def load_tensors(pieces: dict[str, Piece], folder: Path) -> dict[str, Tensor]:
             return next(part for offsets, part in parts if torch.Size(offsets) == index.offset)
 
     try:
-        load({}, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=_alone())
+        with _quietly():
+            load({}, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=_alone())
     except Exception as error:  # torch's own wraps what each rank met
         msg = f"the checkpoint {folder} cannot be read: {error}"
         raise StateError(msg) from error
@@ -200,3 +205,11 @@ def _owned(piece: Piece) -> list[tuple[tuple[int, ...], Tensor]]:
 
 def _alone() -> bool:
     return not dist.is_available() or not dist.is_initialized()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep torch from warning that a process without others is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
