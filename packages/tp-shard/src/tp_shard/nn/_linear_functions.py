@@ -63,7 +63,9 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.size(-1))
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
 class _Column(torch.autograd.Function):
