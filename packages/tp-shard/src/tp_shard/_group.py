@@ -90,10 +90,10 @@ def as_group(group: GroupLike) -> Group:
         ConfigError: It is ``None``, there are several processes, and no model-parallel group is
             initialised; or it is a mesh of several axes.
     """
-    if group is None:
-        return current_group() or _alone()
     if isinstance(group, Group):
         return group
+    if group is None:
+        return current_group() or _alone()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             msg = f'a group is a mesh of one axis, got {group.ndim}; take one of them: mesh["tp"]'
