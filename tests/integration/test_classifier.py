@@ -21,7 +21,7 @@ def test_the_classifier_grows(ranks, tmp_path):
             str(CLASSIFIER),
             "--classes",
             "1000",
-            "30001",
+            "100003",
             "--out",
             str(tmp_path / "growth.png"),
         ],
@@ -33,7 +33,7 @@ def test_the_classifier_grows(ranks, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:3]]
-    assert [row[0] for row in rows] == ["1,000", "30,001"]
+    assert [row[0] for row in rows] == ["1,000", "100,003"]
     if ranks == 2:
         split, whole = float(rows[1][1]), float(rows[1][2])
         assert split < 0.8 * whole
