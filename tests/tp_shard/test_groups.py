@@ -138,6 +138,14 @@ def on_a_mesh_of_data_by_tensor():
     gradients = ts.collect_state_dict(net, {n: p.grad for n, p in net.named_parameters()})
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+    with pytest.raises(ConfigError, match=r"has 4 ranks, more than hold 1.0.weight together"):
+        torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(4, 4).double(), copy.deepcopy(net))
+        )
+    others = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ConfigError, match=rf"rank {rank} of all, is not in the group"):
+            ts.nn.ParallelLinear(4, 4, dim=1, group=others)
     world.init_process_group(mesh)
     copied = copy.deepcopy(net)
     assert torch.equal(copied(x), net(x))

@@ -174,7 +174,7 @@ def parallel_embedding(
     if dim == 0 and ranks.size > 1:
         return vocabulary_embedding(input, weight, num_embeddings, lookup, ranks, layer)
     if dim is not None and dim != 0 and ranks.size > 1:
-        renormalise_(input, weight, lookup, ranks)
+        renormalise_(input, weight, lookup, ranks, layer)
         max_norm = None
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if dim in (None, 0):
