@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
-from tp_core import is_sharded
 from tp_core.errors import ConfigError
 
 from tp_shard._group import current_data_group, current_group
-from tp_shard._marks import get_parallel_dim
+from tp_shard._marks import get_parallel_dim, holds_shard
 from tp_shard.nn._layer import ParallelLayer
 
 __all__ = ["register_ddp_parameters_to_ignore", "teach_ddp"]
@@ -106,7 +105,7 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         if name not in ignored:
             continue
         parameter = ddp.module.get_parameter(name)
-        group = _holders(ddp, name) if is_sharded(parameter) else ddp.process_group
+        group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
         if group is None or dist.get_world_size(group) == 1:
             continue
         dist.broadcast(parameter.data, group_src=0, group=group)
