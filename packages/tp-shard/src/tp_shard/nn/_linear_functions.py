@@ -10,7 +10,7 @@ from tp_shard._collectives import copy, reduce
 from tp_shard._comm import all_reduce_, start_all_reduce_
 from tp_shard._group import Group
 
-__all__ = ["column_linear", "row_linear"]
+__all__ = ["autocast", "column_linear", "row_linear"]
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
@@ -29,7 +29,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     Returns:
         A tensor of shape (..., local out).
     """
-    return _Column.apply(*_autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+    return _Column.apply(*autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
@@ -47,10 +47,10 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
     Returns:
         A tensor of shape (..., out), the same on all ranks.
     """
-    return _Row.apply(*_autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    return _Row.apply(*autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast as autocast would; the backward pass runs outside of it and must find one type."""
     device = tensors[0].device.type  # type: ignore[union-attr]  # the first one is the input
     if not torch.is_autocast_enabled(device):
