@@ -70,7 +70,6 @@ def losses_of_drawn_options_equal_torchs():
         weight = torch.rand(classes, dtype=torch.float64) + 0.1 if weighted else None
         if torch_order and len(shape) > 1:
             logits, dim = logits.movedim(-1, 1).contiguous(), 1
-            inplace = False
         else:
             dim = -1
         full = logits.clone().requires_grad_()
@@ -86,7 +85,13 @@ def losses_of_drawn_options_equal_torchs():
         else:
             expected = expected + (terms.sum() if reduction == "sum" else terms)
         loss = ts.nn.ParallelCrossEntropyLoss(
-            weight, num_classes=classes, parallel=True, class_dim=dim, z_loss=z, inplace=inplace, **options
+            weight,
+            num_classes=classes,
+            parallel=True,
+            class_dim=dim,
+            z_loss=z,
+            inplace=inplace and dim == -1,
+            **options,
         )
         # Not a leaf: what is overwritten is not what the user holds.
         got = loss(mine * 1, target)
@@ -313,8 +318,8 @@ def what_cannot_be_is_refused():
         parallel_cross_entropy(mine, torch.rand(2, 3))
     with pytest.raises(ValueError, match="do not fit logits of shape"):
         parallel_cross_entropy(mine, target[:1], num_classes=12, parallel=True)
+    width = -(-12 // d.get_world_size())
     with pytest.raises(ValueError, match="may have their classes in dim 1 or last"):
-        width = -(-12 // d.get_world_size())
         parallel_cross_entropy(
             torch.randn(2, width, width), torch.zeros(2, width).long(), num_classes=12, parallel=True
         )

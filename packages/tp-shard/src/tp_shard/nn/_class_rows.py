@@ -255,7 +255,7 @@ def merge(everyones: Tensor, rows: Rows, options: LossOptions) -> Merged:
         total = options.num_classes if options.weight is None else options.weight.sum()
         terms = total * lse - everyones[..., 3].sum(0)
         loss = loss + spread * torch.where(rows.valid, terms, 0)
-        softmax_factor = softmax_factor + spread * total * rows.valid
+        softmax_factor = softmax_factor + spread * total * rows.valid.to(loss.dtype)
     if options.z_loss:
         loss = loss + options.z_loss * torch.where(rows.valid, lse * lse, 0)
         softmax_factor = softmax_factor + torch.where(rows.valid, 2 * options.z_loss * lse, 0)

@@ -10,7 +10,10 @@ from tp_shard.nn._class_rows import LossOptions, Merged, Rows, exchange, fill_gr
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
-_SECOND_BACKWARD = "the loss goes backward a second time, and {}; call it again, or leave {} for what needs two backward passes"
+_SECOND_BACKWARD = (
+    "the loss goes backward a second time, and {}; compute it again, or {} where two backward "
+    "passes are needed"
+)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inplace: bool) -> Tensor:

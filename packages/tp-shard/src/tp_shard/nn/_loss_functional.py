@@ -98,7 +98,7 @@ def parallel_cross_entropy(
     last = input if dim == input.dim() - 1 else input.movedim(dim, -1)
     if inplace:
         try:
-            flat = last.view(-1, last.size(-1))
+            flat = last.view(target.numel(), last.size(-1))
         except RuntimeError:
             msg = (
                 f"inplace=True needs logits that are contiguous with the classes last, got shape "
