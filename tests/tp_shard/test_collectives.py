@@ -113,6 +113,11 @@ def debug_mode_names_what_differs():
         with pytest.raises(DisagreementError, match=r"float32.*float64"):
             d.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32), 0)
         d.gather(torch.ones(2, rank + 1), 1)  # the cut dimension may differ
+        with pytest.raises(DisagreementError, match=r"all_gather of sizes.*all_reduce"):
+            d.reduce(torch.ones(1)) if rank else d.gather(torch.ones(1), 0)
+        table = ts.nn.ParallelEmbedding(5, 4, dim=1, max_norm=1.0)
+        with pytest.raises(DisagreementError, match=r"all_reduce of norms.*shape \(2\).*shape \(1\)"):
+            table(torch.tensor([0] if rank else [0, 1]))
     layers = nn.ModuleDict(
         {"a": ts.nn.ParallelLinear(4, 4, dim=0), "b": ts.nn.ParallelLinear(4, 4, bias=False, dim=0)}
     )

@@ -182,6 +182,8 @@ def what_cannot_be_converted_is_refused():
         to_linear(nn.Linear(2, 2), 2)
     with pytest.raises(ModelError, match="computes its weight"):
         to_linear(weight_norm(nn.Linear(4, 4)), 1)
+    with pytest.raises(ModelError, match="has no weight before it has seen an input"):
+        to_linear(nn.LazyLinear(4), 1)
     with pytest.raises(ModelError, match="wrapped in DataParallel"):
         to_linear(nn.DataParallel(nn.Linear(4, 4)), 1)
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Bilinear(1, 1, 1)})

@@ -174,6 +174,12 @@ def clipping_uses_the_norm_of_the_whole_gradient():
         for name, parameter in plain.named_parameters():
             close(found[name], parameter.grad)
     assert ts.clip_grad_norm_(net.stem.weight, 1.0).dim() == 0
+    by_hand = nn.Parameter(torch.ones(2))  # a mark set by its name alone
+    setattr(by_hand, ts._PARALLEL_DIM, -1)
+    by_hand.grad = torch.ones(2)
+    assert math.isclose(
+        ts.clip_grad_norm_(by_hand, 9.0).item(), math.sqrt(2 * d.get_world_size()), rel_tol=1e-6
+    )
     # One rank's shard overflows: all of them know.
     if d.get_rank() == d.get_world_size() - 1:
         net.up.weight.grad[0, 0] = math.inf

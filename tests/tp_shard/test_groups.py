@@ -111,3 +111,54 @@ def test_a_group_out_of_a_pickle_of_another_job_says_so_when_it_is_used():
     with pytest.raises(ConfigError, match=r"shard 1 of 2.*init_process_group\(2\)"):
         _ = restored.handle
     assert pickle.loads(pickle.dumps(ALONE)) is ALONE
+
+
+def on_a_mesh_of_data_by_tensor():
+    """Layers take a mesh's axis by itself, without any current group, under DDP on the other axis."""
+    world = ts.distributed
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    with pytest.raises(ConfigError, match=r"a mesh of one axis, got 2"):
+        ts.nn.ParallelLinear(4, 4, dim=1, group=mesh)
+    with pytest.raises(ConfigError, match="no model-parallel group"):
+        ts.nn.ParallelLinear(4, 4, dim=1)
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4)).double()
+    torch.manual_seed(3)
+    group = mesh["tp"]
+    net = torch.nn.Sequential(
+        ts.nn.ParallelLinear(4, 5, dim=1, group=group),
+        torch.nn.Tanh(),
+        ts.nn.ParallelLinear(5, 4, dim=0, group=group),
+    ).double()
+    x = torch.linspace(-1, 1, 16).reshape(4, 4).double()
+    ddp = torch.nn.parallel.DistributedDataParallel(net, device_mesh=mesh["dp"])
+    ddp(x[rank // 2 * 2 :][:2]).square().mean().backward()
+    plain(x).square().mean().backward()
+    gradients = ts.collect_state_dict(net, {n: p.grad for n, p in net.named_parameters()})
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    with pytest.raises(ConfigError, match=r"has 4 ranks, more than hold 1.0.weight together"):
+        torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(4, 4).double(), copy.deepcopy(net))
+        )
+    others = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ConfigError, match=rf"rank {rank} of all, is not in the group"):
+            ts.nn.ParallelLinear(4, 4, dim=1, group=others)
+    world.init_process_group(mesh)
+    copied = copy.deepcopy(net)
+    assert torch.equal(copied(x), net(x))
+    three = init_device_mesh("cpu", (2, 1, 2))
+    world.destroy_process_group()
+    with pytest.raises(ConfigError, match=r"one axis, or two: data by tensor; got 3 axes"):
+        world.init_process_group(three)
+
+
+def joins_the_world():
+    dist.init_process_group("gloo")
+    on_a_mesh_of_data_by_tensor()
+
+
+def test_a_mesh_of_data_by_tensor():
+    run_ranks(joins_the_world, 4)

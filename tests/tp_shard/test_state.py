@@ -12,7 +12,7 @@ import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tp_core.errors import ConfigError, ModelError, StateError
+from tp_core.errors import ConfigError, ModelError, RankFailedError, StateError
 
 d = ts.distributed
 Linear, Embedding = ts.nn.ParallelLinear, ts.nn.ParallelEmbedding
@@ -315,3 +315,79 @@ def test_deepcopies_and_pickles_keep_what_collecting_needs():
     again = torch.load(buffer, weights_only=False)
     assert again.splits.keys() == {"weight", "bias"}
     assert ts.get_parallel_dim(again.weight) == 1
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a row's worth of state of each matrix: nobody could say how it is cut."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["row"] = torch.zeros(p.shape[0] + 1)
+
+
+def an_optimizer_that_keeps_other_shapes_is_refused():
+    layer = Linear(8, 8, bias=False, dim=1)
+    optimizer = Factored(layer.parameters())
+    optimizer.step()
+    with pytest.raises(
+        StateError, match=r"keeps row of shape \(5,\) of weight.*how it would be cut is not known"
+    ):
+        ts.collect_optimizer_state_dict(layer, optimizer)
+
+
+def test_an_optimizers_state_of_other_shapes_is_refused(on_ranks):
+    on_ranks(2, an_optimizer_that_keeps_other_shapes_is_refused)
+
+
+class WithNotes(nn.Linear):
+    def get_extra_state(self):
+        return {"note": 1}
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def test_what_a_sharded_checkpoint_cannot_hold_or_lacks_is_named(tmp_path):
+    with pytest.raises(StateError, match="_extra_state is of type dict"):
+        ts.save_sharded(WithNotes(2, 2), tmp_path / "notes")
+    model = nn.Linear(2, 2)
+    ts.save_sharded(model, tmp_path / "plain")
+    with pytest.raises(StateError, match=r"has no state of an optimizer: it lacks optimizer.param_groups"):
+        ts.load_sharded(model, tmp_path / "plain", optimizer=torch.optim.Adam(model.parameters()))
+    two = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
+    for p in two.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    ts.save_sharded(two, tmp_path / "two", optimizer=optimizer)
+    one = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    with pytest.raises(
+        StateError, match=r"optimizer.b.weight.momentum_buffer, and the model has no parameter b.weight"
+    ):
+        ts.load_sharded(one, tmp_path / "two", optimizer=torch.optim.SGD(one.parameters(), lr=0.1))
+    (tmp_path / "plain" / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(StateError, match=r"\.metadata is damaged"):
+        ts.load_sharded(model, tmp_path / "plain")
+    (tmp_path / "file").write_text("in the way")
+    inner = next((tmp_path / "two").glob("*.distcp"))
+    inner.write_bytes(bytes(inner.stat().st_size))  # as long as it was, and nothing in it
+    with pytest.raises(StateError, match="cannot be read: rank 0: "):
+        ts.load_sharded(two, tmp_path / "two")
+    with pytest.raises(StateError, match="could not be written: rank 0: FileExistsError"):
+        ts.save_sharded(model, tmp_path / "file")
+
+
+def cannot_be_written_by_rank_0(folder):
+    layer = Linear(4, 4, dim=1)
+    error = FileNotFoundError if dist.get_rank() == 0 else RankFailedError
+    with pytest.raises(error, match="No such file"):
+        ts.export(layer, Path(folder, "no", "file.safetensors"))
+    assert torch.equal(d.reduce(torch.ones(1)), torch.full((1,), 2.0))  # and all go on
+
+
+def test_all_ranks_learn_that_rank_0_could_not_write(on_ranks, tmp_path):
+    on_ranks(2, functools.partial(cannot_be_written_by_rank_0, str(tmp_path)))

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core import is_sharded
 from tp_core.errors import NonFiniteLossError
 
 from tp_shard._group import Group, GroupLike, as_group
-from tp_shard._marks import get_split
+from tp_shard._marks import get_split, holds_shard
 
 __all__ = ["clip_grad_norm_"]
 
@@ -58,8 +57,8 @@ def clip_grad_norm_(
         parameters = [parameters]
     everything = [p for p in parameters if p.grad is not None]
     ranks = as_group(group)
-    split = [p for p in everything if is_sharded(p)] if ranks.size > 1 else []
-    whole = [p.grad for p in everything if p.grad is not None and not (split and is_sharded(p))]
+    split = [p for p in everything if holds_shard(p)] if ranks.size > 1 else []
+    whole = [p.grad for p in everything if p.grad is not None and not (split and holds_shard(p))]
     norm = nn.utils.get_total_norm(whole, norm_type, foreach=foreach)
     if ranks.size > 1:
         own = [part for p in split for part in _counted(p, ranks)]

@@ -57,6 +57,8 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     Collectives: one all-gather of a number.
     """
     mine = torch.tensor([size], device=device)
+    if _debug.state.enabled:
+        _debug.check("all_gather of sizes", mine, group, None)
     sizes = mine.new_empty(group.size)
     all_gather_flat(sizes, mine, group)
     return [int(n) for n in sizes.tolist()]

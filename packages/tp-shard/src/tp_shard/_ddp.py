@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
-from tp_core import is_sharded
+from tp_core.errors import ConfigError
 
-from tp_shard._group import current_data_group
-from tp_shard._marks import get_parallel_dim
+from tp_shard._group import current_data_group, current_group
+from tp_shard._marks import get_parallel_dim, holds_shard
 from tp_shard.nn._layer import ParallelLayer
 
 __all__ = ["register_ddp_parameters_to_ignore", "teach_ddp"]
@@ -105,11 +105,7 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         if name not in ignored:
             continue
         parameter = ddp.module.get_parameter(name)
-        if is_sharded(parameter):
-            data = current_data_group()
-            group = None if data is None else data.process_group
-        else:
-            group = ddp.process_group
+        group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
         if group is None or dist.get_world_size(group) == 1:
             continue
         dist.broadcast(parameter.data, group_src=0, group=group)
@@ -118,6 +114,28 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         if parameter.requires_grad:
             hook = functools.partial(_average, group=group, size=dist.get_world_size(group))
             _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shard as this one, ``None`` if there are no others.
+
+    Raises:
+        ConfigError: There are others, and who they are was not said.
+    """
+    data = current_data_group()
+    if data is not None and data.size > 1:
+        return data.process_group
+    layer = ddp.module.get_submodule(name.rpartition(".")[0])
+    tensor = layer.group if isinstance(layer, ParallelLayer) else current_group()
+    world = dist.get_world_size(ddp.process_group)
+    if world > (1 if tensor is None else tensor.size):
+        msg = (
+            f"DistributedDataParallel has {world} ranks, more than hold {name} together, and which of "
+            "them hold the same shard is not known; call ts.distributed.init_process_group() with a "
+            "group size or a mesh of data by tensor first"
+        )
+        raise ConfigError(msg)
+    return None
 
 
 def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:

@@ -88,18 +88,22 @@ def as_group(group: GroupLike) -> Group:
 
     Raises:
         ConfigError: It is ``None``, there are several processes, and no model-parallel group is
-            initialised; or it is a mesh of several axes.
+            initialised; it is a mesh of several axes; or this process is not in it.
     """
-    if group is None:
-        return current_group() or _alone()
     if isinstance(group, Group):
         return group
+    if group is None:
+        return current_group() or _alone()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             msg = f'a group is a mesh of one axis, got {group.ndim}; take one of them: mesh["tp"]'
             raise ConfigError(msg)
         group = group.get_group()
-    return Group(dist.get_rank(group), dist.get_world_size(group), group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        msg = f"this process, rank {dist.get_rank()} of all, is not in the group that was given"
+        raise ConfigError(msg)
+    return Group(rank, dist.get_world_size(group), group)
 
 
 def _alone() -> Group:
@@ -124,7 +128,7 @@ def current_data_group() -> Group | None:
 def _restore(rank: int, size: int) -> Group:
     if size == 1:
         return ALONE
-    group = _current.tensor
+    group = current_group()
     if group is not None and (group.rank, group.size) == (rank, size):
         return group
     return Group(rank, size)

@@ -21,6 +21,7 @@ __all__ = [
     "get_parallel_dim",
     "get_parallel_size",
     "get_split",
+    "holds_shard",
     "mark_parameter",
     "register_parallel_attribute",
     "register_parallel_dim",
@@ -140,6 +141,12 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
         size = tensor.size(dim) * group.size
     ranges = getattr(tensor, PARALLEL_RANGES, None)
     return Split.even(dim, size, group.size) if ranges is None else Split(dim, size, ranges)
+
+
+def holds_shard(tensor: Tensor) -> bool:
+    """Return whether a parameter holds a shard: as its layer says, or else by its mark."""
+    said: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
+    return get_parallel_dim(tensor) is not None if said is None else bool(said)
 
 
 def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import nn
-from tp_core import is_sharded
+
+from tp_shard._marks import holds_shard
 
 __all__ = ["parameter_groups"]
 
@@ -31,7 +32,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> 
     for parameter in model.parameters():
         if parameter.requires_grad:
             decays = weight_decay is not None and parameter.dim() > 1
-            groups.setdefault((is_sharded(parameter), decays), []).append(parameter)
+            groups.setdefault((holds_shard(parameter), decays), []).append(parameter)
     found = []
     for (sharded, decays), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True):
         name = ("sharded" if sharded else "replicated") + (", decayed" if decays else "")

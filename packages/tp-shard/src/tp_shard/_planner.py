@@ -60,6 +60,7 @@ def save_tensors(pieces: dict[str, Piece], folder: Path) -> None:
     Raises:
         StateError: A rank could not write.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -90,8 +91,8 @@ def save_tensors(pieces: dict[str, Piece], folder: Path) -> None:
     try:
         with _quietly():
             save({}, checkpoint_id=folder, planner=planner, no_dist=_alone())
-    except Exception as error:  # torch's own wraps what each rank met
-        msg = f"the checkpoint {folder} could not be written: {error}"
+    except CheckpointException as error:
+        msg = f"the checkpoint {folder} could not be written: {_first(error)}"
         raise StateError(msg) from error
 
 
@@ -102,6 +103,7 @@ def load_tensors(pieces: dict[str, Piece], folder: Path) -> dict[str, Tensor]:
         FileNotFoundError: There is no such checkpoint.
         StateError: It lacks a key, has another shape, or is damaged; the key is named.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -142,10 +144,16 @@ def load_tensors(pieces: dict[str, Piece], folder: Path) -> dict[str, Tensor]:
     try:
         with _quietly():
             load({}, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=_alone())
-    except Exception as error:  # torch's own wraps what each rank met
-        msg = f"the checkpoint {folder} cannot be read: {error}"
+    except CheckpointException as error:
+        msg = f"the checkpoint {folder} cannot be read: {_first(error)}"
         raise StateError(msg) from error
     return {name: piece.tensor for name, piece in places.items()}
+
+
+def _first(error: Any) -> str:
+    """Say what the first of the ranks that failed met; torch's exception has all of them."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: int(item[0]))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -65,6 +65,9 @@ class Conversion:
                 "split; take that away first"
             )
             raise ModelError(msg)
+        if isinstance(layer._parameters["weight"], nn.UninitializedParameter):
+            msg = f"{type(layer).__name__} has no weight before it has seen an input; show it one first"
+            raise ModelError(msg)
         made = make()
         for name, parameter in layer._parameters.items():
             split = made.splits.get(name)

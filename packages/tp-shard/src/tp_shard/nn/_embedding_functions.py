@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everyone calls it
 from torch import Tensor
 
+from tp_shard import _debug
 from tp_shard._collectives import reduce_
 from tp_shard._errors import OutOfRangeError
 from tp_shard._group import Group
@@ -103,7 +104,7 @@ def vocabulary_embedding(
 
 
 @torch.no_grad()
-def renormalise_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group) -> None:
+def renormalise_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, layer: Any) -> None:
     """Scale the rows of ``tokens`` to a norm of at most ``max_norm``, where the features are split.
 
     Collectives: an all-reduce of one number for each different token.
@@ -113,6 +114,8 @@ def renormalise_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group) -
     rows = torch.unique(tokens)
     values = weight[rows]
     p = lookup.norm_type
+    if _debug.state.enabled:
+        _debug.check("all_reduce of norms", rows, group, layer)
     if p == float("inf"):
         norms = values.abs().amax(1) if values.size(1) else values.new_zeros(values.size(0))
         dist.all_reduce(norms, dist.ReduceOp.MAX, group=group.handle)

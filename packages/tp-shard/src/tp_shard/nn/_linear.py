@@ -135,15 +135,15 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         Raises:
             ConfigError: The input has another width.
         """
-        return functional.parallel_linear(
+        return functional.linear(
             input,
             self.weight,
             self.bias,
             self.dim,
+            self.group,
             gather_output=self.gather_output,
             input_is_parallel=self.input_is_parallel,
             out_features=self.out_features,
-            group=self.group,
             layer=self,
         )
 

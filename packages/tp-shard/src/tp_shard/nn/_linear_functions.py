@@ -29,7 +29,9 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     Returns:
         A tensor of shape (..., local out).
     """
-    return _Column.apply(*autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
+    return _Column.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
@@ -47,50 +49,54 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
     Returns:
         A tensor of shape (..., out), the same on all ranks.
     """
-    return _Row.apply(*autocast(input, weight, bias), group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
+    return _Row.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
 
 
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast would; the backward pass runs outside of it and must find one type."""
-    device = tensors[0].device.type  # type: ignore[union-attr]  # the first one is the input
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 2:
-        return tensor
+    """Return a tensor of other than two dimensions as (rows, features)."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+# The order of what follows is that of a hot path: what a tiny layer costs is mostly Python.
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.layer = group, layer
+        ctx.where = group, layer
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
+        group, layer = ctx.where
         grad_input = grad_weight = grad_bias = work = None
-        if needs_input:
+        if needs[0]:
             grad_input = grad.matmul(weight)
             if torch.is_grad_enabled():  # a second derivative will be asked for
-                grad_input = reduce(grad_input, group=ctx.group)
+                grad_input = reduce(grad_input, group=group)
             else:
-                work = start_all_reduce_(grad_input, ctx.group, layer=ctx.layer)
-        flat = _flat(grad)
-        if needs_weight:
-            grad_weight = flat.t().mm(_flat(x))
-        if needs_bias:
-            grad_bias = flat.sum(0)
+                work = start_all_reduce_(grad_input, group, layer=layer)
+        if grad.dim() != 2:
+            grad, x = _flat(grad), _flat(x)
+        if needs[1]:
+            grad_weight = grad.t().mm(x)
+        if needs[2]:
+            grad_bias = grad.sum(0)
         if work is not None:
             work.wait()
         return grad_input, grad_weight, grad_bias, None, None
@@ -107,15 +113,16 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         if torch.is_grad_enabled():  # a second derivative will be asked for
             grad = copy(grad, group=ctx.group)
-        flat = _flat(grad)
-        if needs_input:
+        if needs[0]:
             grad_input = grad.matmul(weight)
-        if needs_weight:
-            grad_weight = flat.t().mm(_flat(x))
-        if needs_bias:
-            grad_bias = flat.sum(0)
+        if grad.dim() != 2:
+            grad, x = _flat(grad), _flat(x)
+        if needs[1]:
+            grad_weight = grad.t().mm(x)
+        if needs[2]:
+            grad_bias = grad.sum(0)
         return grad_input, grad_weight, grad_bias, None, None

@@ -210,12 +210,14 @@ def parallel_linear_cross_entropy(
     elif isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
         msg = f"chunk_rows is a number of rows, 1 or more, got {chunk_rows!r}"
         raise ConfigError(msg)
-    x, w, b = autocast(input.reshape(-1, input.size(-1)), weight, bias)
+    x, w, b = input.reshape(-1, input.size(-1)), weight, bias
+    if torch.is_autocast_enabled(input.device.type):
+        x, w, b = autocast(x, w, b)
     options = _options(
         size, class_weight, ignore_index, label_smoothing, reduction, z_loss, ranks, layer, input
     )
     flat = target.reshape(-1).long()
-    loss = linear_cross_entropy(x, w, b, flat, options, chunk_rows=chunk_rows)  # type: ignore[arg-type]  # as given
+    loss = linear_cross_entropy(x, w, b, flat, options, chunk_rows=chunk_rows)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

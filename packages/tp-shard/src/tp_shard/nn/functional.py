@@ -6,7 +6,7 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 
 from tp_shard._collectives import gather, scatter
-from tp_shard._group import GroupLike, as_group
+from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._partition import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
@@ -63,26 +63,51 @@ def parallel_linear(
         ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard.
     """
     check_dim(dim)
-    ranks = as_group(group)
-    if ranks.size == 1:
-        output = F.linear(input, weight, bias)
-        return output if dim in (None, 0) or gather_output else _mark_output(output, output.size(-1))
-    width, expected = input.size(-1), weight.size(1)
+    return linear(
+        input,
+        weight,
+        bias,
+        dim,
+        as_group(group),
+        gather_output=gather_output,
+        input_is_parallel=input_is_parallel,
+        out_features=out_features,
+        layer=layer,
+    )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dim: int | None,
+    group: Group,
+    *,
+    gather_output: bool,
+    input_is_parallel: bool | None,
+    out_features: int | None,
+    layer: object,
+) -> Tensor:
+    """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
+    if group.size == 1:
+        output = F.linear(x, weight, bias)
+        return output if not dim or gather_output else _mark_output(output, out_features)
+    width, expected = x.size(-1), weight.size(1)
     if dim == 0:
-        if input_is_parallel is False or (input_is_parallel is None and width != expected):
-            input = _scatter_input(input, expected, ranks.size, ranks.rank, group)  # noqa: A001 - torch's name
-        _check_width(input.size(-1), expected, layer)
-        return row_linear(input, weight, bias, ranks, layer)
-    if input_is_parallel or (input_is_parallel is None and width != expected):
-        start, stop = bounds(expected, ranks.size, ranks.rank)
-        if width == stop - start:
-            input = gather(input, -1, size=expected, group=ranks)  # noqa: A001 - as above
-    _check_width(input.size(-1), expected, layer)
+        if input_is_parallel is False or (width != expected and input_is_parallel is None):
+            x = _scatter_input(x, expected, group)
+        if x.size(-1) != expected:
+            raise _wrong_width(x, expected, layer)
+        return row_linear(x, weight, bias, group, layer)
+    if input_is_parallel or (width != expected and input_is_parallel is None):
+        x = _gather_input(x, expected, group)
+    if x.size(-1) != expected:
+        raise _wrong_width(x, expected, layer)
     if dim is None:
-        return F.linear(input, weight, bias)
-    output = column_linear(input, weight, bias, ranks, layer)
+        return F.linear(x, weight, bias)
+    output = column_linear(x, weight, bias, group, layer)
     if gather_output:
-        return gather(output, -1, size=out_features, group=ranks)
+        return gather(output, -1, size=out_features, group=group)
     return _mark_output(output, out_features)
 
 
@@ -155,7 +180,7 @@ def parallel_embedding(
     if dim == 0 and ranks.size > 1:
         return vocabulary_embedding(input, weight, num_embeddings, lookup, ranks, layer)
     if dim is not None and dim != 0 and ranks.size > 1:
-        renormalise_(input, weight, lookup, ranks)
+        renormalise_(input, weight, lookup, ranks, layer)
         max_norm = None
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if dim in (None, 0):
@@ -173,17 +198,20 @@ def _mark_output(output: Tensor, size: int | None) -> Tensor:
     return output
 
 
-def _scatter_input(input: Tensor, expected: int, parts: int, rank: int, group: GroupLike) -> Tensor:  # noqa: A002
-    start, stop = bounds(input.size(-1), parts, rank)
-    return scatter(input, -1, group=group) if stop - start == expected else input
+def _scatter_input(x: Tensor, expected: int, group: Group) -> Tensor:
+    start, stop = bounds(x.size(-1), group.size, group.rank)
+    return scatter(x, -1, group=group) if stop - start == expected else x
 
 
-def _check_width(width: int, expected: int, layer: object) -> None:
-    if width != expected:
-        named = "" if layer is None else f" of {layer}"
-        msg = (
-            f"the input{named} is {width} wide, and this rank's weight takes {expected}; it has to "
-            "be the whole input or this rank's shard of it. An output with split features is "
-            "joined by gather_output=True"
-        )
-        raise ConfigError(msg)
+def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
+    start, stop = bounds(expected, group.size, group.rank)
+    return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
+
+
+def _wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+    named = "" if layer is None else f" of {layer}"
+    return ConfigError(
+        f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
+        "the whole input or this rank's shard of it. An output with split features is joined by "
+        "gather_output=True"
+    )

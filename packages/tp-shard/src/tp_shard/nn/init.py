@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_shard import _debug
 from tp_shard._group import ALONE, Group, current_data_group, current_group
 from tp_shard._marks import get_split
 from tp_shard._split import Split
@@ -98,6 +99,8 @@ def same_generator(
 
 
 def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
+    if _debug.state.enabled:
+        _debug.check("broadcast of a generator's state", state, group, None)
     moved = state.to(device)  # NCCL sends nothing from the CPU
     dist.broadcast(moved, group_src=0, group=group.handle)
     return moved.to(state.device)
