@@ -10,7 +10,7 @@ from tp_shard._collectives import copy, reduce
 from tp_shard._comm import all_reduce_, start_all_reduce_
 from tp_shard._group import Group
 
-__all__ = ["column_linear", "row_linear"]
+__all__ = ["autocast", "column_linear", "row_linear"]
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
@@ -30,7 +30,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
         A tensor of shape (..., local out).
     """
     if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = _autocast(input, weight, bias)  # noqa: A001 - torch's name
+        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
     return _Column.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
 
 
@@ -50,11 +50,11 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
         A tensor of shape (..., out), the same on all ranks.
     """
     if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = _autocast(input, weight, bias)  # noqa: A001 - torch's name
+        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
     return _Row.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast would; the backward pass runs outside of it and must find one type."""
     dtype = torch.get_autocast_dtype(x.device.type)
 

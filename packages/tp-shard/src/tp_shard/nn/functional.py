@@ -11,8 +11,14 @@ from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._partition import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
 from tp_shard.nn._linear_functions import column_linear, row_linear
+from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
 
-__all__ = ["parallel_embedding", "parallel_linear"]
+__all__ = [
+    "parallel_cross_entropy",
+    "parallel_embedding",
+    "parallel_linear",
+    "parallel_linear_cross_entropy",
+]
 
 
 def parallel_linear(
