@@ -1,0 +1,74 @@
+"""The backend for models that are split over processes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tp_core import Backend, Job, Verdict
+
+if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_shard._session import ShardSession
+
+__all__ = ["ShardBackend", "ShardOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """The options of the backend ``shard``.
+
+    Attributes:
+        group_size: How many ranks hold one copy of the model, -1 for all; for jobs whose groups
+            were not formed by ``ts.distributed.init_process_group``.
+        find_unused_parameters: For models that do not use every parameter in every step.
+        bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` is torch's
+            own choice.
+    """
+
+    group_size: int = -1
+    find_unused_parameters: bool = False
+    bucket_cap_mb: float | None = None
+
+
+class ShardBackend(Backend):
+    """Runs one process per device; some hold a copy of the model together, copies share the data."""
+
+    name: ClassVar[str] = "shard"
+    options_type: ClassVar[type] = ShardOptions
+
+    def assess(self, job: Job) -> Verdict:
+        """Fit several processes with one device each and a model with split parameters."""
+        import torch.distributed as dist
+
+        environment, devices = job.environment, job.devices
+        if not dist.is_available():
+            return Verdict.unfit("this build of torch has no torch.distributed")
+        if environment.world_size == 1:
+            return Verdict.unfit(
+                "one process, and this splits a model over several",
+                remedy=f"tp launch -n {max(2, len(devices))} script.py",
+            )
+        if len(devices) != 1:
+            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+        if job.traits is None:
+            return Verdict.fits(5, "no model is known yet; this is for models with split parameters")
+        if not job.traits.has_sharded_parameters:
+            return Verdict.unfit(
+                "the model has no split parameters",
+                remedy="call ts.distributed.init_process_group() before the model is made of parallel layers",
+            )
+        return Verdict.fits(80, f"the model is split over ranks, {environment.world_size} processes in all")
+
+    def open(self, job: Job) -> "ShardSession":
+        """Join the process group and form the model-parallel groups, unless the script has.
+
+        Raises:
+            ConfigError: The group size does not divide the number of ranks.
+        """
+        from tp_shard._session import ShardSession
+
+        options: ShardOptions = self.parse_options(job)
+        return ShardSession(
+            job,
+            group_size=options.group_size,
+            find_unused_parameters=options.find_unused_parameters,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )

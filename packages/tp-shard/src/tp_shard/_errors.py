@@ -1,0 +1,9 @@
+"""Errors that only this package raises."""
+
+from tp_core.errors import TpError
+
+__all__ = ["OutOfRangeError"]
+
+
+class OutOfRangeError(TpError, IndexError):
+    """A token or a class that is not among those of the layer or the loss."""

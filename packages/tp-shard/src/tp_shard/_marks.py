@@ -1,0 +1,167 @@
+"""Attributes that say of a tensor which of its dimensions is split over ranks.
+
+They are for people and for code that was written with them: most operations drop them, so no
+layer of this package depends on the marks of an activation.
+"""
+
+from torch import Tensor, nn
+from tp_core import SHARDED_ATTRIBUTE
+from tp_core.errors import ConfigError
+
+from tp_shard._group import Group, current_group
+from tp_shard._names import ORDER_TYPE, PARALLEL_DIM, PARALLEL_RANGES, PARALLEL_SIZE
+from tp_shard._split import Split
+
+__all__ = [
+    "ORDER_TYPE",
+    "PARALLEL_DIM",
+    "PARALLEL_RANGES",
+    "PARALLEL_SIZE",
+    "check_dim",
+    "get_order_type",
+    "get_parallel_dim",
+    "get_parallel_size",
+    "get_split",
+    "holds_shard",
+    "mark_parameter",
+    "register_parallel_attribute",
+    "register_parallel_dim",
+    "tensor_dim",
+]
+
+_DIMS = (None, 0, 1, -1)
+
+
+def get_parallel_dim(tensor: Tensor) -> int | None:
+    """Return the dimension along which ``tensor`` is marked as split: 1, -1, 0 or ``None``.
+
+    Example:
+        >>> get_parallel_dim(torch.empty(20, 30)) is None
+        True
+    """
+    dim: int | None = getattr(tensor, PARALLEL_DIM, None)
+    return dim
+
+
+def get_order_type(tensor: Tensor) -> int:
+    """Return how the dimensions of a parameter stand; 0 where it is not marked."""
+    order: int = getattr(tensor, ORDER_TYPE, 0)
+    return order
+
+
+def get_parallel_size(tensor: Tensor) -> int | None:
+    """Return the size that the split dimension has over all shards, if the mark carries it."""
+    size: int | None = getattr(tensor, PARALLEL_SIZE, None)
+    return size
+
+
+def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int | None = None) -> None:
+    """Mark ``tensor`` as split along ``parallel_dim``, in place.
+
+    Args:
+        tensor: Any tensor.
+        parallel_dim: 1, -1 or 0; ``None`` takes the mark away.
+        size: The size of that dimension over all shards, which the loss needs where the shards
+            are uneven.
+
+    Raises:
+        ConfigError: ``parallel_dim`` is another number.
+
+    Example:
+        >>> data = torch.empty(20, 30)
+        >>> register_parallel_dim(data, -1)
+        >>> get_parallel_dim(data)
+        -1
+    """
+    check_dim(parallel_dim)
+    setattr(tensor, PARALLEL_DIM, parallel_dim)
+    setattr(tensor, PARALLEL_SIZE, None if parallel_dim is None else size)
+    if isinstance(tensor, nn.Parameter):
+        group = current_group()
+        is_split = parallel_dim is not None and group is not None and group.size > 1
+        setattr(tensor, SHARDED_ATTRIBUTE, is_split)
+
+
+def register_parallel_attribute(
+    tensor: Tensor, parallel_dim: int | None, order_type: int = 0, *, size: int | None = None
+) -> None:
+    """Mark a parameter of a layer of one's own as split, in place.
+
+    Args:
+        tensor: The parameter.
+        parallel_dim: Which of its dimensions is split, in the order that ``order_type`` says;
+            ``None`` takes the mark away.
+        order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts the other
+            way round, as in a linear layer; 1 for (in, out), as in an embedding.
+        size: The size of that dimension over all shards.
+
+    Raises:
+        ConfigError: ``parallel_dim`` or ``order_type`` is another number.
+    """
+    if order_type not in (0, 1):
+        msg = f"order_type is 0 for (out, in) or 1 for (in, out), got {order_type!r}"
+        raise ConfigError(msg)
+    register_parallel_dim(tensor, parallel_dim, size=size)
+    setattr(tensor, ORDER_TYPE, order_type)
+
+
+def mark_parameter(
+    tensor: Tensor, parallel_dim: int | None, order_type: int, *, split: Split | None, sharded: bool
+) -> None:
+    """Mark a layer's own parameter, which knows by itself how it is cut.
+
+    Plain numbers only: torch saves the attributes of parameters, and loads no classes of ours.
+    """
+    setattr(tensor, PARALLEL_DIM, parallel_dim)
+    setattr(tensor, ORDER_TYPE, order_type)
+    setattr(tensor, PARALLEL_SIZE, None if split is None else split.size)
+    setattr(tensor, PARALLEL_RANGES, None if split is None or split.is_even else split.ranges)
+    setattr(tensor, SHARDED_ATTRIBUTE, sharded)
+
+
+def get_split(tensor: Tensor, group: Group) -> Split | None:
+    """Return how a marked tensor is cut, ``None`` if it is not split.
+
+    A mark without a size stands for shards of the same size on all ranks.
+    """
+    parallel_dim = get_parallel_dim(tensor)
+    if parallel_dim is None:
+        return None
+    dim = tensor_dim(parallel_dim, get_order_type(tensor), tensor.dim())
+    size = get_parallel_size(tensor)
+    if size is None:
+        size = tensor.size(dim) * group.size
+    ranges = getattr(tensor, PARALLEL_RANGES, None)
+    return Split.even(dim, size, group.size) if ranges is None else Split(dim, size, ranges)
+
+
+def holds_shard(tensor: Tensor) -> bool:
+    """Return whether a parameter holds a shard: as its layer says, or else by its mark."""
+    said: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
+    return get_parallel_dim(tensor) is not None if said is None else bool(said)
+
+
+def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
+    """Return which dimension of the tensor itself ``parallel_dim`` means.
+
+    A vector has one dimension only: the bias of a layer with split outputs.
+    """
+    if ndim == 1:
+        return 0
+    if order_type == 1:
+        return parallel_dim % ndim
+    return 1 if parallel_dim == 0 else 0
+
+
+def check_dim(parallel_dim: object) -> None:
+    """Make sure that it is a dimension to split along.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if parallel_dim not in _DIMS or isinstance(parallel_dim, bool):
+        msg = (
+            "a layer is split along dim 1 or -1 (output features), 0 (input features) or None "
+            f"(not split), got {parallel_dim!r}"
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,212 @@
+"""An embedding whose table is split over ranks."""
+
+import torch
+from torch import Tensor, nn
+from tp_core.errors import ConfigError
+
+from tp_shard._group import Group, GroupLike, as_group
+from tp_shard._marks import check_dim
+from tp_shard._split import Split
+from tp_shard.nn import functional
+from tp_shard.nn._layer import ParallelLayer
+from tp_shard.nn.init import init_shard_
+
+__all__ = ["ParallelEmbedding"]
+
+
+class ParallelEmbedding(ParallelLayer, nn.Embedding):
+    """A ``torch.nn.Embedding`` whose table is split over the ranks of a group.
+
+    On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
+    values that torch's own starts with.
+
+    Collectives: with split rows (``dim=0``) an all-reduce of the output forward and none backward;
+    with split features (``dim`` 1 or -1) none. Making one broadcasts a generator's state.
+
+    Args:
+        num_embeddings: Rows of the table, over all ranks.
+        embedding_dim: Features of a row, over all ranks.
+        padding_idx: The row, of the whole table, that starts at zero and gets no gradient.
+        max_norm: Rows that are looked up are first scaled to a norm of at most this.
+        norm_type: Which norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it is looked up.
+        sparse: Whether the weight's gradient is sparse.
+        _weight: The whole table to start with, of shape (num_embeddings, embedding_dim).
+        _freeze: Whether the table is not trained.
+        dim: 0 to split the rows, 1 or -1 the features, ``None`` for neither.
+        gather_output: Whether split features are joined.
+        device: Where the table is.
+        dtype: Its type.
+        group: The ranks; the current model-parallel group by default.
+
+    Attributes:
+        weight: This rank's shard, of shape (local rows, features) or (rows, local features).
+
+    Raises:
+        ConfigError: ``padding_idx`` is no row, or ``_weight`` has another shape.
+
+    Example:
+        >>> table = ParallelEmbedding(64, 512, dim=0)
+        >>> table(torch.tensor([[1, 63]])).shape
+        torch.Size([1, 2, 512])
+    """
+
+    order_type = 1
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        dim: int | None = None,
+        *,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        group: GroupLike = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Embedding's own would make the whole table
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                msg = f"padding_idx must be one of the {num_embeddings} rows, got {padding_idx}"
+                raise ConfigError(msg)
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self._describe(dim, gather_output=gather_output, group=group)
+        shape = (num_embeddings, embedding_dim)
+        if _weight is not None:
+            if tuple(_weight.shape) != shape:
+                msg = f"the table has shape {shape}, got a _weight of shape {tuple(_weight.shape)}"
+                raise ConfigError(msg)
+            weight = self.shard(_weight.detach()).to(device, dtype)
+        else:
+            split = self.splits.get("weight")
+            local = shape if split is None else split.local_shape(shape, self.group.rank)
+            weight = torch.empty(local, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=not _freeze)
+        self.mark_parameters()
+        if _weight is None:
+            self.reset_parameters()
+
+    def _describe(self, dim: int | None, *, gather_output: bool, group: GroupLike) -> None:
+        check_dim(dim)
+        self.dim = dim
+        self.gather_output = gather_output
+        self.group = as_group(group)
+        self.splits = {}
+        if dim is not None:
+            size = self.num_embeddings if dim == 0 else self.embedding_dim
+            self.splits = {"weight": Split.even(0 if dim == 0 else 1, size, self.group.size)}
+
+    def shard(self, table: Tensor) -> Tensor:
+        """Return this rank's part of a whole table, in storage of its own if it is split."""
+        split = self.splits.get("weight")
+        return table if split is None or self.group.size == 1 else split.take(table, self.group.rank)
+
+    def reset_parameters(self) -> None:
+        """Draw the values that torch's own layer would start with.
+
+        Collectives: broadcasts of a generator's state.
+        """
+        init_shard_(nn.init.normal_, self.weight, self.splits.get("weight"), self.group, {})
+        row = self._local_padding_idx()
+        if row is not None and not self.weight.is_meta:
+            with torch.no_grad():
+                self.weight[row].fill_(0)
+
+    def _local_padding_idx(self) -> int | None:
+        """Return which of this rank's rows is the padding's, ``None`` if another rank has it."""
+        split = self.splits.get("weight")
+        if self.padding_idx is None or split is None or split.dim != 0:
+            return self.padding_idx
+        ((start, stop),) = split.ranges[self.group.rank]
+        return self.padding_idx - start if start <= self.padding_idx < stop else None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the rows of ``input``.
+
+        Args:
+            input: Tokens of any shape, the same on all ranks.
+
+        Returns:
+            A tensor of shape (..., embedding_dim), the tokens' dimensions first, or with split
+            features this rank's shard of it.
+
+        Raises:
+            OutOfRangeError: A token is not in the table; on every rank, before anything is sent.
+        """
+        return functional.parallel_embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.num_embeddings,
+            self.dim,
+            embedding_dim=self.embedding_dim,
+            gather_output=self.gather_output,
+            group=self.group,
+            layer=self,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what the layer was made with."""
+        described = super().extra_repr()
+        described += "" if self.dim is None else f", dim={self.dim}"
+        return described + (", gather_output=True" if self.gather_output else "")
+
+    @classmethod
+    def convert_parallel_embedding(
+        cls,
+        module: nn.Module,
+        dim: int | None = None,
+        *,
+        gather_output: bool = False,
+        group: GroupLike = None,
+    ) -> nn.Module:
+        """Turn all embeddings of a module into parallel ones that hold its values.
+
+        Options, tied and frozen parameters, hooks and the mode stay.
+
+        Args:
+            module: An embedding, or a module with some in it, which is changed in place. All ranks
+                must have the same values in it.
+            dim: 0 to split the rows, 1 or -1 the features, ``None`` for neither.
+            gather_output: Whether split features are joined, so that anything can follow.
+            group: The ranks; the current model-parallel group by default.
+
+        Returns:
+            The module; a new one if it is an embedding itself.
+
+        Raises:
+            ModelError: A subclass of ``nn.Embedding`` uses its weight in a ``forward`` of its own.
+            ConfigError: ``dim`` is another number.
+        """
+        from tp_shard.nn._convert import convert_embedding
+
+        return convert_embedding(module, dim, gather_output=gather_output, group=as_group(group))
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, dim: int | None, *, gather_output: bool, group: Group
+    ) -> "ParallelEmbedding":
+        """Return a parallel embedding with the settings of a plain one, and no table yet."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.__dict__.update({k: v for k, v in embedding.__dict__.items() if k not in ("_parameters",)})
+        layer._describe(dim, gather_output=gather_output, group=group)
+        return layer

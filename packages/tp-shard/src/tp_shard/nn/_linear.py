@@ -1,0 +1,248 @@
+"""A linear layer whose weight is split over ranks."""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from tp_core.errors import ConfigError
+
+from tp_shard._group import Group, GroupLike, as_group
+from tp_shard._marks import check_dim
+from tp_shard._split import Split
+from tp_shard.nn import functional
+from tp_shard.nn._layer import ParallelLayer
+from tp_shard.nn.init import init_shard_
+
+__all__ = ["ParallelLinear", "linear_splits"]
+
+
+class ParallelLinear(ParallelLayer, nn.Linear):
+    """A ``torch.nn.Linear`` whose weight is split over the ranks of a group.
+
+    On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
+    values that torch's own starts with.
+
+    Collectives: with split outputs (``dim`` 1 or -1) none forward and an all-reduce of the input's
+    gradient backward, beside the computation of the weight's; with split inputs (``dim=0``) an
+    all-reduce of the output forward and none backward. See :func:`functional.parallel_linear` for
+    inputs that have to be scattered or joined first. Making one broadcasts a generator's state.
+
+    Args:
+        in_features: Size of the input's last dimension, over all ranks.
+        out_features: Size of the output's last dimension, over all ranks.
+        bias: Whether to add one; with split inputs it is the same on all ranks.
+        dim: 1 or -1 to split the output features, 0 the input features, ``None`` for neither.
+        gather_output: Whether split outputs are joined; those of split inputs are whole anyway.
+        input_is_parallel: Whether the last dimension of the input is split. By default its width
+            tells.
+        device: Where the parameters are.
+        dtype: Their type.
+        group: The ranks; the current model-parallel group by default.
+        ranges: What each rank holds of the split dimension, where that is not an even cut: for
+            each rank the (start, stop) of its pieces.
+
+    Attributes:
+        weight: This rank's shard, of shape (local out, in) or (out, local in).
+        bias: Of shape (local out,), or (out,).
+
+    Raises:
+        ConfigError: The layer cannot be cut like this.
+
+    Example:
+        >>> layer = ParallelLinear(20, 30, dim=-1)
+        >>> layer(torch.ones(8, 20)).shape  # on one rank
+        torch.Size([8, 30])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dim: int | None = None,
+        *,
+        gather_output: bool = False,
+        input_is_parallel: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        group: GroupLike = None,
+        ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make the whole weight
+        self._describe(
+            in_features,
+            out_features,
+            dim,
+            gather_output=gather_output,
+            input_is_parallel=input_is_parallel,
+            group=group,
+            ranges=ranges,
+        )
+        shape: tuple[int, ...] = (out_features, in_features)
+        if "weight" in self.splits:
+            shape = self.splits["weight"].local_shape(shape, self.group.rank)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.mark_parameters()
+        self.reset_parameters()
+
+    def _describe(
+        self,
+        in_features: int,
+        out_features: int,
+        dim: int | None,
+        *,
+        gather_output: bool,
+        input_is_parallel: bool | None,
+        group: GroupLike,
+        ranges: tuple[tuple[tuple[int, int], ...], ...] | None,
+    ) -> None:
+        check_dim(dim)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dim = dim
+        self.gather_output = gather_output
+        self.input_is_parallel = input_is_parallel
+        self.group = as_group(group)
+        self.splits = linear_splits(in_features, out_features, dim, self.group, ranges)
+        if ranges is not None and self.group.size > 1:
+            _check_uneven(self.splits["weight"], dim, gather_output, input_is_parallel)
+
+    def reset_parameters(self) -> None:
+        """Draw the values that torch's own layer would start with.
+
+        Collectives: broadcasts of a generator's state.
+        """
+        group, splits = self.group, self.splits
+        init_shard_(nn.init.kaiming_uniform_, self.weight, splits.get("weight"), group, {"a": math.sqrt(5)})
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            init_shard_(nn.init.uniform_, self.bias, splits.get("bias"), group, {"a": -bound, "b": bound})
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return ``input @ weight.T + bias``.
+
+        Args:
+            input: Of shape (..., in_features), or this rank's shard of it.
+
+        Returns:
+            A tensor of shape (..., out_features), or with split outputs this rank's shard of it.
+
+        Raises:
+            ConfigError: The input has another width.
+        """
+        return functional.linear(
+            input,
+            self.weight,
+            self.bias,
+            self.dim,
+            self.group,
+            gather_output=self.gather_output,
+            input_is_parallel=self.input_is_parallel,
+            out_features=self.out_features,
+            layer=self,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what the layer was made with."""
+        described = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, dim={self.dim}"
+        )
+        return described + (", gather_output=True" if self.gather_output else "")
+
+    @classmethod
+    def convert_parallel_linear(
+        cls,
+        module: nn.Module,
+        dim: int | None = None,
+        *,
+        gather_output: bool = False,
+        group: GroupLike = None,
+    ) -> nn.Module:
+        """Turn all linear layers of a module into parallel ones that hold its values.
+
+        Subclasses of ``nn.Linear`` stay what they are, if their ``forward`` leaves the product to
+        ``super().forward``. Tied and frozen parameters, hooks and the mode stay. Attention of
+        torch's own stays whole: it reads weights past its layers' ``forward``.
+
+        Args:
+            module: A linear layer, or a module with some in it, which is changed in place. All
+                ranks must have the same values in it.
+            dim: 1 or -1 to split the output features, 0 the input features, ``None`` for neither.
+            gather_output: Whether split outputs are joined, so that anything can follow.
+            group: The ranks; the current model-parallel group by default.
+
+        Returns:
+            The module; a new one if it is a linear layer itself.
+
+        Raises:
+            ModelError: A subclass of ``nn.Linear`` uses its weight in a ``forward`` of its own.
+            ConfigError: ``dim`` is another number.
+        """
+        from tp_shard.nn._convert import convert_linear
+
+        return convert_linear(module, dim, gather_output=gather_output, group=as_group(group))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dim: int | None, *, gather_output: bool, group: Group) -> Self:
+        """Return a parallel layer with the settings of a plain one, and no parameters yet."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k not in ("_parameters",)})
+        layer._describe(
+            linear.in_features,
+            linear.out_features,
+            dim,
+            gather_output=gather_output,
+            input_is_parallel=None,
+            group=group,
+            ranges=None,
+        )
+        return layer
+
+
+def linear_splits(
+    in_features: int,
+    out_features: int,
+    dim: int | None,
+    group: Group,
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None,
+) -> dict[str, Split]:
+    """Return how the weight and the bias of a linear layer are cut.
+
+    Raises:
+        ConfigError: There are fewer input features than ranks, or ``ranges`` do not fit.
+    """
+    if dim is None:
+        return {}
+    size = in_features if dim == 0 else out_features
+    axis = 1 if dim == 0 else 0
+    if ranges is not None:
+        if len(ranges) != group.size or any(not 0 <= a <= b <= size for r in ranges for a, b in r):
+            msg = f"ranges must be pieces of 0 to {size} for each of {group.size} ranks, got {ranges!r}"
+            raise ConfigError(msg)
+        split = Split(axis, size, tuple(tuple((a, b) for a, b in r) for r in ranges))
+    else:
+        split = Split.even(axis, size, group.size)
+    if dim == 0:
+        if in_features < group.size:
+            msg = f"{in_features} input features cannot be split over {group.size} ranks; use dim=-1"
+            raise ConfigError(msg)
+        return {"weight": split}
+    return {"weight": split, "bias": split}
+
+
+def _check_uneven(split: Split, dim: int | None, gather_output: bool, input_is_parallel: bool | None) -> None:
+    if split.is_even:
+        return
+    if dim == 0 and input_is_parallel is not True:
+        msg = "split inputs with ranges of one's own come split: say input_is_parallel=True"
+        raise ConfigError(msg)
+    if dim != 0 and gather_output:
+        msg = "split outputs with ranges of one's own cannot be joined: leave gather_output out"
+        raise ConfigError(msg)

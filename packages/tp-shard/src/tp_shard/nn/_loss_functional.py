@@ -1,0 +1,357 @@
+"""Functional forms of the losses over class shards: what their arguments mean, and what is refused."""
+
+import torch
+from torch import Tensor
+from tp_core.errors import ConfigError
+
+from tp_shard._group import ALONE, Group, GroupLike, as_group
+from tp_shard._marks import get_parallel_dim, get_parallel_size
+from tp_shard._partition import bounds, shard_sizes
+from tp_shard.nn._class_rows import LossOptions
+from tp_shard.nn._cross_entropy import cross_entropy, linear_cross_entropy
+from tp_shard.nn._linear_functions import autocast
+
+__all__ = ["check_options", "parallel_cross_entropy", "parallel_linear_cross_entropy"]
+
+_CHUNK = 1 << 24  # logits that exist at a time: 64 MiB in float32
+_CHUNK_ROWS = 128  # fewer would read the weight more often than it is worth
+
+
+def parallel_cross_entropy(
+    input: Tensor,  # noqa: A002 - torch's name
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    num_classes: int | None = None,
+    parallel: bool | None = None,
+    class_dim: int | None = None,
+    z_loss: float = 0.0,
+    inplace: bool = False,
+    group: GroupLike = None,
+    layer: object = None,
+) -> Tensor:
+    """Return the cross entropy of logits whose classes are split over the ranks.
+
+    It equals ``torch.nn.functional.cross_entropy`` of the whole logits, which no rank ever has. Half
+    types are computed in float32. Without ``inplace`` the largest thing that it makes is the
+    gradient.
+
+    Collectives: forward an all-gather of 3 numbers per row, 4 with label smoothing; backward none.
+    For logits that are whole there are none.
+
+    Args:
+        input: Logits of shape (..., local classes), or as torch has them (batch, local classes, d1,
+            ...). Where both readings are possible, whole logits are read as torch does, and split
+            ones need ``class_dim``.
+        target: Classes, counted over all ranks, of the shape of ``input`` without its classes; the
+            same on all ranks.
+        weight: A factor for each class, of shape (num_classes,), on every rank in full.
+        ignore_index: Targets that count for nothing.
+        reduction: "mean" (over the weights of the targets, as torch does), "sum" or "none".
+        label_smoothing: How much of a target is spread over all classes, from 0 to 1.
+        num_classes: Over all ranks. Logits as wide as that are whole, as wide as this rank's shard
+            split. Uneven shards need it, or a mark that carries it.
+        parallel: Whether the logits are split. By default ``num_classes`` tells, else their mark (see
+            :func:`get_parallel_dim`); without either they are whole.
+        class_dim: Which dimension has the classes: 1 or -1. By default the target's shape tells.
+        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts.
+        inplace: Whether the logits are overwritten, so that no buffer of their size is made. The
+            caller loses them, and there is one backward pass.
+        group: Who; the current model-parallel group by default.
+        layer: Who communicates, for messages.
+
+    Returns:
+        A scalar, or with "none" a tensor of the target's shape; of the logits' type, and under
+        autocast a float32.
+
+    Raises:
+        ConfigError: Shapes, options and marks contradict each other.
+        OutOfRangeError: A target is none of the classes; on every rank. On accelerators it is the
+            device's own assertion, as with torch.
+        DisagreementError: Ranks have different targets or count different numbers of classes.
+        RuntimeError: A second backward pass with ``inplace``.
+
+    Example:
+        >>> head = ts.nn.ParallelLinear(16, 10, dim=-1)
+        >>> loss = parallel_cross_entropy(head(torch.ones(4, 16)), torch.arange(4), num_classes=10)
+    """
+    check_options(reduction, label_smoothing, z_loss)
+    ranks = as_group(group)
+    _check_class_indices(target)
+    if input.dim() == 0:
+        msg = "logits need a dimension of classes, got a scalar"
+        raise ConfigError(msg)
+    size, is_split = _read_width(input, target, num_classes, parallel, class_dim, ranks)
+    if class_dim is None and is_split:
+        _check_unambiguous(target, size, ranks)
+    dim = _class_dim(input, target, class_dim, prefer_last=is_split)
+    _check_local_width(input, dim, size, is_split, ranks)
+    if input.shape[:dim] + input.shape[dim + 1 :] != target.shape:
+        msg = (
+            f"targets of shape {tuple(target.shape)} do not fit logits of shape {tuple(input.shape)} with "
+            f"their classes in dim {dim}: they have the logits' shape without its classes"
+        )
+        raise ConfigError(msg)
+    last = input if dim == input.dim() - 1 else input.movedim(dim, -1)
+    if inplace:
+        try:
+            flat = last.view(target.numel(), last.size(-1))
+        except RuntimeError:
+            msg = (
+                f"inplace=True needs logits that are contiguous with the classes last, got shape "
+                f"{tuple(input.shape)}, strides {input.stride()} and classes in dim {dim}; leave it out"
+            )
+            raise ConfigError(msg) from None
+    else:
+        flat = last.flatten(0, -2) if last.dim() > 1 else last.unsqueeze(0)
+    options = _options(
+        size,
+        weight,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        z_loss,
+        ranks if is_split else ALONE,
+        layer,
+        input,
+    )
+    loss = cross_entropy(flat, target.reshape(-1).long(), options, inplace=inplace)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def parallel_linear_cross_entropy(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    num_classes: int | None = None,
+    z_loss: float = 0.0,
+    chunk_rows: int | None = None,
+    group: GroupLike = None,
+    layer: object = None,
+) -> Tensor:
+    """Return the cross entropy of ``input @ weight.T + bias`` without ever holding its logits.
+
+    A head with split outputs and :func:`parallel_cross_entropy` in one, computed in chunks of rows:
+    the logits of one chunk exist at a time, in the forward and in the backward pass. With "mean" and
+    "sum" the gradients are computed in the forward pass, with three products in all as without
+    fusion; with "none" the logits are computed twice.
+
+    Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of
+    the input's gradient beside the next products; backward none. With "none": forward one
+    all-gather, backward the all-reduces.
+
+    Args:
+        input: Of shape (..., in), the same on all ranks.
+        weight: This rank's shard of the head, of shape (local classes, in).
+        target: Classes, of shape (...), the same on all ranks.
+        bias: This rank's shard, of shape (local classes,).
+        class_weight: A factor for each class, of shape (num_classes,), on every rank in full.
+        ignore_index: As in :func:`parallel_cross_entropy`, like the following.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: From 0 to 1.
+        num_classes: Over all ranks. By default the weight's mark tells, and without it the ranks'
+            shards have the same size.
+        z_loss: The factor of the squared log-sum-exp.
+        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+            logits, 128 at least.
+        group: Who; the current model-parallel group by default.
+        layer: Who communicates, for messages.
+
+    Returns:
+        A scalar, or with "none" a tensor of the target's shape.
+
+    Raises:
+        ConfigError: Shapes and options contradict each other.
+        OutOfRangeError: A target is none of the classes; on every rank.
+        DisagreementError: Ranks have different targets or count different numbers of classes.
+        RuntimeError: A second backward pass with "mean" or "sum".
+
+    Example:
+        >>> head = ts.nn.ParallelLinear(16, 10, dim=-1)
+        >>> x, y = torch.ones(4, 16), torch.arange(4)
+        >>> loss = parallel_linear_cross_entropy(x, head.weight, y, head.bias, num_classes=10)
+    """
+    check_options(reduction, label_smoothing, z_loss)
+    _check_class_indices(target)
+    ranks = as_group(group)
+    if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
+        msg = (
+            f"input (..., in) and weight (local classes, in) do not fit: got shapes {tuple(input.shape)} "
+            f"and {tuple(weight.shape)}"
+        )
+        raise ConfigError(msg)
+    if target.shape != input.shape[:-1]:
+        msg = (
+            f"targets have the input's shape without its last dimension, {tuple(input.shape[:-1])}, got "
+            f"{tuple(target.shape)}"
+        )
+        raise ConfigError(msg)
+    size = num_classes if num_classes is not None else get_parallel_size(weight)
+    if size is None:
+        size = weight.size(0) * ranks.size
+    start, stop = bounds(size, ranks.size, ranks.rank)
+    if weight.size(0) != stop - start:
+        msg = (
+            f"rank {ranks.rank} of {ranks.size} holds {stop - start} of {size} classes, got a weight of "
+            f"shape {tuple(weight.shape)}"
+        )
+        raise ConfigError(msg)
+    if chunk_rows is None:
+        chunk_rows = max(_CHUNK_ROWS, _CHUNK // max(1, weight.size(0)))
+    elif isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
+        msg = f"chunk_rows is a number of rows, 1 or more, got {chunk_rows!r}"
+        raise ConfigError(msg)
+    x, w, b = input.reshape(-1, input.size(-1)), weight, bias
+    if torch.is_autocast_enabled(input.device.type):
+        x, w, b = autocast(x, w, b)
+    options = _options(
+        size, class_weight, ignore_index, label_smoothing, reduction, z_loss, ranks, layer, input
+    )
+    flat = target.reshape(-1).long()
+    loss = linear_cross_entropy(x, w, b, flat, options, chunk_rows=chunk_rows)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
+    """Make sure that a loss can be made with these.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        msg = f"reduction is 'mean', 'sum' or 'none', got {reduction!r}"
+        raise ConfigError(msg)
+    if not 0.0 <= label_smoothing <= 1.0:
+        msg = f"label_smoothing is between 0 and 1, got {label_smoothing!r}"
+        raise ConfigError(msg)
+    if not 0.0 <= z_loss < float("inf"):
+        msg = f"z_loss is a factor of 0 or more, got {z_loss!r}"
+        raise ConfigError(msg)
+
+
+def _check_class_indices(target: Tensor) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        msg = (
+            f"targets are classes, as integers; got {target.dtype} of shape {tuple(target.shape)}. Class "
+            "probabilities are not supported: use label_smoothing, or F.cross_entropy on whole logits"
+        )
+        raise ConfigError(msg)
+
+
+def _read_width(
+    input: Tensor,  # noqa: A002 - torch's name
+    target: Tensor,
+    num_classes: int | None,
+    parallel: bool | None,
+    class_dim: int | None,
+    ranks: Group,
+) -> tuple[int, bool]:
+    """Return the number of classes over all ranks, and whether the logits are split."""
+    if num_classes is not None and (isinstance(num_classes, bool) or num_classes < 1):
+        msg = f"num_classes is a number of classes, 1 or more, got {num_classes!r}"
+        raise ConfigError(msg)
+    dim = _class_dim(input, target, class_dim, prefer_last=True)
+    width = input.size(dim)
+    marked = get_parallel_dim(input) in (1, -1)
+    told = num_classes if num_classes is not None else (get_parallel_size(input) if marked else None)
+    if parallel is None:
+        parallel = marked
+        if num_classes is not None and ranks.size > 1:
+            if num_classes == 1:
+                msg = "whether logits of one class are split cannot be seen: say parallel=True or False"
+                raise ConfigError(msg)
+            # As torch has it, the classes may be in dim 1 though the last dimension would fit too.
+            widths = {width, input.size(min(1, input.dim() - 1))} if class_dim is None else {width}
+            start, stop = bounds(num_classes, ranks.size, ranks.rank)
+            parallel = stop - start in widths and num_classes not in widths
+            if not parallel and num_classes not in widths:
+                msg = (
+                    f"logits of shape {tuple(input.shape)} are neither {num_classes} classes wide nor "
+                    f"{stop - start}, which is the shard of rank {ranks.rank} of {ranks.size}"
+                )
+                raise ConfigError(msg)
+    if not parallel:
+        dim = _class_dim(input, target, class_dim, prefer_last=False)
+        return (input.size(dim) if num_classes is None else num_classes), False
+    return (width * ranks.size if told is None else told), True
+
+
+def _check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
+    """Refuse shapes that can be read in two ways on any of the ranks, on all of them."""
+    inner = set(target.shape[1:])
+    if target.dim() > 1 and len(inner) == 1 and inner <= set(shard_sizes(size, ranks.size)):
+        msg = (
+            f"logits of {size} classes over {ranks.size} ranks with targets of shape {tuple(target.shape)} "
+            "may have their classes in dim 1 or last; say class_dim=1 or class_dim=-1"
+        )
+        raise ConfigError(msg)
+
+
+def _class_dim(input: Tensor, target: Tensor, class_dim: int | None, *, prefer_last: bool) -> int:  # noqa: A002
+    ndim = input.dim()
+    if class_dim is not None:
+        if class_dim not in (1, -1) or (ndim == 1 and class_dim == 1):
+            msg = (
+                f"class_dim is 1 or -1 and a dimension of the logits, got {class_dim!r} for {ndim} dimensions"
+            )
+            raise ConfigError(msg)
+        return class_dim % ndim
+    if ndim < 3:
+        return ndim - 1
+    last = input.shape[:-1] == target.shape
+    second = input.shape[:1] + input.shape[2:] == target.shape
+    if last and second:
+        return ndim - 1 if prefer_last else 1
+    return 1 if second else ndim - 1
+
+
+def _check_local_width(
+    input: Tensor,  # noqa: A002 - torch's name
+    dim: int,
+    size: int,
+    is_split: bool,
+    ranks: Group,
+) -> None:
+    width = input.size(dim)
+    start, stop = bounds(size, ranks.size, ranks.rank)
+    expected = stop - start if is_split else size
+    if width == expected:
+        return
+    whole = " (whole logits are not split, though they were told or marked to be)" if width == size else ""
+    share = f"rank {ranks.rank} of {ranks.size} holds {expected} of {size} classes" if is_split else f"{size}"
+    msg = (
+        f"logits of shape {tuple(input.shape)} are {width} classes wide, expected {share}{whole}; say "
+        f"parallel= and num_classes= as they are"
+    )
+    raise ConfigError(msg)
+
+
+def _options(
+    size: int,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    z_loss: float,
+    group: Group,
+    layer: object,
+    input: Tensor,  # noqa: A002 - torch's name
+) -> LossOptions:
+    if not input.is_floating_point():
+        msg = f"logits are floating point numbers, got {input.dtype}"
+        raise ConfigError(msg)
+    if weight is not None:
+        if weight.shape != (size,):
+            msg = f"the weight has a factor for each of {size} classes, got shape {tuple(weight.shape)}"
+            raise ConfigError(msg)
+        weight = weight.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    return LossOptions(size, weight, ignore_index, label_smoothing, reduction, z_loss, group, layer)

@@ -1,0 +1,217 @@
+"""Functional forms of the parallel layers, for shards that one keeps by oneself."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+from torch import Tensor
+from tp_core.errors import ConfigError
+
+from tp_shard._collectives import gather, scatter
+from tp_shard._group import Group, GroupLike, as_group
+from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
+from tp_shard._partition import bounds
+from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
+from tp_shard.nn._linear_functions import column_linear, row_linear
+from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
+
+__all__ = [
+    "parallel_cross_entropy",
+    "parallel_embedding",
+    "parallel_linear",
+    "parallel_linear_cross_entropy",
+]
+
+
+def parallel_linear(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dim: int | None = None,
+    *,
+    gather_output: bool = False,
+    input_is_parallel: bool | None = None,
+    out_features: int | None = None,
+    group: GroupLike = None,
+    layer: object = None,
+) -> Tensor:
+    """Apply a linear layer whose weight is split: ``input @ weight.T + bias``.
+
+    Collectives, for ``dim``:
+
+    - 1 or -1, split outputs: forward none, backward an all-reduce of the input's gradient; with
+      ``gather_output`` an all-gather forward.
+    - 0, split inputs: forward an all-reduce of the output, backward none; an input that is not
+      split is scattered, whose backward is an all-gather.
+    - An input that is split and should not be is gathered: an all-gather forward.
+
+    Args:
+        input: Of shape (..., in), or (..., local in) where it is split over the ranks.
+        weight: This rank's shard in torch's order: (local out, in), or (out, local in).
+        bias: Of shape (local out,), or (out,) for split inputs, where it is the same on all ranks
+            and added once.
+        dim: 1 or -1 for split outputs, 0 for split inputs, ``None`` for a layer that is not split.
+        gather_output: Whether split outputs are joined; those of split inputs are whole anyway.
+        input_is_parallel: Whether the last dimension of the input is split. By default its width
+            tells.
+        out_features: The width of the output over all ranks, where outputs are split.
+        group: Who; the current model-parallel group by default.
+        layer: Who communicates, for messages.
+
+    Returns:
+        A tensor of shape (..., out), or (..., local out) where outputs are split.
+
+    Raises:
+        ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard.
+    """
+    check_dim(dim)
+    return linear(
+        input,
+        weight,
+        bias,
+        dim,
+        as_group(group),
+        gather_output=gather_output,
+        input_is_parallel=input_is_parallel,
+        out_features=out_features,
+        layer=layer,
+    )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dim: int | None,
+    group: Group,
+    *,
+    gather_output: bool,
+    input_is_parallel: bool | None,
+    out_features: int | None,
+    layer: object,
+) -> Tensor:
+    """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
+    if group.size == 1:
+        output = F.linear(x, weight, bias)
+        return output if not dim or gather_output else _mark_output(output, out_features)
+    width, expected = x.size(-1), weight.size(1)
+    if dim == 0:
+        if input_is_parallel is False or (width != expected and input_is_parallel is None):
+            x = _scatter_input(x, expected, group)
+        if x.size(-1) != expected:
+            raise _wrong_width(x, expected, layer)
+        return row_linear(x, weight, bias, group, layer)
+    if input_is_parallel or (width != expected and input_is_parallel is None):
+        x = _gather_input(x, expected, group)
+    if x.size(-1) != expected:
+        raise _wrong_width(x, expected, layer)
+    if dim is None:
+        return F.linear(x, weight, bias)
+    output = column_linear(x, weight, bias, group, layer)
+    if gather_output:
+        return gather(output, -1, size=out_features, group=group)
+    return _mark_output(output, out_features)
+
+
+def parallel_embedding(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    num_embeddings: int | None = None,
+    dim: int | None = None,
+    *,
+    embedding_dim: int | None = None,
+    gather_output: bool = False,
+    group: GroupLike = None,
+    layer: object = None,
+) -> Tensor:
+    """Look tokens up in a table that is split.
+
+    Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none.
+    1 or -1, split features: none, or an all-gather forward with ``gather_output``; ``max_norm``
+    costs an all-reduce of one number for each different token.
+
+    Args:
+        input: Tokens of any shape, the same on all ranks.
+        weight: This rank's shard, of shape (local rows, features) or (rows, local features).
+        padding_idx: The row, of the whole table, that gets no gradient.
+        max_norm: Rows that are looked up are first scaled to a norm of at most this.
+        norm_type: Which norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often it is looked up.
+        sparse: Whether the weight's gradient is sparse.
+        num_embeddings: The number of rows of the whole table; the sum over the ranks' shards where
+            they have the same size.
+        dim: 0 for split rows, 1 or -1 for split features, ``None`` for a table that is not split.
+        embedding_dim: The number of features over all ranks.
+        gather_output: Whether split features are joined.
+        group: Who; the current model-parallel group by default.
+        layer: Who communicates, for messages.
+
+    Returns:
+        A tensor of shape (..., features), or (..., local features).
+
+    Raises:
+        OutOfRangeError: A token is not in the table; on every rank, before anything is sent. On
+            accelerators it is the device's own assertion, as with torch.
+        ConfigError: The weight is not this rank's shard of ``num_embeddings`` rows.
+    """
+    check_dim(dim)
+    ranks = as_group(group)
+    rows = weight.size(0)
+    if num_embeddings is None:
+        num_embeddings = rows * ranks.size if dim == 0 else rows
+    elif dim == 0:
+        start, stop = bounds(num_embeddings, ranks.size, ranks.rank)
+        if rows != stop - start:
+            msg = (
+                f"rank {ranks.rank} of {ranks.size} holds {stop - start} of {num_embeddings} rows, "
+                f"got a weight of shape {tuple(weight.shape)}"
+            )
+            raise ConfigError(msg)
+    if padding_idx is not None:
+        if not -num_embeddings <= padding_idx < num_embeddings:
+            msg = f"padding_idx must be one of the {num_embeddings} rows, got {padding_idx}"
+            raise ConfigError(msg)
+        padding_idx %= num_embeddings
+    check_tokens(input, num_embeddings)
+    lookup = Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if dim == 0 and ranks.size > 1:
+        return vocabulary_embedding(input, weight, num_embeddings, lookup, ranks, layer)
+    if dim is not None and dim != 0 and ranks.size > 1:
+        renormalise_(input, weight, lookup, ranks, layer)
+        max_norm = None
+    output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if dim in (None, 0):
+        return output
+    if gather_output:
+        return gather(output, -1, size=embedding_dim, group=ranks)
+    return _mark_output(output, embedding_dim)
+
+
+def _mark_output(output: Tensor, size: int | None) -> Tensor:
+    """Say of an output that its last dimension is split: for people, no layer looks at it."""
+    if not torch.compiler.is_compiling():
+        setattr(output, PARALLEL_DIM, -1)
+        setattr(output, PARALLEL_SIZE, size)
+    return output
+
+
+def _scatter_input(x: Tensor, expected: int, group: Group) -> Tensor:
+    start, stop = bounds(x.size(-1), group.size, group.rank)
+    return scatter(x, -1, group=group) if stop - start == expected else x
+
+
+def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
+    start, stop = bounds(expected, group.size, group.rank)
+    return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
+
+
+def _wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+    named = "" if layer is None else f" of {layer}"
+    return ConfigError(
+        f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
+        "the whole input or this rank's shard of it. An output with split features is joined by "
+        "gather_output=True"
+    )

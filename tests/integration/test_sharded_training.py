@@ -1,0 +1,74 @@
+"""The trainer picks the backend of a model with split parameters, and saves and resumes through it."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.plugins import PluginRegistry
+from tp_core.testing import run_ranks
+
+
+def installed():
+    """The plugins that are installed, tp-shard's among them even if it is only on the path."""
+    from tp_shard import _plugin
+
+    plugins = PluginRegistry()
+    if all(c.item.name != "shard" for c in plugins.backends()):
+        plugins.register(_plugin, name="tp-shard")
+    return plugins
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(42, 6, generator=generator).double()
+    return DataLoader(TensorDataset(x, x.sin()), batch_size=8, shuffle=True)
+
+
+def step(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)).double()
+
+
+def train(folder, group_size, split=True):
+    import tp_shard as ts
+    from tp_trainer import Trainer
+
+    if split:
+        ts.distributed.init_process_group(group_size)
+        convert = ts.nn.ParallelLinear.convert_parallel_linear
+    with Trainer(seed=4, progress=False, plugins=installed()) as trainer:
+
+        def build():
+            model = make_model()
+            if split:
+                model[0], model[2] = convert(model[0], 1), convert(model[2], 0)
+            return model, torch.optim.Adam(model.parameters(), lr=0.02)
+
+        model, optimizer = build()
+        trainer.fit(model, optimizer, data(), step=step, epochs=3, val_loader=data(), clip_norm=0.5)
+        file = Path(folder, "model.pt")
+        trainer.save_model(model, file)
+        fresh, _ = build()
+        trainer.load_model(fresh, file)
+        assert trainer.evaluate(fresh, data(), step=step) == trainer.evaluate(model, data(), step=step)
+        return str(trainer.selection.chosen.name), torch.load(file)
+
+
+@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), (4, 2)])
+def test_a_split_model_is_trained_saved_and_loaded_like_a_whole_one(tmp_path, processes, group_size):
+    name, expected = train(str(tmp_path), None, split=False)
+    assert name == "single"
+    ranks = run_ranks(functools.partial(train, str(tmp_path), group_size), processes)
+    for chosen, state in ranks:
+        assert chosen == "shard"
+        assert list(state) == list(expected)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-7, atol=1e-9)

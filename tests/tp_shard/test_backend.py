@@ -1,0 +1,80 @@
+"""The backend does what every backend must do, with one copy of the model and with two."""
+
+import tp_shard as ts
+from torch import nn
+from tp_core import Job, LaunchEnvironment, resolve_devices
+from tp_core.testing import BackendConformance
+from tp_shard._backend import ShardBackend
+
+
+class _Split(BackendConformance):
+    backend = ShardBackend
+    group_size = -1
+
+    @classmethod
+    def form_groups(cls):
+        if not ts.distributed.is_initialized():
+            ts.distributed.init_process_group(cls.group_size)
+
+    @staticmethod
+    def gradients(session, model):
+        plain = session.unwrap(model)
+        named = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        return {n: g.clone() for n, g in ts.collect_state_dict(plain, named).items()}
+
+
+def split_model():
+    model = BackendConformance.make_model()
+    to_parallel = ts.nn.ParallelLinear.convert_parallel_linear
+    model[0], model[2] = to_parallel(model[0], 1), to_parallel(model[2], 0)
+    return model
+
+
+class TestOneCopyOnTwoRanks(_Split):
+    processes = 2
+
+    @staticmethod
+    def make_model():
+        TestOneCopyOnTwoRanks.form_groups()
+        return split_model()
+
+
+class TestTwoCopiesOnFourRanks(_Split):
+    processes = 4
+    group_size = 2
+    options = {"group_size": 2}  # noqa: RUF012 - as the kit has it
+
+    @staticmethod
+    def make_model():
+        TestTwoCopiesOnFourRanks.form_groups()
+        return split_model()
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def verdict(devices="cpu", model=None, **environ):
+    job = Job(
+        devices=resolve_devices(devices),
+        environment=LaunchEnvironment.read(environ),
+        explicit_devices=True,
+        model=model,
+    )
+    return ShardBackend().assess(job)
+
+
+def test_it_says_why_it_does_not_fit():
+    assert verdict().remedy == "tp launch -n 2 script.py"
+    assert "2 devices in each process" in verdict(2, **LAUNCHED).reason
+    unsplit = verdict(model=nn.Linear(2, 2), **LAUNCHED)
+    assert not unsplit.is_fit
+    assert "no split parameters" in unsplit.reason
+    assert verdict(**LAUNCHED).score == 5

@@ -1,0 +1,239 @@
+"""Copies of a sharded model under data parallelism never part ways, and clip and scale as one model."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import tp_shard as ts
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
+from tp_core.errors import NonFiniteLossError
+
+d = ts.distributed
+Linear = ts.nn.ParallelLinear
+
+
+def own(full, dim):
+    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def head_loss(logits, target):
+    """The loss of joined logits: the parallel loss has tests of its own."""
+    return F.cross_entropy(d.gather(logits, -1, size=7), target)
+
+
+def gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    backbone, head = nn.Linear(6, 5).double(), nn.Linear(5, 7).double()
+    plain_backbone, plain_head = nn.Linear(6, 5).double(), nn.Linear(5, 7).double()
+    plain_backbone.load_state_dict(backbone.state_dict())
+    plain_head.load_state_dict(head.state_dict())
+    split = Linear.convert_parallel_linear(head, dim=-1)
+    x, y = torch.randn(8, 6).double(), torch.arange(8) % 7
+    mine = slice(rank * (8 // world), (rank + 1) * (8 // world))
+
+    plain = DistributedDataParallel(nn.Sequential(plain_backbone, plain_head))
+    F.cross_entropy(plain(x[mine]), y[mine]).backward()
+
+    ddp = DistributedDataParallel(backbone)
+    for size in (None, 8 // world * d.get_world_size()):
+        ddp.zero_grad()
+        split.zero_grad()
+        features = d.gather_batch(ddp(x[mine]), size=size)
+        head_loss(split(features), d.gather_batch(y[mine])).backward()
+        close(backbone.weight.grad, plain_backbone.weight.grad)
+        if d.get_world_size() == world:  # with several groups the shards' own gradients are to be averaged
+            close(split.weight.grad, own(plain_head.weight.grad, 0))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.up = Linear(6, 9, dim=1)
+        self.down = Linear(9, 6, dim=0)
+
+    def forward(self, x):
+        return self.down(self.up(self.stem(x)).tanh()) + x
+
+
+class PlainNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    forward = Net.forward
+
+
+def two_groups_stay_together(wrap):
+    """Two copies of two shards, each copy with samples of its own; ``wrap`` is the recipe."""
+    torch.manual_seed(dist.get_rank())  # seeded apart, on purpose
+    net = Net().double()
+    for p in net.stem.parameters():
+        dist.broadcast(p.data, 0)
+    plain = PlainNet().double()
+    plain.load_state_dict(ts.collect_state_dict(net, net.state_dict()))
+    model = wrap(net)
+    data_rank = dist.get_rank() // 2
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, plain)]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        x = torch.randn(8, 6, generator=generator).double()
+        accumulate = step % 2 == 0
+        if accumulate:
+            with model.no_sync():
+                model(x[data_rank * 4 :][:4]).square().mean().backward()
+        else:
+            model(x[data_rank * 4 :][:4]).square().mean().backward()
+        plain(x).square().mean().backward()
+        if accumulate:
+            continue
+        norms = [ts.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)]
+        close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = ts.collect_state_dict(net, net.state_dict())
+    for name, tensor in plain.state_dict().items():
+        close(found[name], tensor)
+    return [t.clone() for t in found.values()]
+
+
+def wrapped_over_all_ranks():
+    assert ts.register_ddp_parameters_to_ignore(Net()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    return two_groups_stay_together(DistributedDataParallel)
+
+
+def registered_before():
+    def wrap(net):
+        ts.register_ddp_parameters_to_ignore(net)
+        return DistributedDataParallel(net)
+
+    return two_groups_stay_together(wrap)
+
+
+def registered_afterwards():
+    def wrap(net):
+        ddp = DistributedDataParallel(net)
+        assert "module.up.weight" in ts.register_ddp_parameters_to_ignore(ddp)
+        return ddp
+
+    return two_groups_stay_together(wrap)
+
+
+def wrapped_over_the_data_group():
+    return two_groups_stay_together(
+        lambda net: DistributedDataParallel(net, process_group=d.get_data_group())
+    )
+
+
+def a_split_layer_alone_under_ddp_keeps_its_shards():
+    torch.manual_seed(1)
+    root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Linear(4, 9, dim=1))))
+    before = root[0][1][0].weight.clone()
+    ddp = DistributedDataParallel(root)
+    assert torch.equal(root[0][1][0].weight, before)
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert root[0][1][0].weight.grad is not None
+
+
+def test_two_groups_under_data_parallelism_never_part(on_ranks):
+    ranks = on_ranks(
+        4,
+        wrapped_over_all_ranks,
+        registered_before,
+        registered_afterwards,
+        wrapped_over_the_data_group,
+        gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head,
+        a_split_layer_alone_under_ddp_keeps_its_shards,
+        group_size=2,
+    )
+    for states in zip(*[r[:4] for r in ranks], strict=True):
+        for other in states[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
+
+
+def clipping_uses_the_norm_of_the_whole_gradient():
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        torch.manual_seed(2)
+        net, plain = Net().double(), PlainNet().double()
+        plain.load_state_dict(ts.collect_state_dict(net, net.state_dict()))
+        x = torch.randn(4, 6).double()
+        for model in (net, plain):
+            model(x).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3, norm_type)
+        close(ts.clip_grad_norm_(net.parameters(), 0.3, norm_type), expected)
+        found = ts.collect_state_dict(net, {n: p.grad for n, p in net.named_parameters()})
+        for name, parameter in plain.named_parameters():
+            close(found[name], parameter.grad)
+    assert ts.clip_grad_norm_(net.stem.weight, 1.0).dim() == 0
+    by_hand = nn.Parameter(torch.ones(2))  # a mark set by its name alone
+    setattr(by_hand, ts._PARALLEL_DIM, -1)
+    by_hand.grad = torch.ones(2)
+    assert math.isclose(
+        ts.clip_grad_norm_(by_hand, 9.0).item(), math.sqrt(2 * d.get_world_size()), rel_tol=1e-6
+    )
+    # One rank's shard overflows: all of them know.
+    if d.get_rank() == d.get_world_size() - 1:
+        net.up.weight.grad[0, 0] = math.inf
+    with pytest.raises(NonFiniteLossError, match=r"norm of order 2.0 .* is inf"):
+        ts.clip_grad_norm_(net, 1.0, error_if_nonfinite=True)
+
+
+def a_scaler_leaves_the_step_out_on_all_ranks_or_on_none():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = ts.GradScaler("cpu", init_scale=4.0)
+    for overflows in (True, False):
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(2, 6)).square().mean()).backward()
+        if overflows and d.get_rank() == d.get_world_size() - 1:
+            net.up.weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        stayed = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        assert stayed == overflows
+        assert scaler.get_scale() == 2.0
+
+
+def parameters_come_in_groups():
+    net = Net()
+    net.stem.bias.requires_grad_(False)
+    split = d.get_world_size() > 1
+    groups = {g["name"]: g for g in ts.parameter_groups(net, weight_decay=0.1)}
+    everything = [p for g in groups.values() for p in g["params"]]
+    assert {id(p) for p in everything} == {id(p) for p in net.parameters() if p.requires_grad}
+    assert len(groups) == (4 if split else 2)
+    assert all(g["weight_decay"] == (0.1 if n.endswith("decayed") else 0.0) for n, g in groups.items())
+    torch.optim.AdamW(ts.parameter_groups(net))
+
+
+CHECKS = [
+    clipping_uses_the_norm_of_the_whole_gradient,
+    a_scaler_leaves_the_step_out_on_all_ranks_or_on_none,
+    parameters_come_in_groups,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_without_a_process_group(check):
+    check()
+
+
+def test_the_names_to_ignore_of_the_manual():
+    m = nn.ModuleDict({"layer1": nn.Linear(20, 20), "layer2": Linear(20, 30)})
+    assert ts.register_ddp_parameters_to_ignore(m) == ["layer2.weight", "layer2.bias"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_on_ranks(on_ranks, world):
+    more = [gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head] if world == 4 else []
+    on_ranks(world, *CHECKS, *more)
