@@ -58,7 +58,9 @@ class _SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.local if isinstance(value, TensorSlice) else super().lookup_object(index)
+        if isinstance(value, TensorSlice):
+            return value.part_at(index.offset or ()).contiguous()
+        return super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -75,7 +77,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.local if isinstance(value, TensorSlice) else super().lookup_tensor(index)
+        if isinstance(value, TensorSlice):
+            return value.part_at(index.offset or ())
+        return super().lookup_tensor(index)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -129,10 +133,10 @@ def write_tensors(
             no_dist=not together,
         )
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
+        rank, cause = _first(error)
         if isinstance(cause, OSError):
             raise cause from error
-        msg = f"tensors could not be written to {Path(folder)}: {cause}"
+        msg = f"tensors could not be written to {Path(folder)}: rank {rank}: {cause}"
         raise StateError(msg) from error
 
 
@@ -140,7 +144,8 @@ def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     """Return what is written in ``folder``, by name, in the order of the names.
 
     Raises:
-        StateError: There is no index, or it is damaged.
+        FileNotFoundError: There is no checkpoint.
+        StateError: Its index is damaged.
     """
     found = _index(Path(folder)).state_dict_metadata
     return {
@@ -160,10 +165,12 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
         folder: What :func:`write_tensors` wrote.
 
     Raises:
+        FileNotFoundError: There is no checkpoint.
         StateError: A tensor is missing there, or has another shape; or a file is damaged. What has
             another name or shape is found before any target is touched.
     """
     infos = tensor_infos(folder)
+    _check_files(Path(folder))
     for name, target in targets.items():
         if name not in infos:
             msg = f"{Path(folder)} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
@@ -176,22 +183,43 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
     try:
         load(dict(targets), storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        msg = f"{Path(folder)} cannot be read: {cause}"
+        _, cause = _first(error)
+        msg = f"{Path(folder)} cannot be read: {type(cause).__name__}: {cause}"
         raise StateError(msg) from error
+
+
+def _first(error: CheckpointException) -> tuple[int, BaseException]:
+    """Return the first rank that failed, and with what; torch's exception has all of them."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: int(item[0]))
+    return rank, cause
+
+
+def _check_files(folder: Path) -> None:
+    """Make sure that each file is as long as its tensors need.
+
+    Raises:
+        StateError: One is cut off, or not there; a tensor that is in it is named.
+    """
+    for index, stored in _index(folder).storage_data.items():
+        file = folder / stored.relative_path
+        size = file.stat().st_size if file.is_file() else -1
+        if size < stored.offset + stored.length:
+            what = "is not there" if size < 0 else f"is cut off at {size} bytes"
+            msg = f"{file} {what}: it has (a part of) {index.fqn} up to byte {stored.offset + stored.length}"
+            raise StateError(msg)
 
 
 def _index(folder: Path) -> Metadata:
     path = folder / ".metadata"
+    if not path.is_file():
+        msg = f"there is no checkpoint at {folder}: it has no .metadata"
+        raise FileNotFoundError(msg)
     try:
         index = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    except OSError as error:
-        msg = f"{folder} holds no tensors: {error}"
-        raise StateError(msg) from error
     except Exception as error:  # a damaged pickle fails in any way
-        msg = f"the index of {folder} is damaged: {error}"
+        msg = f"{path} is damaged: {error}"
         raise StateError(msg) from error
     if not isinstance(index, Metadata):
-        msg = f"the index of {folder} is damaged: it holds {type(index).__name__}"
+        msg = f"{path} is damaged: it holds {type(index).__name__}"
         raise StateError(msg)
     return index

@@ -3,6 +3,7 @@
 Apart from the functions that read and write, because torch's own take half a second to import.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,23 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The rectangular part of a larger tensor that this rank holds.
+    """What this rank holds of a larger tensor: one or several rectangular parts of it.
 
     Attributes:
-        local: The part; reading writes into it.
         shape: The shape of the whole tensor.
-        offsets: Where the part begins in it, in each dimension.
+        parts: Where each part begins in it, in each dimension, and the part; reading writes into it.
+
+    Example:
+        >>> rows = torch.zeros(2, 3)
+        >>> TensorSlice((5, 3), [((3, 0), rows)])  # doctest: +SKIP
     """
 
-    local: Tensor
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    parts: Sequence[tuple[tuple[int, ...], Tensor]]
+
+    def part_at(self, offsets: Sequence[int]) -> Tensor:
+        """Return the part that begins there."""
+        return next(part for start, part in self.parts if tuple(start) == tuple(offsets))
 
     # The two methods are those that torch.distributed.checkpoint asks objects for.
 
@@ -47,20 +54,22 @@ class TensorSlice:
 
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(self.offsets)),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=self._chunk(),
-                    properties=TensorProperties.create_from_tensor(self.local),
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.part_at(chunk.offsets)),
                     size=torch.Size(self.shape),
                 ),
             )
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [self._chunk()]
-
-    def _chunk(self) -> Any:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.size())
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(start), sizes=part.size())
+            for start, part in self.parts
+            if part.numel()
+        ]

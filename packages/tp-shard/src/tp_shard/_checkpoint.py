@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tp_core.errors import StateError
 
 from tp_shard._optimizer_state import optimizer_entries
-from tp_shard._planner import Piece, load_tensors, read_shapes, save_tensors
+from tp_shard._pieces import Piece, load_tensors, read_shapes, save_tensors
 from tp_shard._table import ShardTable, unwrap
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -34,7 +34,7 @@ def save_sharded(
 
     Raises:
         ModelError: The optimizer has a parameter that is not the model's.
-        StateError: A rank could not write.
+        OSError: A rank could not write.
 
     Collectives: those of ``torch.distributed.checkpoint``, over all ranks.
     """

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tp_core import Job, ReduceOp, Session, Share, StepOutput
+from tp_core import Job, ReduceOp, Session, Share, StepOutput, TensorSlice
 from tp_core.errors import DisagreementError
 
 from tp_shard import distributed
 from tp_shard._clip import clip_grad_norm_
 from tp_shard._comm import all_gather, gather_sizes
 from tp_shard._group import ALONE, current_data_group, current_group
+from tp_shard._pieces import Piece
 from tp_shard._state import collect_state_dict, relocate_state_dict
-from tp_shard._table import ShardTable
+from tp_shard._table import Shard, ShardTable
 
 __all__ = ["ShardSession"]
 
@@ -52,6 +53,7 @@ class ShardSession(Session):
         self._find_unused_parameters = find_unused_parameters
         self._bucket_cap_mb = bucket_cap_mb
         self._factor = 1.0
+        self._shards: dict[int, Shard] = {}  # by the identity of the parameter
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
     @property
@@ -95,6 +97,7 @@ class ShardSession(Session):
         self._check_same_parameters(model)
         model = model.to(self.device)
         self._share_whole_parameters(model)
+        self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
         if self.data_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         return DistributedDataParallel(
@@ -233,6 +236,10 @@ class ShardSession(Session):
         if self.data_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer.data, group_src=0, group=self.data_group.handle)
+
+    def as_slice(self, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:
+        """Say which part of the whole ``value`` is: the part that its parameter is."""
+        return Piece(value, self._shards.get(id(parameter))).as_slice()
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state, with the user's own module's names, on every rank."""
