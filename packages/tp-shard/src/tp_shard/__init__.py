@@ -1,6 +1,6 @@
 """Tensor parallelism with plain tensors: parallel layers, loss and sharded state."""
 
-from tp_shard import _marks, distributed, nn
+from tp_shard import _marks, distributed, nn, plans
 from tp_shard._checkpoint import load_sharded, save_sharded
 from tp_shard._clip import clip_grad_norm_
 from tp_shard._ddp import register_ddp_parameters_to_ignore
@@ -9,16 +9,24 @@ from tp_shard._export import export
 from tp_shard._marks import get_parallel_dim, register_parallel_attribute, register_parallel_dim
 from tp_shard._optimizer_state import collect_optimizer_state_dict, relocate_optimizer_state_dict
 from tp_shard._parameters import parameter_groups
+from tp_shard._plan import Column, Row, Sequence, Vocab, parallelize
+from tp_shard._random import RandomTracker
 from tp_shard._scaler import GradScaler
 from tp_shard._split import slice_tensor as slice  # noqa: A004 - the name that its users know
 from tp_shard._state import collect_state_dict, relocate_state_dict
+from tp_shard._summary import summary
 
 _PARALLEL_ATTR = _PARALLEL_DIM = _marks.PARALLEL_DIM
 _ORDER_TYPE = _marks.ORDER_TYPE
 
 __all__ = [
+    "Column",
     "GradScaler",
     "OutOfRangeError",
+    "RandomTracker",
+    "Row",
+    "Sequence",
+    "Vocab",
     "clip_grad_norm_",
     "collect_optimizer_state_dict",
     "collect_state_dict",
@@ -27,7 +35,9 @@ __all__ = [
     "get_parallel_dim",
     "load_sharded",
     "nn",
+    "parallelize",
     "parameter_groups",
+    "plans",
     "register_ddp_parameters_to_ignore",
     "register_parallel_attribute",
     "register_parallel_dim",
@@ -35,4 +45,5 @@ __all__ = [
     "relocate_state_dict",
     "save_sharded",
     "slice",
+    "summary",
 ]

@@ -10,10 +10,13 @@ from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._partition import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
+from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
 
 __all__ = [
+    "mark_output",
+    "parallel_attention",
     "parallel_cross_entropy",
     "parallel_embedding",
     "parallel_linear",
@@ -91,7 +94,7 @@ def linear(
     """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
     if group.size == 1:
         output = F.linear(x, weight, bias)
-        return output if not dim or gather_output else _mark_output(output, out_features)
+        return output if not dim or gather_output else mark_output(output, out_features)
     width, expected = x.size(-1), weight.size(1)
     if dim == 0:
         if input_is_parallel is False or (width != expected and input_is_parallel is None):
@@ -108,7 +111,7 @@ def linear(
     output = column_linear(x, weight, bias, group, layer)
     if gather_output:
         return gather(output, -1, size=out_features, group=group)
-    return _mark_output(output, out_features)
+    return mark_output(output, out_features)
 
 
 def parallel_embedding(
@@ -187,10 +190,10 @@ def parallel_embedding(
         return output
     if gather_output:
         return gather(output, -1, size=embedding_dim, group=ranks)
-    return _mark_output(output, embedding_dim)
+    return mark_output(output, embedding_dim)
 
 
-def _mark_output(output: Tensor, size: int | None) -> Tensor:
+def mark_output(output: Tensor, size: int | None) -> Tensor:
     """Say of an output that its last dimension is split: for people, no layer looks at it."""
     if not torch.compiler.is_compiling():
         setattr(output, PARALLEL_DIM, -1)

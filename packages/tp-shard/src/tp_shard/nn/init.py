@@ -83,19 +83,19 @@ def same_generator(
     if group.size == 1 and data.size == 1:
         yield
         return
-    state = _get_state(device, generator)
+    state = get_state(device, generator)
     theirs = state.clone()
     for ranks in (data, group):
         if ranks.size > 1:
             theirs = _broadcast(theirs, ranks, device)
     same = torch.equal(state, theirs)
     if not same:
-        _set_state(theirs, device, generator)
+        set_state(theirs, device, generator)
     try:
         yield
     finally:
         if not same:
-            _set_state(state, device, generator)
+            set_state(state, device, generator)
 
 
 def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
@@ -106,7 +106,7 @@ def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
     return moved.to(state.device)
 
 
-def _get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
+def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
     if generator is not None:
         return generator.get_state()
     return (
@@ -116,7 +116,7 @@ def _get_state(device: torch.device, generator: torch.Generator | None) -> Tenso
     )
 
 
-def _set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
+def set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
     if generator is not None:
         generator.set_state(state)
     elif device.type == "cpu":
