@@ -185,6 +185,5 @@ if __name__ == "__main__":
             base, logits = found["by hand, one buffer"][0], rows * classes // 2 * 4
             print(f"{function.__name__}: {rows} rows, {classes} classes, over code by hand")
             for name, (seconds, grown) in found.items():
-                print(
-                    f"  {name:<24}{seconds * 1e3:>9.1f} ms {seconds / base:>6.2f}{grown / logits:>8.2f} x logits"
-                )
+                ratios = f"{seconds / base:>6.2f}{grown / logits:>8.2f} x logits"
+                print(f"  {name:<24}{seconds * 1e3:>9.1f} ms {ratios}")

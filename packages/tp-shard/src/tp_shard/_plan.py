@@ -235,7 +235,8 @@ class _Maker:
             made.__dict__.update(kept)
             return made
         if isinstance(module, nn.Linear) or any(m is not module for m in module.modules()):
-            msg = f"{path} is a {type(module).__name__}; Sequence() is for single norms, dropouts and embeddings"
+            kind = type(module).__name__
+            msg = f"{path} is a {kind}; Sequence() is for single norms, dropouts and embeddings"
             raise ModelError(msg)
         module.__class__ = sequence_class(type(module))
         module.sequence_group = self._group  # type: ignore[assignment]  # an attribute of its class
@@ -251,7 +252,7 @@ class _Maker:
                 same = chosen.get(id(other), (None, None))[1]
                 if type(same) is not type(style):
                     msg = (
-                        f"{path or 'the layer'} shares its weight with {other_path}, which the plan does not "
-                        f"split alike; give it {type(style).__name__}() too, or untie them"
+                        f"{path or 'the layer'} shares its weight with {other_path}, which the plan does "
+                        f"not split alike; give it {type(style).__name__}() too, or untie them"
                     )
                     raise ModelError(msg)

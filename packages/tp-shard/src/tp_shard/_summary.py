@@ -111,7 +111,7 @@ def _collectives(module: nn.Module) -> str:
     if isinstance(module, _Sequence):
         if module.sequence_group.size == 1:
             return "none"
-        return f"{len(list(module.parameters()))} all-reduce backward"  # type: ignore[attr-defined]  # a module's
+        return f"{len(list(module.parameters()))} all-reduce backward"
     if not isinstance(module, ParallelLayer) or module.group.size == 1:
         return "none"
     found = []

@@ -157,7 +157,8 @@ def _vocabulary(model: nn.Module, plan: Plan) -> dict[str, Style]:
 
 
 def _describe(model: nn.Module, plan: Plan, notes: dict[str, str], ranks: int) -> str:
-    lines, seen = [], set()
+    lines: list[str] = []
+    seen: set[int] = set()
     total = whole = 0
     for path, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
@@ -166,7 +167,7 @@ def _describe(model: nn.Module, plan: Plan, notes: dict[str, str], ranks: int) -
         local = full
         style = plan.get(path)
         if style is not None and not isinstance(style, Sequence) and own:
-            local = _local_bytes(module, style, ranks, own)
+            local = _local_bytes(style, ranks, own)
         whole, total = whole + full, total + local
         if style is not None:
             lines.append(f"{path}: {_words(style)}, {full:,} -> {local:,} bytes per rank")
@@ -186,9 +187,9 @@ def _words(style: Style) -> str:
     return f"{type(style).__name__}({', '.join(given)})"
 
 
-def _local_bytes(module: nn.Module, style: Style, ranks: int, own: list[nn.Parameter]) -> int:
+def _local_bytes(style: Style, ranks: int, own: list[nn.Parameter]) -> int:
     """Return what the largest shard takes, that of rank 0."""
-    heads, kv = getattr(style, "heads", None), getattr(style, "kv_heads", None)
+    split_heads = _ranges(style, ranks)
     dim = 1 if isinstance(style, Row) else 0
     nbytes = 0
     for p in own:
@@ -196,12 +197,21 @@ def _local_bytes(module: nn.Module, style: Style, ranks: int, own: list[nn.Param
         if size is None:  # the bias of a row layer
             nbytes += p.numel() * p.element_size()
             continue
-        if heads is not None:
-            divided, holds = Heads(heads, kv or heads, ranks), getattr(style, "holds", "q")
-            count = {"q": heads, "kv": divided.kv, "qkv": heads + 2 * divided.kv}[holds]
-            mine = sum(b - a for a, b in divided.ranges(size // count, holds)[0])
+        if split_heads is not None:
+            count, mine = split_heads
+            mine = size // count * mine
         else:
             sections = getattr(style, "sections", 1)
             mine = sections * bounds(size // sections, ranks, 0)[1]
         nbytes += p.numel() // max(1, size) * mine * p.element_size()
     return nbytes
+
+
+def _ranges(style: Style, ranks: int) -> tuple[int, int] | None:
+    """Return how many heads a layer makes or takes, over all ranks and on rank 0."""
+    if not isinstance(style, Column | Row) or style.heads is None:
+        return None
+    divided = Heads(style.heads, style.kv_heads or style.heads, ranks)
+    holds = style.holds if isinstance(style, Column) else "q"
+    count = {"q": style.heads, "kv": divided.kv, "qkv": style.heads + 2 * divided.kv}[holds]
+    return count, sum(b - a for a, b in divided.ranges(1, holds)[0])

@@ -44,8 +44,9 @@ class Heads:
             raise ConfigError(msg)
         if self.query < self.ranks or (self.kv < self.ranks and self.ranks % self.kv):
             msg = (
-                f"{self.query} query heads and {self.kv} key heads cannot be divided over {self.ranks} ranks: "
-                "take at most as many ranks as query heads, and a multiple of the key heads if more than those"
+                f"{self.query} query heads and {self.kv} key heads cannot be divided over {self.ranks} "
+                "ranks: take at most as many ranks as query heads, and a multiple of the key heads if "
+                "more than those"
             )
             raise ConfigError(msg)
 

@@ -1,6 +1,6 @@
 """The layers that a plan makes: with shared heads, and with sequences that are split between them."""
 
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch.nn.functional as F  # noqa: N812 - as everyone calls it
 from torch import Tensor, nn
@@ -75,7 +75,9 @@ class PlannedLinear(ParallelLinear):
             A tensor of shape (..., out_features), or with split outputs this rank's shard of it; with a
             sequence and split inputs, this rank's part of the sequence.
         """
-        weight, bias, group = self.weight, self.bias, self.group
+        group = self.group
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if "weight" in self.splits:
             weight = sum_shared(weight, self.splits["weight"], group)
         if bias is not None and "bias" in self.splits:
@@ -164,7 +166,7 @@ class _Sequence:
         finally:
             self.__dict__["_parameters"] = own
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return _rebuild, (type(self).__bases__[1],), self.__dict__
 
 
