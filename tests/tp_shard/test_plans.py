@@ -137,9 +137,12 @@ def copies_of_a_split_gpt_are_gpts():
     expected = split(idx)
     torch.testing.assert_close(copy.deepcopy(split)(idx), expected)
     part = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    ts.parallelize(part, {"0": Sequence(), "1": Column(sections=2), "3": Row()})
+    ts.parallelize(part, {"0": Sequence(), "1": Column(), "3": Row()})
     x = torch.randn(2, 3, 8)
     torch.testing.assert_close(pickle.loads(pickle.dumps(part))(x), part(x))
+    if d.get_world_size() > 1:
+        with pytest.raises(ValueError, match=r"is 5 wide, and this rank's weight takes"):
+            part[3](x[..., :5])
     buffer = io.BytesIO()
     torch.save(ts.collect_state_dict(split, split.state_dict()), buffer)
     buffer.seek(0)

@@ -15,6 +15,7 @@ from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
 
 __all__ = [
+    "check_width",
     "mark_output",
     "parallel_attention",
     "parallel_cross_entropy",
