@@ -94,7 +94,8 @@ class PlannedLinear(ParallelLinear):
                 group=group,
                 layer=self,
             )
-        functional.check_width(input.size(-1), weight.size(1), self)
+        if input.size(-1) != weight.size(1):
+            raise functional.wrong_width(input, weight.size(1), self)
         if self.dim == 0:
             output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
             return output if bias is None else output + sum_gradient(bias, group)

@@ -15,8 +15,6 @@ from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
 
 __all__ = [
-    "check_width",
-    "mark_output",
     "parallel_attention",
     "parallel_cross_entropy",
     "parallel_embedding",
@@ -101,12 +99,12 @@ def linear(
         if input_is_parallel is False or (width != expected and input_is_parallel is None):
             x = _scatter_input(x, expected, group)
         if x.size(-1) != expected:
-            raise _wrong_width(x, expected, layer)
+            raise wrong_width(x, expected, layer)
         return row_linear(x, weight, bias, group, layer)
     if input_is_parallel or (width != expected and input_is_parallel is None):
         x = _gather_input(x, expected, group)
     if x.size(-1) != expected:
-        raise _wrong_width(x, expected, layer)
+        raise wrong_width(x, expected, layer)
     if dim is None:
         return F.linear(x, weight, bias)
     output = column_linear(x, weight, bias, group, layer)
@@ -212,7 +210,7 @@ def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
     return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
 
 
-def _wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+def wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
     named = "" if layer is None else f" of {layer}"
     return ConfigError(
         f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
