@@ -287,7 +287,10 @@ def what_cannot_be_split_is_refused():
     with pytest.raises(TypeError, match="shares its weight with lm_head"):
         ts.parallelize(model, {"tokens": Vocab()})
     with pytest.raises(TypeError, match=r"Sequence\(\) is for single norms"):
-        ts.parallelize(model, {"blocks.0": Sequence()})
+        ts.parallelize(model, {"norm": Sequence(), "blocks.0": Sequence()})
+    with pytest.raises(ValueError, match="are not 5 heads"):
+        ts.parallelize(model, {"norm": Sequence(), "blocks.*.attn.out": Row(heads=5)})
+    assert type(model.norm) is nn.LayerNorm  # an error leaves the model as it was
     with pytest.raises(ValueError, match=r"is a Column\(\), Row\(\)"):
         ts.parallelize(model, {"norm": "column"})
     with pytest.raises(ValueError, match="sequence_dim is counted from the end"):

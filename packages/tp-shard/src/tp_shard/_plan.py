@@ -14,7 +14,13 @@ from tp_shard._split import Ranges
 from tp_shard.nn._convert import Conversion, parallel_class
 from tp_shard.nn._heads import Heads, Holds, section_ranges
 from tp_shard.nn._layer import ParallelLayer
-from tp_shard.nn._planned import ParallelDropout, PlannedEmbedding, PlannedLinear, sequence_class
+from tp_shard.nn._planned import (
+    ParallelDropout,
+    PlannedEmbedding,
+    PlannedLinear,
+    SequenceMixin,
+    sequence_class,
+)
 from tp_shard.nn._sequence import SequenceState
 
 __all__ = ["Column", "Plan", "Row", "Sequence", "Style", "Vocab", "parallelize"]
@@ -128,8 +134,12 @@ def parallelize(
         msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
         raise ConfigError(msg)
     maker = _Maker(model, ranks, None if sequence_dim is None else SequenceState(sequence_dim), seed)
-    made = {id(m): maker.make(path, m, style) for path, (m, style) in chosen.items()}
+    for path, (module, style) in chosen.items():
+        check_kind(path, module, style)
     maker.check_ties({id(m): (path, style) for path, (m, style) in chosen.items()})
+    # Norms are changed where they are: last, so that an error before leaves the model as it was.
+    ordered = sorted(chosen.values(), key=lambda item: isinstance(item[1], Sequence))
+    made = {id(module): maker.make(module, style) for module, style in ordered}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and id(child) in made:
@@ -163,6 +173,28 @@ def _fits(pattern: list[str], path: list[str]) -> bool:
     return fnmatchcase(path[0], pattern[0]) and _fits(pattern[1:], path[1:])
 
 
+def check_kind(path: str, module: nn.Module, style: Style) -> None:
+    """Make sure that a style is for such a layer.
+
+    Raises:
+        ModelError: It is not.
+    """
+    kind = type(module).__name__
+    if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout):
+        msg = f"{path} is split already: {module}"
+        raise ModelError(msg)
+    if isinstance(style, Sequence):
+        if isinstance(module, nn.Linear) or any(m is not module for m in module.modules()):
+            msg = f"{path} is a {kind}; Sequence() is for single norms, dropouts and embeddings"
+            raise ModelError(msg)
+        return
+    kinds = (nn.Linear, nn.Embedding) if isinstance(style, Vocab) else (nn.Linear,)
+    if not isinstance(module, kinds):
+        names = " or ".join(f"nn.{k.__name__}" for k in kinds)
+        msg = f"{path} is a {kind}, and {style} is for an {names}"
+        raise ModelError(msg)
+
+
 class _Maker:
     """Makes the layers of one plan."""
 
@@ -172,19 +204,12 @@ class _Maker:
         self._tracker = RandomTracker(seed, group=group)
         self._model = model
 
-    def make(self, path: str, module: nn.Module, style: Style) -> nn.Module:
-        if isinstance(module, ParallelLayer):
-            msg = f"{path} is split already: {module}"
-            raise ModelError(msg)
+    def make(self, module: nn.Module, style: Style) -> nn.Module:
         if isinstance(style, Sequence):
-            return self._sequential(path, module)
-        if isinstance(module, nn.Linear):
-            return self._linear(module, style)
-        if isinstance(module, nn.Embedding) and isinstance(style, Vocab):
+            return self._sequential(module)
+        if isinstance(module, nn.Embedding):
             return self._embedding(module, 0)
-        kinds = "an nn.Linear or nn.Embedding" if isinstance(style, Vocab) else "an nn.Linear"
-        msg = f"{path} is a {type(module).__name__}, and {style} is for {kinds}"
-        raise ModelError(msg)
+        return self._linear(module, style)  # type: ignore[arg-type]  # check_kind made sure
 
     def _linear(self, layer: nn.Linear, style: Column | Row | Vocab) -> nn.Module:
         make = parallel_class(type(layer), nn.Linear, PlannedLinear)
@@ -226,18 +251,13 @@ class _Maker:
             raise ConfigError(msg)
         return Heads(style.heads, kv, ranks).ranges(size // count, holds)
 
-    def _sequential(self, path: str, module: nn.Module) -> nn.Module:
+    def _sequential(self, module: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding):
             return self._embedding(module, None)
         if isinstance(module, nn.Dropout):
             made = ParallelDropout(module.p, module.inplace, tracker=self._tracker)
-            kept = {k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")}
-            made.__dict__.update(kept)
+            made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")})
             return made
-        if isinstance(module, nn.Linear) or any(m is not module for m in module.modules()):
-            kind = type(module).__name__
-            msg = f"{path} is a {kind}; Sequence() is for single norms, dropouts and embeddings"
-            raise ModelError(msg)
         module.__class__ = sequence_class(type(module))
         module.sequence_group = self._group  # type: ignore[assignment]  # an attribute of its class
         return module

@@ -6,7 +6,7 @@ from torch import nn
 
 from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn._linear import ParallelLinear
-from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, _Sequence
+from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
 
 __all__ = ["LayerSummary", "Summary", "summary"]
 
@@ -97,7 +97,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    if isinstance(module, _Sequence):
+    if isinstance(module, SequenceMixin):
         return "sequence"
     if not isinstance(module, ParallelLayer) or module.dim is None:
         return "replicated"
@@ -108,7 +108,7 @@ def _kind(module: nn.Module) -> str:
 
 def _collectives(module: nn.Module) -> str:
     """Say what a layer communicates, as its docstring does."""
-    if isinstance(module, _Sequence):
+    if isinstance(module, SequenceMixin):
         if module.sequence_group.size == 1:
             return "none"
         return f"{len(list(module.parameters()))} all-reduce backward"

@@ -21,7 +21,7 @@ from tp_shard.nn._sequence import (
     sum_gradient,
 )
 
-__all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "sequence_class"]
+__all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "SequenceMixin", "sequence_class"]
 
 
 class PlannedLinear(ParallelLinear):
@@ -150,7 +150,7 @@ class ParallelDropout(nn.Dropout):
             return super().forward(input)
 
 
-class _Sequence:
+class SequenceMixin:
     """What works on a part of the sequence with parameters that all ranks have.
 
     Forward: nothing. Backward: an all-reduce of each parameter's gradient.
@@ -179,7 +179,7 @@ def sequence_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a ``kind`` that works on a part of the sequence."""
     if kind not in _sequence_classes:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _sequence_classes[kind] = type(kind.__name__, (_Sequence, kind), names)
+        _sequence_classes[kind] = type(kind.__name__, (SequenceMixin, kind), names)
     return _sequence_classes[kind]
 
 
