@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import tp_shard as ts
 from torch import Tensor, nn
+from tp_shard.nn.functional import parallel_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,6 @@ class Cost:
     mebibytes: float
     seconds: float
     losses: list[float]
-
-
-def split_cross_entropy(logits: Tensor, target: Tensor, *, classes: int) -> Tensor:
-    """Return the mean cross entropy over classes of which each rank has some.
-
-    Written out with plain tensors and two collectives; no rank ever holds all logits.
-
-    Args:
-        logits: Of shape (batch, local classes).
-        target: Of shape (batch,), counting in all classes; the same on all ranks.
-        classes: How many classes there are on all ranks.
-    """
-    rank, ranks = ts.distributed.get_rank(), ts.distributed.get_world_size()
-    shards = ts.slice(torch.empty(classes, device="meta"), ranks)
-    local = target - sum(shard.numel() for shard in shards[:rank])
-    mine = (local >= 0) & (local < logits.size(1))
-    own = logits.gather(1, torch.where(mine, local, 0).unsqueeze(1)).squeeze(1)
-    chosen = ts.distributed.reduce(torch.where(mine, own, 0.0))  # (batch,)
-    sums = ts.distributed.gather(logits.logsumexp(1, keepdim=True), size=ranks)  # (batch, ranks)
-    return (sums.logsumexp(1) - chosen).mean()
 
 
 def held() -> float:
@@ -102,7 +83,7 @@ def compare(classes: int, *, features: int, batch: int, steps: int) -> tuple[Cos
     settings = {"classes": classes, "features": features, "batch": batch, "steps": steps}
     split = measure(
         lambda: ts.nn.ParallelLinear(features, classes, dim=-1),
-        functools.partial(split_cross_entropy, classes=classes),
+        functools.partial(parallel_cross_entropy, num_classes=classes, inplace=True),
         **settings,
     )
     whole = None

@@ -13,8 +13,8 @@ PUBLIC = """
     KNOWN_BACKENDS SHARDED_ATTRIBUTE Backend Candidate CollateAdapter DeviceLoad DeviceSpec Engine Job
     LaunchEnvironment LossReduction ModelTraits NoOptions Parts Pool PreparedLoader ReduceOp Selection
     Session Share StepOutput Verdict as_device available_devices count_samples device_loads
-    device_of_rank errors is_sharded least_busy plugins recursive_pin recursive_to rendezvous_store
-    resolve_devices seeded select split_evenly tree_leaves tree_map
+    device_of_rank errors is_sharded lazy_exports least_busy plugins recursive_pin recursive_to
+    rendezvous_store resolve_devices seeded select split_evenly tree_leaves tree_map
 """
 
 

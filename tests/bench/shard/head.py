@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812
 from tp_core.testing import run_ranks
+from tp_shard.nn.functional import parallel_cross_entropy
 
 FEATURES, BATCH = 512, 64
 Head = tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor, Tensor], None]]
@@ -42,43 +43,6 @@ def forget_peak() -> float:
     return status("VmRSS")
 
 
-def exact_loss(logits: Tensor, target: Tensor, classes: int) -> Tensor:
-    """The parallel loss of this package, or the shortest one by hand where it has none."""
-    own = getattr(ts.nn.functional, "parallel_cross_entropy", None)
-    if own is not None:
-        loss: Tensor = own(logits, target, num_classes=classes, inplace=True)
-        return loss
-    start = dist.get_rank() * (classes // 2 + classes % 2)
-    return ByHand.apply(logits, target, start)
-
-
-class ByHand(torch.autograd.Function):
-    """Three small all-reduces; the logits' buffer becomes the gradient."""
-
-    @staticmethod
-    def forward(ctx, logits, target, start):  # type: ignore[no-untyped-def]
-        rows = torch.arange(logits.size(0))
-        local = target - start
-        mine = (local >= 0) & (local < logits.size(1))
-        local = torch.where(mine, local, 0)
-        buffer = logits.detach()
-        top = buffer.amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX)
-        chosen = torch.where(mine, buffer[rows, local], 0.0)
-        total = buffer.sub_(top.unsqueeze(1)).exp_().sum(1)
-        both = torch.stack([total, chosen])
-        dist.all_reduce(both)
-        ctx.buffer, ctx.saved = buffer, (rows, local, mine, both[0])
-        return (both[0].log() + top - both[1]).mean()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        rows, local, mine, total = ctx.saved
-        buffer = ctx.buffer.div_(total.unsqueeze(1))
-        buffer[rows, local] -= mine.float()
-        return buffer.mul_(grad / len(rows)), None, None
-
-
 def heads(name: str, classes: int) -> Head:
     """Return how to build a variant's head, and how it takes a step."""
     if name == "unsharded":
@@ -90,7 +54,7 @@ def heads(name: str, classes: int) -> Head:
     if name == "tp_shard":
 
         def step(head: nn.Module, x: Tensor, y: Tensor) -> None:
-            exact_loss(head(x), y, classes).backward()
+            parallel_cross_entropy(head(x), y, num_classes=classes, inplace=True).backward()
 
         return lambda: ts.nn.ParallelLinear(FEATURES, classes, dim=-1), step
     if name == "DTensor":

@@ -2,12 +2,14 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tp_core._job import Job
-from tp_core._session import Session
 from tp_core._verdict import Verdict
 from tp_core.errors import ConfigError
+
+if TYPE_CHECKING:  # they need torch, and who only asks which plugins there are does not
+    from tp_core._job import Job
+    from tp_core._session import Session
 
 __all__ = ["Backend", "NoOptions"]
 
@@ -40,7 +42,7 @@ class Backend(abc.ABC):
     options_type: ClassVar[type] = NoOptions
 
     @abc.abstractmethod
-    def assess(self, job: Job) -> Verdict:
+    def assess(self, job: "Job") -> Verdict:
         """Say whether this backend can run ``job``: cheap, and without side effects.
 
         Nothing is started and nothing is written: every installed backend is asked, and all but
@@ -48,14 +50,14 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def open(self, job: Job) -> Session:
+    def open(self, job: "Job") -> "Session":
         """Start what the job needs (process groups, replicas) and return the session.
 
         Raises:
             tp_core.errors.TpError: Something that it needs cannot be started.
         """
 
-    def parse_options(self, job: Job) -> Any:
+    def parse_options(self, job: "Job") -> Any:
         """Return this backend's options in ``job`` as an ``options_type``.
 
         Raises:

@@ -6,6 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -162,6 +163,8 @@ def _mapping_of(cls: type) -> Container:
 
 def _dataclass_of(cls: type) -> Container:
     names = tuple(f.name for f in dataclasses.fields(cls))
+    # One call for all fields: this is on the way of every batch. With one name it gives no tuple.
+    get = attrgetter(*names) if len(names) > 1 else None
     cached = frozenset(
         name
         for base in cls.__mro__
@@ -180,8 +183,16 @@ def _dataclass_of(cls: type) -> Container:
             del new.__dict__[name]  # it was computed from the old values
         return new
 
+    def children(value: Any) -> Collection[Any]:
+        if get is not None:
+            try:
+                return get(value)
+            except AttributeError:  # a field that is not set
+                pass
+        return [getattr(value, n) for n in present(value)]
+
     return Container(
-        lambda value: [getattr(value, n) for n in present(value)],
+        children,
         lambda value: [f".{n}" for n in present(value)],
         rebuild,
     )

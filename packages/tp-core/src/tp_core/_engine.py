@@ -2,11 +2,12 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tp_core._verdict import Verdict
+
+if TYPE_CHECKING:  # who only asks which plugins there are does not need torch
+    import torch
 
 __all__ = ["Engine", "Pool"]
 
@@ -46,14 +47,14 @@ class Engine(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def assess(self, devices: Sequence[torch.device]) -> Verdict:
+    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
         """Say whether workers on these devices can be run here; cheap and without side effects."""
 
     @abc.abstractmethod
     def open(
         self,
         worker: Callable[..., Any],
-        devices: Sequence[torch.device],
+        devices: "Sequence[torch.device]",
         *,
         options: Mapping[str, Any],
     ) -> Pool:

@@ -64,6 +64,9 @@ def split_evenly(length: int, parts: int) -> list[slice]:
 
 def count_samples(batch: Any) -> int:
     """Return the length of the first tensor in ``batch`` that has a first dimension, else 1."""
+    first = batch[0] if type(batch) in {tuple, list} and batch else batch
+    if type(first) is torch.Tensor and first.dim() > 0:  # the common batch, at a third of the cost
+        return first.size(0)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.size(0)
@@ -116,17 +119,21 @@ class _EpochBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.shares.clear()
+        known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
         for batch in self.order:
-            mine = batch[split_evenly(len(batch), self._size)[self._rank]]
-            share = Share(len(mine), len(batch))
-            if not mine:
+            total = len(batch)
+            if total not in known:
+                part = split_evenly(total, self._size)[self._rank]
+                known[total] = part, Share(part.stop - part.start, total)
+            part, share = known[total]
+            if share.samples == 0:
                 if not self._training:
                     continue
                 # Every rank must take this step, or the others would wait for its gradients: a
                 # stand-in sample, whose loss counts nothing.
-                mine = batch[:1]
+                part = slice(1)
             self.shares.append(share)
-            yield mine
+            yield batch[part]
 
 
 class PreparedLoader:
@@ -228,10 +235,13 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        batches, move, on_share = self._batches, self._move, self._on_share
-        if batches is None:
-            yield from self._iterate_foreign(epoch)
-            return
+        if self._batches is None:
+            return self._iterate_foreign(epoch)
+        return self._iterate_ours(epoch, self._batches)
+
+    def _iterate_ours(self, epoch: int, batches: _EpochBatches) -> Iterator[Any]:
+        """Yield from a loader whose batches are chosen by us."""
+        move, on_share = self._move, self._on_share
         batches.start(epoch)
         if self._agree is not None and not _order_is_ours(batches.inner):
             self._agree(f"the order of the samples in epoch {epoch}", _digest(batches.order))
@@ -246,11 +256,14 @@ class PreparedLoader:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
         _tell_epoch(self.loader, epoch)
+        share = Share(0, 0)
         for batch in self._source:
             if on_share is not None:
                 # The other ranks' counts are not known here: theirs are taken to be the same.
                 samples = count_samples(batch)
-                on_share(Share(samples, samples * self._size))
+                if samples != share.samples:
+                    share = Share(samples, samples * self._size)
+                on_share(share)
             yield batch if move is None else move(batch)
 
 

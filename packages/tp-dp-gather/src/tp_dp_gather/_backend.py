@@ -1,14 +1,14 @@
 """The backend for training loops whose step needs the whole output of the model."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
-from tp_core import Backend, Job, Session, Verdict
+from tp_core import Backend, Job, Verdict
 
-from tp_dp_gather._data_parallel import DataParallel
+if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_dp_gather._session import GatherSession
 
-__all__ = ["GatherBackend", "GatherOptions", "GatherSession"]
+__all__ = ["GatherBackend", "GatherOptions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +52,6 @@ class GatherBackend(Backend):
 
     def open(self, job: Job) -> "GatherSession":
         """Open a session."""
+        from tp_dp_gather._session import GatherSession
+
         return GatherSession(job, self.parse_options(job))
-
-
-class GatherSession(Session):
-    """Runs the step once per batch, with a model that splits its input and gathers its output.
-
-    Args:
-        job: What is to be done.
-        options: The backend's options.
-    """
-
-    def __init__(self, job: Job, options: GatherOptions) -> None:
-        super().__init__(job)
-        self._options = options
-
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the first device and wrap it in `DataParallel`.
-
-        Raises:
-            ModelError: It is no module, or it is wrapped already.
-        """
-        options = self._options
-        return DataParallel(
-            super().prepare_model(model),
-            list(self.job.devices),
-            dim=options.dim,
-            except_keywords=options.except_keywords,
-        )
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module of a prepared model."""
-        inner: nn.Module = model.module if isinstance(model, DataParallel) else model
-        return inner

@@ -1,12 +1,12 @@
 """The backend for models that are split over processes."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch.distributed as dist
 from tp_core import Backend, Job, Verdict
 
-from tp_shard._session import ShardSession
+if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_shard._session import ShardSession
 
 __all__ = ["ShardBackend", "ShardOptions"]
 
@@ -36,6 +36,8 @@ class ShardBackend(Backend):
 
     def assess(self, job: Job) -> Verdict:
         """Fit several processes with one device each and a model with split parameters."""
+        import torch.distributed as dist
+
         environment, devices = job.environment, job.devices
         if not dist.is_available():
             return Verdict.unfit("this build of torch has no torch.distributed")
@@ -55,12 +57,14 @@ class ShardBackend(Backend):
             )
         return Verdict.fits(80, f"the model is split over ranks, {environment.world_size} processes in all")
 
-    def open(self, job: Job) -> ShardSession:
+    def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.
 
         Raises:
             ConfigError: The group size does not divide the number of ranks.
         """
+        from tp_shard._session import ShardSession
+
         options: ShardOptions = self.parse_options(job)
         return ShardSession(
             job,

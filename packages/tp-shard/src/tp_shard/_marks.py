@@ -9,6 +9,7 @@ from tp_core import SHARDED_ATTRIBUTE
 from tp_core.errors import ConfigError
 
 from tp_shard._group import Group, current_group
+from tp_shard._names import ORDER_TYPE, PARALLEL_DIM, PARALLEL_RANGES, PARALLEL_SIZE
 from tp_shard._split import Split
 
 __all__ = [
@@ -27,15 +28,6 @@ __all__ = [
     "register_parallel_dim",
     "tensor_dim",
 ]
-
-PARALLEL_DIM = "_parallel_dim"
-"""The attribute that names the split dimension, as the layers count: inputs 0, outputs 1 or -1."""
-ORDER_TYPE = "_order_type"
-"""The attribute that says how a parameter's dimensions stand: 0 for (out, in), 1 for (in, out)."""
-PARALLEL_SIZE = "_parallel_size"
-"""The attribute with the size of the split dimension over all shards."""
-PARALLEL_RANGES = "_parallel_ranges"
-"""The attribute with what each rank holds of it, where that is not an even cut."""
 
 _DIMS = (None, 0, 1, -1)
 

@@ -1,12 +1,14 @@
 """One training script for one device, many devices or many machines."""
 
-from tp_trainer._fit import Step
-from tp_trainer._parallel_trainer import ParallelTrainer
-from tp_trainer._progress import EpochRecord, History
-from tp_trainer._trainer import Trainer
+from typing import TYPE_CHECKING
 
-Parallel_Trainer = ParallelTrainer
-"""The spelling of torchhandy, so that only the import line changes."""
+from tp_core import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_trainer._fit import Step
+    from tp_trainer._parallel_trainer import Parallel_Trainer, ParallelTrainer
+    from tp_trainer._progress import EpochRecord, History
+    from tp_trainer._trainer import Trainer
 
 __all__ = [
     "EpochRecord",
@@ -16,3 +18,14 @@ __all__ = [
     "Step",
     "Trainer",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "_fit": ["Step"],
+            "_parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
+            "_progress": ["EpochRecord", "History"],
+            "_trainer": ["Trainer"],
+        },
+    )

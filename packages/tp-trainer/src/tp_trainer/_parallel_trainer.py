@@ -24,7 +24,7 @@ from tp_core.plugins import registry
 from tp_trainer._files import save_atomically
 from tp_trainer._opening import open_session
 
-__all__ = ["ParallelTrainer"]
+__all__ = ["ParallelTrainer", "Parallel_Trainer"]
 
 T = TypeVar("T")
 _MISSING = object()
@@ -219,3 +219,7 @@ def _check_launched(environment: LaunchEnvironment, n_gpus: int) -> None:
             f"{n_gpus} processes"
         )
         raise ConfigError(msg)
+
+
+Parallel_Trainer = ParallelTrainer
+"""The spelling of torchhandy, so that only the import line changes."""

@@ -1,15 +1,18 @@
 """What tp-trainer brings to the registry. Light: the heavy parts are imported in the hooks."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from tp_core import Backend
 from tp_core.plugins import Command, hookimpl
+
+if TYPE_CHECKING:
+    from tp_core import Backend
 
 tp_contract = 1
 
 
 @hookimpl
-def tp_backends() -> Iterable[Backend]:
+def tp_backends() -> "Iterable[Backend]":
     """One device, and one process per device."""
     from tp_trainer._ddp import DdpBackend
     from tp_trainer._single import SingleBackend

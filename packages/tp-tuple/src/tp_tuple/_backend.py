@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core import Backend, Job, Verdict
 from tp_core.errors import ConfigError
 
-from tp_tuple._collate import Weights
-from tp_tuple._session import TupleSession
+if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_tuple._collate import Weights
+    from tp_tuple._session import TupleSession
 
 __all__ = ["TupleBackend", "TupleOptions"]
 
@@ -25,7 +26,7 @@ class TupleOptions:
         force_copies: Give every replica parameters of its own, also on one device: for tests.
     """
 
-    weights: Weights = None
+    weights: "Weights" = None
     cost: Callable[[Any], float] | None = None
     adapter: str = "auto"
     force_copies: bool = False
@@ -53,12 +54,14 @@ class TupleBackend(Backend):
         names = ", ".join(map(str, job.devices))
         return Verdict.fits(60, f"{count} devices in one process ({names}), the step runs on each")
 
-    def open(self, job: Job) -> TupleSession:
+    def open(self, job: Job) -> "TupleSession":
         """Open a session.
 
         Raises:
             ConfigError: An option is wrong.
         """
+        from tp_tuple._session import TupleSession
+
         options: TupleOptions = self.parse_options(job)
         if options.cost is not None and not callable(options.cost):
             msg = f"the option cost must be a function of an item, got {options.cost!r}"

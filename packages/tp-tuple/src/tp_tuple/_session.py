@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,25 +22,13 @@ from tp_core.plugins import registry
 from tp_core.replicas import Replicas
 
 from tp_tuple._adapter import TupleCollateAdapter
-from tp_tuple._collate import Weights, resolve_weights
+from tp_tuple._backend import TupleOptions
+from tp_tuple._collate import resolve_weights
 from tp_tuple._combine import combine
 from tp_tuple._speeds import Speeds
 from tp_tuple._tuple_parallel import timed
 
 __all__ = ["TupleSession"]
-
-
-class _Options(Protocol):
-    """What the session needs of the backend's options."""
-
-    @property
-    def weights(self) -> Weights: ...
-    @property
-    def cost(self) -> Callable[[Any], float] | None: ...
-    @property
-    def adapter(self) -> str: ...
-    @property
-    def force_copies(self) -> bool: ...
 
 
 class TupleSession(Session):
@@ -54,7 +42,7 @@ class TupleSession(Session):
         ConfigError: The weights make no sense, or no collate adapter has the name.
     """
 
-    def __init__(self, job: Job, options: _Options) -> None:
+    def __init__(self, job: Job, options: TupleOptions) -> None:
         super().__init__(job)
         self._weights = resolve_weights(options.weights, len(job.devices), job.devices)
         self._speeds = self._weights if isinstance(self._weights, Speeds) else None

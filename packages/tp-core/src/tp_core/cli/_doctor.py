@@ -16,11 +16,15 @@ from tp_core._select import Selection, select
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import PluginRegistry, registry
 
-__all__ = ["doctor", "examine"]
+__all__ = ["app", "examine"]
 
 _DISTRIBUTIONS = ("tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def doctor(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,

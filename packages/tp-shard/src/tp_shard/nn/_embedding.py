@@ -141,8 +141,8 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
             input: Tokens of any shape, the same on all ranks.
 
         Returns:
-            A tensor of shape (*input.shape, embedding_dim), or with split features this rank's
-            shard of it.
+            A tensor of shape (..., embedding_dim), the tokens' dimensions first, or with split
+            features this rank's shard of it.
 
         Raises:
             OutOfRangeError: A token is not in the table; on every rank, before anything is sent.

@@ -70,7 +70,7 @@ def vocabulary_embedding(
         layer: Who communicates, for messages.
 
     Returns:
-        A tensor of shape (*tokens.shape, features), the same on all ranks.
+        A tensor of shape (..., features), the same on all ranks.
     """
     start, stop = bounds(num_embeddings, group.size, group.rank)
     mine = (tokens >= start) & (tokens < stop)

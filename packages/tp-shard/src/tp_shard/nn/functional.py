@@ -152,7 +152,7 @@ def parallel_embedding(
         layer: Who communicates, for messages.
 
     Returns:
-        A tensor of shape (*input.shape, features), or (*input.shape, local features).
+        A tensor of shape (..., features), or (..., local features).
 
     Raises:
         OutOfRangeError: A token is not in the table; on every rank, before anything is sent. On

@@ -1,0 +1,23 @@
+"""How the site is made: hatch run docs."""
+
+from importlib import metadata
+
+project = "tp"
+release = metadata.version("tp-core")
+author = "The tp authors"
+copyright = "The tp authors, Apache-2.0"  # noqa: A001 - Sphinx's name for it
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]  # the packages' READMEs begin at their own level
+
+html_theme = "furo"
+html_title = "tp"
+
+autodoc_member_order = "groupwise"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True
+default_role = "code"

@@ -1,0 +1,49 @@
+"""Time per step of the trainer in one process: python tests/bench/trainer/one_process.py
+
+Against a hand-written loop and the peers that are installed, on a tiny MLP, which leaves nothing
+for the loop's own cost to hide behind. A second hand-written loop shows how far to trust the ratios.
+"""
+
+import torch
+from loops import (
+    accelerate_loop,
+    fabric_loop,
+    hand_written,
+    is_installed,
+    measure,
+    show,
+    tp_fit,
+    tp_prepare,
+)
+from torch.utils.data import DataLoader, TensorDataset
+from tp_trainer import Trainer
+
+STEPS = 300
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trainer = Trainer(devices="cpu")
+    batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(STEPS)]
+    data = TensorDataset(torch.randn(8 * STEPS, 16), torch.randn(8 * STEPS, 1))
+    sources = {
+        "batches from a list": (batches, 40),
+        "batches from a DataLoader": (DataLoader(data, batch_size=8, shuffle=True), 15),
+    }
+    for source, (loader, rounds) in sources.items():
+        ways = {
+            "hand-written": hand_written(loader),
+            "hand-written, again": hand_written(loader),
+            "tp prepare": tp_prepare(trainer, loader),
+            "tp fit": tp_fit(trainer, loader, STEPS),
+        }
+        if is_installed("accelerate"):
+            ways["accelerate"] = accelerate_loop(loader)
+        if is_installed("lightning_fabric"):
+            ways["fabric"] = fabric_loop(loader)
+        show(f"MLP 16-16-1, batch 8, SGD, one process, {source}", measure(ways, rounds=rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Time per step of the trainer in two gloo processes: python tests/bench/trainer/two_processes.py
+
+Against a hand-written loop over DistributedDataParallel and the peers that are installed, all in
+the same two processes. Gloo's waiting varies by some percent: a second hand-written loop shows it.
+"""
+
+import torch
+import torch.distributed as dist
+from loops import (
+    accelerate_loop,
+    fabric_loop,
+    hand_written,
+    is_installed,
+    measure,
+    show,
+    tp_fit,
+    tp_prepare,
+)
+from torch.nn.parallel import DistributedDataParallel
+from tp_core.testing import run_ranks
+from tp_trainer import Trainer
+
+STEPS, ROUNDS = 50, 120
+
+
+def times_of_rank() -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(STEPS)]
+    trainer = Trainer(devices="cpu")
+    ways = {
+        "hand-written": hand_written(batches, wrap=DistributedDataParallel),
+        "hand-written, again": hand_written(batches, wrap=DistributedDataParallel),
+        "tp prepare": tp_prepare(trainer, batches),
+        "tp fit": tp_fit(trainer, batches, STEPS),
+    }
+    if is_installed("accelerate"):
+        ways["accelerate"] = accelerate_loop(batches)
+    if is_installed("lightning_fabric"):
+        ways["fabric"] = fabric_loop(batches, devices=2)
+    return measure(ways, rounds=ROUNDS)
+
+
+def main() -> None:
+    times, _ = run_ranks(times_of_rank, 2, timeout_s=300.0)
+    show("MLP 16-16-1, batch 8, SGD, two gloo processes, batches from a list", times)
+
+
+if __name__ == "__main__":
+    main()
