@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tp_core.errors import StateError
 
+from tp_shard._generators import get_state, set_state
 from tp_shard._group import Group, GroupLike, as_group
-from tp_shard.nn.init import get_state, set_state
 
 __all__ = ["RandomTracker"]
 
