@@ -276,6 +276,28 @@ def a_classifier_with_100003_classes_trains_like_the_whole_one():
             torch.testing.assert_close(found[name], value, **EXACT)
 
 
+def two_copies_train_like_one_model_on_all_samples():
+    """Four ranks in groups of two, each group with samples of its own, under DistributedDataParallel."""
+    torch.manual_seed(1)
+    whole = Gpt().double()
+    split = ts.parallelize(copy.deepcopy(whole), plan(6, 2, sequence=True))
+    ddp = nn.parallel.DistributedDataParallel(split)
+    copy_index = torch.distributed.get_rank() // 2
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (whole, split)]
+    loss = ts.nn.ParallelCrossEntropyLoss(num_classes=53, parallel=True, class_dim=-1)
+    for _ in range(4):
+        idx, target = torch.randint(0, 53, (2, 4, 13)).unbind()
+        F.cross_entropy(whole(idx).flatten(0, 1), target.flatten()).backward()
+        mine = slice(copy_index * 2, copy_index * 2 + 2)
+        loss(ddp(idx[mine]), target[mine]).backward()
+        found = gradients(split)
+        for name, p in whole.named_parameters(remove_duplicate=False):
+            torch.testing.assert_close(found[name], p.grad, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def what_cannot_be_split_is_refused():
     model = Gpt()
     with pytest.raises(ValueError, match=r"\['block.\*'\] fit no layer; the layers are tokens"):
@@ -336,6 +358,10 @@ def test_without_a_process_group(check):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(on_ranks, ranks):
     on_ranks(ranks, *CHECKS)
+
+
+def test_two_copies_of_two_ranks(on_ranks):
+    on_ranks(4, two_copies_train_like_one_model_on_all_samples, group_size=2)
 
 
 def test_the_proposal_says_what_it_does_and_what_stays_whole(capsys):
