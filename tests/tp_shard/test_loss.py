@@ -435,3 +435,17 @@ def test_the_loss_is_a_module_with_torchs_buffer_and_words():
     loss = ts.nn.ParallelCrossEntropyLoss(torch.ones(3), num_classes=3, reduction="sum")
     assert list(loss.state_dict()) == list(nn.CrossEntropyLoss(torch.ones(3)).state_dict())
     assert "num_classes=3, reduction='sum'" in repr(loss)
+
+
+@pytest.mark.gpu
+def test_the_loss_on_cuda_equals_torchs():
+    full = torch.randn(64, 1001, device="cuda")
+    target = torch.randint(0, 1001, (64,), device="cuda")
+    for inplace in (False, True):
+        a, b = full.clone().requires_grad_(), full.clone().requires_grad_()
+        expected = F.cross_entropy(a, target, label_smoothing=0.1)
+        got = parallel_cross_entropy(b * 1, target, label_smoothing=0.1, parallel=True, inplace=inplace)
+        torch.testing.assert_close(got, expected)
+        expected.backward()
+        got.backward()
+        torch.testing.assert_close(b.grad, a.grad)

@@ -113,3 +113,35 @@ def on_two_ranks(folder):
 
 def test_also_in_two_processes(tmp_path):
     assert run_ranks(on_two_ranks, 2, tmp_path) == [True, True]
+
+
+def split_over_two_ranks(folder, stop_at, resume, epochs=3):
+    import tp_shard as ts
+
+    if not ts.distributed.is_initialized():
+        ts.distributed.init_process_group()
+    with Trainer(seed=5, progress=False, devices="cpu") as trainer:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            ts.nn.ParallelLinear(4, 9, dim=1), nn.Tanh(), ts.nn.ParallelLinear(9, 1, dim=0), nn.Dropout(0.1)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        checkpoint = None if folder is None else Checkpoints(folder, every_steps=1)
+        arguments = {"step": Counted(stop_at), "epochs": epochs, "checkpoint": checkpoint, "resume": resume}
+        history = trainer.fit(model, optimizer, make_loader(), **arguments)
+        weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+        return trainer.selection.chosen.name, weights, [dict(r.train) for r in history]
+
+
+def split_and_resumed(folder):
+    expected = split_over_two_ranks(None, 0, None)
+    with pytest.raises(StoppedError):
+        split_over_two_ranks(folder, 9, None)
+    found = split_over_two_ranks(folder, 0, "auto")
+    same = all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    return found[0], same and found[2] == expected[2]
+
+
+def test_also_with_a_split_model(tmp_path):
+    pytest.importorskip("tp_shard")
+    assert run_ranks(split_and_resumed, 2, tmp_path) == [("shard", True), ("shard", True)]

@@ -16,7 +16,7 @@ from tp_shard.nn._linear import ParallelLinear
 __all__ = ["Conversion", "convert_embedding", "convert_linear"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
-_parallel_classes: dict[type, type] = {}
+_parallel_classes: dict[tuple[type, type], type] = {}
 
 
 class Conversion:
@@ -204,7 +204,7 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
     """
     if kind is base or kind.__module__.startswith("torch.nn."):
         return parallel
-    if kind not in _parallel_classes:
+    if (kind, parallel) not in _parallel_classes:
         for cls in kind.__mro__:
             forward = vars(cls).get("forward")
             names = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -215,12 +215,12 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
                 )
                 raise ModelError(msg)
         # Between the subclass and torch's layer: super().forward() of the one finds the other's.
-        _parallel_classes[kind] = type(
+        _parallel_classes[kind, parallel] = type(
             f"Parallel{kind.__name__}",
             (kind, parallel),
             {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)},
         )
-    return _parallel_classes[kind]
+    return _parallel_classes[kind, parallel]
 
 
 def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it

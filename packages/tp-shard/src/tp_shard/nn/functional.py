@@ -10,10 +10,12 @@ from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._partition import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
+from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
 
 __all__ = [
+    "parallel_attention",
     "parallel_cross_entropy",
     "parallel_embedding",
     "parallel_linear",
@@ -91,24 +93,24 @@ def linear(
     """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
     if group.size == 1:
         output = F.linear(x, weight, bias)
-        return output if not dim or gather_output else _mark_output(output, out_features)
+        return output if not dim or gather_output else mark_output(output, out_features)
     width, expected = x.size(-1), weight.size(1)
     if dim == 0:
         if input_is_parallel is False or (width != expected and input_is_parallel is None):
             x = _scatter_input(x, expected, group)
         if x.size(-1) != expected:
-            raise _wrong_width(x, expected, layer)
+            raise wrong_width(x, expected, layer)
         return row_linear(x, weight, bias, group, layer)
     if input_is_parallel or (width != expected and input_is_parallel is None):
         x = _gather_input(x, expected, group)
     if x.size(-1) != expected:
-        raise _wrong_width(x, expected, layer)
+        raise wrong_width(x, expected, layer)
     if dim is None:
         return F.linear(x, weight, bias)
     output = column_linear(x, weight, bias, group, layer)
     if gather_output:
         return gather(output, -1, size=out_features, group=group)
-    return _mark_output(output, out_features)
+    return mark_output(output, out_features)
 
 
 def parallel_embedding(
@@ -187,10 +189,10 @@ def parallel_embedding(
         return output
     if gather_output:
         return gather(output, -1, size=embedding_dim, group=ranks)
-    return _mark_output(output, embedding_dim)
+    return mark_output(output, embedding_dim)
 
 
-def _mark_output(output: Tensor, size: int | None) -> Tensor:
+def mark_output(output: Tensor, size: int | None) -> Tensor:
     """Say of an output that its last dimension is split: for people, no layer looks at it."""
     if not torch.compiler.is_compiling():
         setattr(output, PARALLEL_DIM, -1)
@@ -208,7 +210,7 @@ def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
     return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
 
 
-def _wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+def wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
     named = "" if layer is None else f" of {layer}"
     return ConfigError(
         f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "

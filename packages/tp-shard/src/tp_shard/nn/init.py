@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_shard import _debug
+from tp_shard._generators import get_state, set_state
 from tp_shard._group import ALONE, Group, current_data_group, current_group
 from tp_shard._marks import get_split
 from tp_shard._split import Split
@@ -83,19 +84,19 @@ def same_generator(
     if group.size == 1 and data.size == 1:
         yield
         return
-    state = _get_state(device, generator)
+    state = get_state(device, generator)
     theirs = state.clone()
     for ranks in (data, group):
         if ranks.size > 1:
             theirs = _broadcast(theirs, ranks, device)
     same = torch.equal(state, theirs)
     if not same:
-        _set_state(theirs, device, generator)
+        set_state(theirs, device, generator)
     try:
         yield
     finally:
         if not same:
-            _set_state(state, device, generator)
+            set_state(state, device, generator)
 
 
 def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
@@ -104,22 +105,3 @@ def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
     moved = state.to(device)  # NCCL sends nothing from the CPU
     dist.broadcast(moved, group_src=0, group=group.handle)
     return moved.to(state.device)
-
-
-def _get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    if generator is not None:
-        return generator.get_state()
-    return (
-        torch.get_rng_state()
-        if device.type == "cpu"
-        else torch.get_device_module(device).get_rng_state(device)
-    )
-
-
-def _set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
-    if generator is not None:
-        generator.set_state(state)
-    elif device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

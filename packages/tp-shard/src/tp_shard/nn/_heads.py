@@ -1,0 +1,209 @@
+"""Attention heads over ranks: who has which, and attention on those that are here."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+from torch import Tensor
+from tp_core.errors import ConfigError
+
+from tp_shard._comm import all_reduce_
+from tp_shard._group import Group, GroupLike, as_group
+from tp_shard._partition import bounds
+from tp_shard._split import Ranges, Split
+
+__all__ = ["Heads", "Holds", "parallel_attention", "section_ranges", "sum_shared"]
+
+Holds = Literal["q", "kv", "qkv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads and the key and value heads that they share, over the ranks of a group.
+
+    Where there are as many key heads as ranks or more, a rank has some of them with all their query
+    heads. Where there are fewer, several ranks have the same key head and part of its query heads.
+
+    Attributes:
+        query: The number of query heads.
+        kv: The number of key heads, which is that of value heads; it divides ``query``.
+        ranks: How many ranks there are.
+
+    Raises:
+        ConfigError: The heads cannot be divided.
+    """
+
+    query: int
+    kv: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.query < 1 or self.kv < 1 or self.query % self.kv:
+            msg = f"{self.query} query heads cannot share {self.kv} key heads: the one divides the other"
+            raise ConfigError(msg)
+        if self.query < self.ranks or (self.kv < self.ranks and self.ranks % self.kv):
+            msg = (
+                f"{self.query} query heads and {self.kv} key heads cannot be divided over {self.ranks} "
+                "ranks: take at most as many ranks as query heads, and a multiple of the key heads if "
+                "more than those"
+            )
+            raise ConfigError(msg)
+
+    def kv_bounds(self, rank: int) -> tuple[int, int]:
+        """Return which key heads ``rank`` has."""
+        if self.kv >= self.ranks:
+            return bounds(self.kv, self.ranks, rank)
+        head = rank * self.kv // self.ranks
+        return head, head + 1
+
+    def query_bounds(self, rank: int) -> tuple[int, int]:
+        """Return which query heads ``rank`` has."""
+        each = self.query // self.kv
+        first, last = self.kv_bounds(rank)
+        if self.kv >= self.ranks:
+            return first * each, last * each
+        holders = self.ranks // self.kv
+        start, stop = bounds(each, holders, rank % holders)
+        return first * each + start, first * each + stop
+
+    def ranges(self, head_dim: int, holds: Holds) -> tuple[Ranges, ...]:
+        """Return for each rank the features that it has of the heads' projection.
+
+        Args:
+            head_dim: The features of one head.
+            holds: Which heads the projection makes: "q", "kv" (keys or values), or "qkv", all three
+                behind one another.
+        """
+        everyone = []
+        for rank in range(self.ranks):
+            q, kv = self.query_bounds(rank), self.kv_bounds(rank)
+            spans = {"q": [(0, q)], "kv": [(0, kv)]}.get(
+                holds, [(0, q), (self.query, kv), (self.query + self.kv, kv)]
+            )
+            everyone.append(tuple(((at + a) * head_dim, (at + b) * head_dim) for at, (a, b) in spans))
+        return tuple(everyone)
+
+
+def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
+    """Return for each rank the features that it has of ``sections`` equal ones behind one another.
+
+    Raises:
+        ConfigError: They are not equal.
+    """
+    width, rest = divmod(size, sections)
+    if rest:
+        msg = f"{size} features are not {sections} sections of the same size"
+        raise ConfigError(msg)
+    return tuple(
+        tuple((i * width + a, i * width + b) for i in range(sections))
+        for a, b in (bounds(width, ranks, rank) for rank in range(ranks))
+    )
+
+
+def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
+    """Return a shard some pieces of which other ranks hold too, so that their gradients are summed.
+
+    Forward: nothing. Backward: an all-reduce of those pieces' gradients, if there are such.
+    """
+    if group.size == 1 or not _shared(split):
+        return tensor
+    return _SumShared.apply(tensor, split, group)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+
+
+def _shared(split: Split) -> list[tuple[int, int]]:
+    """List the pieces that several ranks hold."""
+    pieces = [piece for ranges in split.ranges for piece in ranges]
+    return sorted({piece for piece in pieces if pieces.count(piece) > 1 and piece[0] < piece[1]})
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split, group: Group) -> Tensor:
+        ctx.split, ctx.group = split, group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        split, group = ctx.split, ctx.group
+        shared = _shared(split)
+        shape = list(grad.shape)
+        shape[split.dim] = sum(b - a for a, b in shared)
+        total, at = grad.new_zeros(shape), 0
+        places = {}
+        for a, b in shared:
+            places[a, b] = total.narrow(split.dim, at, b - a)
+            at += b - a
+        mine = dict(_pieces(grad, split, group.rank))
+        for piece, place in places.items():
+            if piece in mine:
+                place.copy_(mine[piece])
+        all_reduce_(total, group, layer="key and value heads that ranks share")
+        result = grad.clone()
+        for piece, part in _pieces(result, split, group.rank):
+            if piece in places:
+                part.copy_(places[piece])
+        return result, None, None
+
+
+def _pieces(tensor: Tensor, split: Split, rank: int) -> list[tuple[tuple[int, int], Tensor]]:
+    found, at = [], 0
+    for a, b in split.ranges[rank]:
+        found.append(((a, b), tensor.narrow(split.dim, at, b - a)))
+        at += b - a
+    return found
+
+
+def parallel_attention(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    group: GroupLike = None,
+) -> Tensor:
+    """Attend with the heads that this rank has.
+
+    Collectives: none; the row layer that follows joins the heads.
+
+    Args:
+        qkv: Queries, keys and values behind one another, of shape (..., seq, features), as a layer
+            makes them whose plan is ``Column(heads=heads, kv_heads=kv_heads, holds="qkv")``.
+        heads: The number of query heads over all ranks.
+        kv_heads: That of key heads; as many by default.
+        causal: Whether a place sees only those before it.
+        dropout: The probability with which a weight is dropped.
+        group: Who; the current model-parallel group by default.
+
+    Returns:
+        A tensor of shape (..., seq, local query heads x head features).
+
+    Raises:
+        ConfigError: The width is not that of this rank's heads.
+
+    Example:
+        >>> parallel_attention(torch.ones(2, 5, 3 * 8), heads=4, causal=True).shape  # on one rank
+        torch.Size([2, 5, 8])
+    """
+    ranks = as_group(group)
+    divided = Heads(heads, heads if kv_heads is None else kv_heads, ranks.size)
+    (q0, q1), (k0, k1) = divided.query_bounds(ranks.rank), divided.kv_bounds(ranks.rank)
+    queries, keys = q1 - q0, k1 - k0
+    width, rest = divmod(qkv.size(-1), queries + 2 * keys)
+    if rest:
+        msg = (
+            f"rank {ranks.rank} of {ranks.size} has {queries} query and {keys} key heads, which do not "
+            f"divide {qkv.size(-1)} features; give the layer Column(heads={heads}, kv_heads={divided.kv}, "
+            'holds="qkv")'
+        )
+        raise ConfigError(msg)
+    split = qkv.unflatten(-1, (queries + 2 * keys, width)).transpose(-2, -3)  # type: ignore[no-untyped-call]  # torch leaves it so
+    q, k, v = split.split([queries, keys, keys], dim=-3)  # (..., heads, seq, head features)
+    if queries != keys:
+        each = divided.query // divided.kv
+        owner = torch.arange(q0, q1, device=qkv.device) // each - k0
+        k, v = k.index_select(-3, owner), v.index_select(-3, owner)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    return out.transpose(-2, -3).flatten(-2)

@@ -1,0 +1,189 @@
+"""The layers that a plan makes: with shared heads, and with sequences that are split between them."""
+
+from typing import Any, Self, SupportsIndex
+
+import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+from torch import Tensor, nn
+
+from tp_shard._collectives import gather
+from tp_shard._group import Group
+from tp_shard._random import RandomTracker
+from tp_shard._split import Ranges
+from tp_shard.nn import functional
+from tp_shard.nn._embedding import ParallelEmbedding
+from tp_shard.nn._heads import sum_shared
+from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._sequence import (
+    SequenceState,
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    sum_gradient,
+)
+
+__all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "SequenceMixin", "sequence_class"]
+
+
+class PlannedLinear(ParallelLinear):
+    """A :class:`ParallelLinear` some of whose features other ranks may hold too, or in sequence parallelism.
+
+    Collectives, with a sequence: for split outputs an all-gather forward and a reduce-scatter
+    backward, for split inputs the other way round and an all-reduce of the bias's gradient. Pieces
+    that ranks share cost an all-reduce of their gradients.
+
+    Attributes:
+        sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
+    """
+
+    sequence: SequenceState | None = None
+
+    @classmethod
+    def from_plan(
+        cls,
+        linear: nn.Linear,
+        dim: int,
+        *,
+        gather_output: bool,
+        group: Group,
+        ranges: tuple[Ranges, ...] | None,
+        sequence: SequenceState | None,
+    ) -> Self:
+        """Return a layer with the settings of a plain one, and no parameters yet."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k != "_parameters"})
+        layer._describe(
+            linear.in_features,
+            linear.out_features,
+            dim,
+            gather_output=gather_output,
+            input_is_parallel=True if dim == 0 and ranges is not None else None,
+            group=group,
+            ranges=ranges,
+        )
+        layer.sequence = sequence
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return ``input @ weight.T + bias``, as :class:`ParallelLinear` does.
+
+        Args:
+            input: Of shape (..., in_features), or this rank's shard of it; with a sequence and split
+                outputs, this rank's part of the sequence.
+
+        Returns:
+            A tensor of shape (..., out_features), or with split outputs this rank's shard of it; with a
+            sequence and split inputs, this rank's part of the sequence.
+        """
+        group = self.group
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if "weight" in self.splits:
+            weight = sum_shared(weight, self.splits["weight"], group)
+        if bias is not None and "bias" in self.splits:
+            bias = sum_shared(bias, self.splits["bias"], group)
+        if self.sequence is None or group.size == 1:
+            return functional.parallel_linear(
+                input,
+                weight,
+                bias,
+                self.dim,
+                gather_output=self.gather_output,
+                input_is_parallel=self.input_is_parallel,
+                out_features=self.out_features,
+                group=group,
+                layer=self,
+            )
+        if input.size(-1) != weight.size(1):
+            raise functional.wrong_width(input, weight.size(1), self)
+        if self.dim == 0:
+            output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
+            return output if bias is None else output + sum_gradient(bias, group)
+        output = F.linear(gather_sequence(input, self.sequence, group), weight, bias)
+        if self.gather_output:
+            return gather(output, -1, size=self.out_features, group=group)
+        return functional.mark_output(output, self.out_features)
+
+
+class PlannedEmbedding(ParallelEmbedding):
+    """A :class:`ParallelEmbedding` whose output is split along the sequence.
+
+    Collectives: those of its table, and an all-gather backward.
+
+    Attributes:
+        sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
+    """
+
+    sequence: SequenceState | None = None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the rows of ``input``, as :class:`ParallelEmbedding` does, of this rank's part."""
+        output = super().forward(input)
+        return output if self.sequence is None else scatter_sequence(output, self.sequence, self.group)
+
+
+class ParallelDropout(nn.Dropout):
+    """Dropout of what is split over ranks: each of them draws by itself.
+
+    Args:
+        p: The probability with which an element is dropped.
+        inplace: Whether the input is overwritten.
+        tracker: The rank's own random numbers; layers of one model share one.
+
+    Collectives: none.
+
+    Example:
+        >>> drop = ParallelDropout(0.5, tracker=ts.RandomTracker(1))
+        >>> drop(torch.ones(4)).shape
+        torch.Size([4])
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, tracker: RandomTracker) -> None:
+        super().__init__(p, inplace)
+        self.tracker = tracker
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return ``input`` with some elements set to 0 and the others scaled."""
+        if not self.training or self.p == 0:
+            return input
+        with self.tracker.fork(input.device):
+            return super().forward(input)
+
+
+class SequenceMixin:
+    """What works on a part of the sequence with parameters that all ranks have.
+
+    Forward: nothing. Backward: an all-reduce of each parameter's gradient.
+    """
+
+    sequence_group: Group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__["_parameters"]
+        self.__dict__["_parameters"] = {
+            name: None if p is None else sum_gradient(p, self.sequence_group) for name, p in own.items()
+        }
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
+        finally:
+            self.__dict__["_parameters"] = own
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return _rebuild, (type(self).__bases__[1],), self.__dict__
+
+
+_sequence_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def sequence_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a ``kind`` that works on a part of the sequence."""
+    if kind not in _sequence_classes:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _sequence_classes[kind] = type(kind.__name__, (SequenceMixin, kind), names)
+    return _sequence_classes[kind]
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    cls = sequence_class(kind)
+    module: nn.Module = cls.__new__(cls)
+    return module

@@ -1,0 +1,142 @@
+"""Sequence parallelism: between the split layers each rank has a part of the sequence.
+
+As in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198): what a row layer would all-reduce is reduce-scattered along the sequence, and
+what a column layer takes is gathered again, so that norms and dropout work on a part each.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_shard import _debug
+from tp_shard._comm import all_gather, gather_sizes
+from tp_shard._group import Group
+from tp_shard._partition import bounds, shard_sizes
+
+__all__ = ["SequenceState", "gather_sequence", "reduce_scatter_sequence", "scatter_sequence", "sum_gradient"]
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What the layers of one model share about its sequences.
+
+    Attributes:
+        dim: Which dimension the sequence is, counted from the end.
+        size: Its length over all ranks, as the layer saw it that split it last.
+    """
+
+    dim: int = -2
+    size: int | None = None
+
+
+def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
+    """Return this rank's part of a sequence that all ranks have.
+
+    Forward: nothing. Backward: an all-gather.
+    """
+    state.size = tensor.size(state.dim)
+    return tensor if group.size == 1 else _Scatter.apply(tensor, state.dim, state.size, group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+
+
+def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
+    """Return the whole sequence of the ranks' parts, for a layer whose outputs are split.
+
+    Forward: an all-gather; one more of a number, where no layer split the sequence before. Backward:
+    a reduce-scatter.
+    """
+    if group.size == 1:
+        return tensor
+    if state.size is None:
+        state.size = sum(gather_sizes(tensor.size(state.dim), group, tensor.device))
+    return _Gather.apply(tensor, state.dim, state.size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
+
+
+def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
+    """Return this rank's part of the sum of the ranks' sequences.
+
+    Forward: a reduce-scatter. Backward: an all-gather.
+    """
+    state.size = tensor.size(state.dim)
+    return tensor if group.size == 1 else _ReduceScatter.apply(tensor, state.dim, state.size, group)  # type: ignore[no-untyped-call]  # as above
+
+
+def sum_gradient(parameter: Tensor, group: Group) -> Tensor:
+    """Return a parameter that all ranks have, for use on a part of the sequence.
+
+    Forward: nothing. Backward: an all-reduce.
+    """
+    from tp_shard._collectives import copy
+
+    return copy(parameter, group=group)
+
+
+def _take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    start, stop = bounds(size, group.size, group.rank)
+    return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """Sum over the ranks and keep one part; shorter parts are padded for the journey."""
+    if _debug.state.enabled:
+        _debug.check("reduce_scatter", tensor, group, "the sequence")
+    sizes = shard_sizes(size, group.size)
+    whole = tensor.detach().movedim(dim, 0)
+    sent = whole.new_zeros((group.size, max(sizes), *whole.shape[1:]))
+    for place, part in zip(sent.unbind(), torch.split(whole, sizes), strict=True):
+        place[: part.size(0)] = part
+    mine = sent.new_empty(sent.shape[1:])
+    _reduce_scatter(mine.view(-1), sent.view(-1), group=group.handle)
+    return mine[: sizes[group.rank]].movedim(0, dim).contiguous()
+
+
+# Each backward pass applies the counterpart, which makes them differentiable twice.
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.args = dim, size, group
+        return _take(tensor, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _GatherAlike.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.args = dim, size, group
+        return all_gather(tensor, dim, shard_sizes(size, group.size), group, layer="the sequence")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Scatter.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.args = dim, size, group
+        return all_gather(tensor, dim, shard_sizes(size, group.size), group, layer="the sequence")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _ReduceScatter.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.args = dim, size, group
+        return _sum_and_take(tensor, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Gather.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
