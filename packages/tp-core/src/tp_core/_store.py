@@ -1,9 +1,10 @@
 """The key-value store through which the processes of one job find each other."""
 
 import functools
+import os
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not say so
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does not say so
 
 from tp_core._environment import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError, RankFailedError
@@ -15,7 +16,8 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
     """Return the store that all processes of the job share.
 
     Under torch's elastic launcher the agent serves it; otherwise rank 0 does, at the master
-    address. There is one for each process: asking again returns the same.
+    address. There is one for each process: asking again returns the same. The agent's outlives a
+    restart of the processes: what was written before one is not seen after it.
 
     Raises:
         LaunchEnvironmentError: The environment has no master address and port.
@@ -52,4 +54,4 @@ def _connect(address: str, port: int, rank: int, world_size: int, timeout_s: flo
     store, _, _ = next(
         rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
     )
-    return store  # type: ignore[no-any-return]  # as above
+    return PrefixStore(f"tp/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
