@@ -179,6 +179,8 @@ def _unknown(wanted: str, asked_by: str, candidates: tuple[Candidate, ...]) -> s
         if missing:
             offers = ", ".join(f"{n!r} (pip install {d})" for n, d in sorted(missing.items()))
             lines.append(f"this project also offers: {offers}")
+        else:
+            lines.append("one of another project comes with it: pip install that project's distribution")
     return "\n".join(lines)
 
 
