@@ -77,12 +77,16 @@ def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]], ids=str)
-def test_with_a_gpu_the_whole_output_is_that_of_the_module_by_itself(devices):
+def test_with_a_gpu_output_and_gradients_are_those_of_the_module_by_itself(devices):
     if torch.cuda.device_count() < 2 and "cuda:1" in devices:
         pytest.skip("needs two CUDA devices")
     model = nn.Linear(5, 2).to("cuda:0")
     x = torch.randn(7, 5, device="cuda:0")
-    torch.testing.assert_close(DataParallel(model, devices)(x), model(x))
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    output = DataParallel(model, devices)(x)
+    torch.testing.assert_close(output, model(x))
+    output.square().mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])

@@ -12,6 +12,7 @@ from tp_core._lazy import lazy_exports
 if TYPE_CHECKING:
     from tp_core import plugins
     from tp_core._backend import Backend, NoOptions
+    from tp_core._batches import Share, split_evenly
     from tp_core._collate import CollateAdapter, Parts
     from tp_core._devices import (
         DeviceSpec,
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from tp_core._environment import LaunchEnvironment
     from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, Precision, is_sharded
     from tp_core._load import DeviceLoad, device_loads, least_busy
-    from tp_core._loader import PreparedLoader, Share, count_samples, seeded, split_evenly
+    from tp_core._loader import PreparedLoader, count_samples
+    from tp_core._seeding import seeded
     from tp_core._select import KNOWN_BACKENDS, Candidate, Selection, select
     from tp_core._session import ReduceOp, Session, StepOutput
     from tp_core._store import rendezvous_store
@@ -89,13 +91,15 @@ if not TYPE_CHECKING:
         __name__,
         {
             "_backend": ["Backend", "NoOptions"],
+            "_batches": ["Share", "split_evenly"],
             "_collate": ["CollateAdapter", "Parts"],
             "_devices": ["DeviceSpec", "as_device", "available_devices", "device_of_rank", "resolve_devices"],
             "_engine": ["Engine", "Pool"],
             "_environment": ["LaunchEnvironment"],
             "_job": ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "Precision", "is_sharded"],
             "_load": ["DeviceLoad", "device_loads", "least_busy"],
-            "_loader": ["PreparedLoader", "Share", "count_samples", "seeded", "split_evenly"],
+            "_loader": ["PreparedLoader", "count_samples"],
+            "_seeding": ["seeded"],
             "_select": ["KNOWN_BACKENDS", "Candidate", "Selection", "select"],
             "_session": ["ReduceOp", "Session", "StepOutput"],
             "_store": ["rendezvous_store"],

@@ -8,13 +8,8 @@ samples it has.
 
 import copy
 import hashlib
-import random
-import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, TypeGuard
 
 import torch
@@ -27,40 +22,16 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
+from tp_core._batches import EpochBatches, Share, tell_epoch
+from tp_core._seeding import seeded
 from tp_core._tree import tree_leaves
 from tp_core.errors import LoaderError
 
-__all__ = ["PreparedLoader", "Share", "count_samples", "seeded", "split_evenly"]
+__all__ = ["PreparedLoader", "count_samples"]
 
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How many samples of a global batch one data rank has.
-
-    Attributes:
-        samples: Samples of this rank; 0 for a stand-in that must not count.
-        total: Samples of all data ranks together.
-    """
-
-    samples: int
-    total: int
-
-
-def split_evenly(length: int, parts: int) -> list[slice]:
-    """Cut ``length`` into ``parts`` slices whose sizes differ by at most one, larger ones first.
-
-    Example:
-        >>> split_evenly(5, 2)
-        [slice(0, 3, None), slice(3, 5, None)]
-    """
-    size, extra = divmod(length, parts)
-    bounds = [i * size + min(i, extra) for i in range(parts + 1)]
-    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def count_samples(batch: Any) -> int:
@@ -72,113 +43,6 @@ def count_samples(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.size(0)
     return 1
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Run a block with Python's, numpy's (if loaded) and torch's CPU generators seeded by ``key``.
-
-    The generators are put back as they were.
-    """
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        _seed_generators(key)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-
-
-def _seed_generators(key: tuple[int, ...]) -> None:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
-    # Not torch.manual_seed, which would also reseed the accelerators.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-class _Batch(list[Any]):
-    """The indices of one batch. A loader's worker that begins to load them seeds its generators.
-
-    So what a worker draws follows from the seed, the epoch and the batch, and not from how many
-    batches it has loaded before: it is the same when an epoch is resumed in its middle.
-    """
-
-    key: tuple[int, ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:
-            _seed_generators(self.key)
-        return super().__iter__()
-
-
-class _EpochBatches:
-    """A batch sampler that gives one rank its share of the epoch's batches."""
-
-    def __init__(self, inner: Any, *, seed: int, rank: int, size: int, training: bool) -> None:
-        self.inner = inner
-        self.seed = seed
-        self.order: list[list[Any]] = []
-        self.shares: deque[Share] = deque()
-        self._first = 0
-        self._epoch = 0
-        self._rank, self._size, self._training = rank, size, training
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def start(self, epoch: int, *, first: int = 0) -> None:
-        """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
-        _tell_epoch(self.inner, epoch)
-        with seeded(self.seed, epoch):
-            # The length bounds samplers that never end.
-            self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
-        self._epoch, self._first = epoch, first
-
-    def find(self, epoch: int, samples: int) -> int:
-        """Return how many batches of the epoch hold its first ``samples`` samples.
-
-        Raises:
-            LoaderError: None do: it is in the middle of a batch.
-        """
-        self.start(epoch)
-        ends = list(accumulate(map(len, self.order), initial=0))
-        if samples not in ends:
-            msg = (
-                f"sample {samples} of epoch {epoch}, where the checkpoint stands, is not the end of a "
-                f"batch of this loader (its first batches end at {ends[1:4]}); give the loader the "
-                "batch size and the sampler that it had"
-            )
-            raise LoaderError(msg)
-        return ends.index(samples)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.shares.clear()
-        known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
-        for number in range(self._first, len(self.order)):
-            batch = self.order[number]
-            total = len(batch)
-            if total not in known:
-                part = split_evenly(total, self._size)[self._rank]
-                known[total] = part, Share(part.stop - part.start, total)
-            part, share = known[total]
-            if share.samples == 0:
-                if not self._training:
-                    continue
-                # Every rank must take this step, or the others would wait for its gradients: a
-                # stand-in sample, whose loss counts nothing.
-                part = slice(1)
-            self.shares.append(share)
-            mine = _Batch(batch[part])
-            mine.key = (self.seed, self._epoch, number, self._rank)
-            yield mine
 
 
 class PreparedLoader:
@@ -233,7 +97,7 @@ class PreparedLoader:
         self._on_share = on_share
         self._agree = agree if shard else None
         self._size = size
-        self._batches: _EpochBatches | None = None
+        self._batches: EpochBatches | None = None
         self._source = loader
         if not shard or not _is_indexed(loader):
             if shard and size > 1:
@@ -246,9 +110,7 @@ class PreparedLoader:
                 "shard=False"
             )
             raise LoaderError(msg)
-        self._batches = _EpochBatches(
-            loader.batch_sampler, seed=seed, rank=rank, size=size, training=training
-        )
+        self._batches = EpochBatches(loader.batch_sampler, seed=seed, rank=rank, size=size, training=training)
         self._source = _copy_loader(loader, self._batches, collate)
         if self._agree is not None:
             self._agree("the number of batches of a loader", len(self._batches))
@@ -292,7 +154,7 @@ class PreparedLoader:
             return self._iterate_foreign(epoch, first)
         return self._iterate_ours(epoch, first, self._batches)
 
-    def _iterate_ours(self, epoch: int, first: int, batches: _EpochBatches) -> Iterator[Any]:
+    def _iterate_ours(self, epoch: int, first: int, batches: EpochBatches) -> Iterator[Any]:
         """Yield from a loader whose batches are chosen by us."""
         move, on_share = self._move, self._on_share
         batches.start(epoch, first=first)
@@ -308,7 +170,7 @@ class PreparedLoader:
     def _iterate_foreign(self, epoch: int, first: int) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
-        _tell_epoch(self.loader, epoch)
+        tell_epoch(self.loader, epoch)
         share = Share(0, 0)
         source = self._begin(self._source, epoch)
         for batch in islice(source, first, None) if first else source:
@@ -392,13 +254,6 @@ def _position_holder(loader: object) -> Any:
     return None
 
 
-def _tell_epoch(holder: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader or batch sampler, and of its sampler, where there is one."""
-    for listener in (holder, getattr(holder, "sampler", None)):
-        if listener is not None and hasattr(listener, "set_epoch"):
-            listener.set_epoch(epoch)
-
-
 def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` takes batches of indices, so that we can choose them."""
     return (
@@ -411,7 +266,7 @@ def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 def _copy_loader(
     loader: DataLoader[Any],
-    batches: _EpochBatches,
+    batches: EpochBatches,
     collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None,
 ) -> DataLoader[Any]:
     """Copy a loader with other batches: whatever its class and options, all else stays.

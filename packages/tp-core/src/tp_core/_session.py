@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tp_core._batches import Share
 from tp_core._job import Job
-from tp_core._loader import PreparedLoader, Share
+from tp_core._loader import PreparedLoader
 from tp_core._tensor_slices import TensorSlice
 from tp_core._transfer import recursive_to
 from tp_core.errors import DisagreementError, ModelError

@@ -28,12 +28,12 @@ from tp_core import (
     resolve_devices,
     select,
 )
-from tp_core.errors import ConfigError, SelectionError, StateError
+from tp_core.errors import ConfigError, SelectionError
 from tp_core.plugins import PluginRegistry, registry
 
 from tp_trainer._checkpoint import Checkpoints, Keeper
-from tp_trainer._files import load_state, save_atomically
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
+from tp_trainer._model_files import load_model, save_model
 from tp_trainer._opening import open_session
 from tp_trainer._precision import LossScaler, autocast, check_precision, to_bfloat16
 from tp_trainer._progress import History, Reporter
@@ -527,21 +527,7 @@ class Trainer:
 
         Collectives: the backend's gathering of the state, one broadcast.
         """
-        session = self.session
-        state = session.model_state(self._prepare_model(model))
-        failure = None
-        if session.is_main:
-            try:
-                save_atomically(state, path)
-            except OSError as error:
-                failure = error
-        # Every rank learns how it went: the others must not run on into the next collective.
-        message = session.broadcast(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        if message is not None:
-            msg = f"rank 0 could not write {os.fspath(path)}: {message}"
-            raise OSError(msg)
+        save_model(self.session, self._prepare_model(model), path)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
@@ -550,22 +536,7 @@ class Trainer:
             FileNotFoundError: There is no such file.
             StateError: The file is damaged, or is of another model; the model is untouched.
         """
-        prepared = self._prepare_model(model)
-        state = load_state(path)
-        expected = self.session.model_state(prepared)
-        problems = [f"lacks {name}" for name in expected.keys() - state.keys()]
-        problems += [f"has {name}, which the model lacks" for name in state.keys() - expected.keys()]
-        problems += [
-            f"has {name} of shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in state and state[name].shape != tensor.shape
-        ]
-        if problems:
-            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-            listed = "; it ".join(sorted(problems)[:3])
-            msg = f"{os.fspath(path)} does not fit the model: it {listed}{more}"
-            raise StateError(msg)
-        self.session.load_model_state(prepared, state)
+        load_model(self.session, self._prepare_model(model), path)
 
     # -- the end ------------------------------------------------------------------------------
 

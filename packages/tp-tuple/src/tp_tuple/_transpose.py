@@ -60,9 +60,9 @@ def arguments_of_parts(
     """
     count = -1
     for i, arg in enumerate(args):
-        count = _count(f"argument {i}", arg, count, most)
+        count = _count(i, arg, count, most)
     for name, arg in kwargs.items():
-        count = _count(f"argument {name!r}", arg, count, most)
+        count = _count(name, arg, count, most)
     if not kwargs:
         if count == 1:  # one device must cost next to nothing
             return [(tuple([a[0] for a in args]), {})]
@@ -70,18 +70,20 @@ def arguments_of_parts(
     return [(tuple([a[i] for a in args]), {name: a[i] for name, a in kwargs.items()}) for i in range(count)]
 
 
-def _count(name: str, arg: Any, count: int, most: int | None) -> int:
+def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
+    """Return the number of parts of the argument with that place or name."""
     if not isinstance(arg, tuple | list):
         msg = (
-            f"{name} must be a tuple or list with one part per device, got {type(arg).__name__}: {arg!r:.80}"
+            f"argument {name!r} must be a tuple or list with one part per device, "
+            f"got {type(arg).__name__}: {arg!r:.80}"
         )
         raise ConfigError(msg)
     given = len(arg)
     if count >= 0 and given != count:
-        msg = f"{name} must have {count} parts like the arguments before it, got {given}"
+        msg = f"argument {name!r} must have {count} parts like the arguments before it, got {given}"
         raise ConfigError(msg)
     if given == 0 or (most is not None and given > most):
         expected = "at least 1" if most is None else f"1 to {most}"
-        msg = f"{name} must have {expected} parts, one per device, got {given}"
+        msg = f"argument {name!r} must have {expected} parts, one per device, got {given}"
         raise ConfigError(msg)
     return given

@@ -103,7 +103,7 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         if not args and not kwargs:
             parts: list[Any] = [((), {})]
         else:
-            parts = arguments_of_parts(args, kwargs, most=len(replicas))
+            parts = arguments_of_parts(args, kwargs, most=len(self.device_ids))
         speeds = _speeds_of(args, kwargs) if self.speeds is None else self.speeds
         call = _call
         if self.transfer_input:

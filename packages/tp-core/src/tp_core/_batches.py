@@ -1,0 +1,123 @@
+"""The batches of one epoch, in an order that follows from (seed, epoch), and one rank's share of each."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from tp_core._seeding import seed_generators, seeded
+from tp_core.errors import LoaderError
+
+__all__ = ["EpochBatches", "Share", "split_evenly", "tell_epoch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many samples of a global batch one data rank has.
+
+    Attributes:
+        samples: Samples of this rank; 0 for a stand-in that must not count.
+        total: Samples of all data ranks together.
+    """
+
+    samples: int
+    total: int
+
+
+def split_evenly(length: int, parts: int) -> list[slice]:
+    """Cut ``length`` into ``parts`` slices whose sizes differ by at most one, larger ones first.
+
+    Example:
+        >>> split_evenly(5, 2)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
+    size, extra = divmod(length, parts)
+    bounds = [i * size + min(i, extra) for i in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
+
+
+class _Batch(list[Any]):
+    """The indices of one batch. A loader's worker that begins to load them seeds its generators.
+
+    So what a worker draws follows from the seed, the epoch and the batch, and not from how many
+    batches it has loaded before: it is the same when an epoch is resumed in its middle.
+    """
+
+    key: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            seed_generators(self.key)
+        return super().__iter__()
+
+
+class EpochBatches:
+    """A batch sampler that gives one rank its share of the epoch's batches."""
+
+    def __init__(self, inner: Any, *, seed: int, rank: int, size: int, training: bool) -> None:
+        self.inner = inner
+        self.seed = seed
+        self.order: list[list[Any]] = []
+        self.shares: deque[Share] = deque()
+        self._first = 0
+        self._epoch = 0
+        self._rank, self._size, self._training = rank, size, training
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def start(self, epoch: int, *, first: int = 0) -> None:
+        """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
+        tell_epoch(self.inner, epoch)
+        with seeded(self.seed, epoch):
+            # The length bounds samplers that never end.
+            self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
+        self._epoch, self._first = epoch, first
+
+    def find(self, epoch: int, samples: int) -> int:
+        """Return how many batches of the epoch hold its first ``samples`` samples.
+
+        Raises:
+            LoaderError: None do: it is in the middle of a batch.
+        """
+        self.start(epoch)
+        ends = list(accumulate(map(len, self.order), initial=0))
+        if samples not in ends:
+            msg = (
+                f"sample {samples} of epoch {epoch}, where the checkpoint stands, is not the end of a "
+                f"batch of this loader (its first batches end at {ends[1:4]}); give the loader the "
+                "batch size and the sampler that it had"
+            )
+            raise LoaderError(msg)
+        return ends.index(samples)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.shares.clear()
+        known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
+        for number in range(self._first, len(self.order)):
+            batch = self.order[number]
+            total = len(batch)
+            if total not in known:
+                part = split_evenly(total, self._size)[self._rank]
+                known[total] = part, Share(part.stop - part.start, total)
+            part, share = known[total]
+            if share.samples == 0:
+                if not self._training:
+                    continue
+                # Every rank must take this step, or the others would wait for its gradients: a
+                # stand-in sample, whose loss counts nothing.
+                part = slice(1)
+            self.shares.append(share)
+            mine = _Batch(batch[part])
+            mine.key = (self.seed, self._epoch, number, self._rank)
+            yield mine
+
+
+def tell_epoch(holder: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader or batch sampler, and of its sampler, where there is one."""
+    for listener in (holder, getattr(holder, "sampler", None)):
+        if listener is not None and hasattr(listener, "set_epoch"):
+            listener.set_epoch(epoch)

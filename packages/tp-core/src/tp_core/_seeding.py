@@ -1,0 +1,42 @@
+"""Generators that follow from numbers which say when and where."""
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["seed_generators", "seeded"]
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Run a block with Python's, numpy's (if loaded) and torch's CPU generators seeded by ``key``.
+
+    The generators are put back as they were.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(key)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def seed_generators(key: tuple[int, ...]) -> None:
+    """Seed Python's, numpy's (if loaded) and torch's CPU generators by ``key``."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
+    # Not torch.manual_seed, which would also reseed the accelerators.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
