@@ -1,6 +1,6 @@
 """The program that chaos is brought upon: a small model with checkpoints, whose ranks kill themselves.
 
-Arguments: the folder, how many kills, the seed of the chaos.
+Arguments: the folder, how many kills, the seed of the chaos, how many epochs.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_trainer import Checkpoints, Trainer
 
-EPOCHS, BATCHES = 3, 12
+BATCHES = 12
 
 
 class Doom:
@@ -36,7 +36,7 @@ class Doom:
         return (model(x) - y).square().mean()
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int, epochs: int) -> None:
     doom = Doom(kills, seed)
     x = torch.randn(BATCHES * 8 - 3, 4, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
@@ -48,7 +48,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
             optimizer,
             DataLoader(data, batch_size=8, shuffle=True),
             step=doom.step,
-            epochs=EPOCHS,
+            epochs=epochs,
             val_loader=DataLoader(data, batch_size=16),
             checkpoint=Checkpoints(folder / "run", every_steps=2),
             resume="auto",
@@ -57,4 +57,4 @@ def main(folder: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

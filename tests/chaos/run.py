@@ -17,12 +17,12 @@ import torch
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def launch(folder: Path, *, kills: int, seed: int, ranks: int, timeout_s: float) -> str:
-    """Run the program in ``ranks`` processes until it is done; return what it printed."""
+def launch(folder: Path, *, kills: int, epochs: int, seed: int, ranks: int, timeout_s: float) -> int:
+    """Run the program in ``ranks`` processes until it is done; return how often it was started again."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tp_core.cli", "launch", "-n", str(ranks), "--max-restarts", str(kills)]
     done = subprocess.run(
-        [*command, str(PROGRAM), str(folder), str(kills), str(seed)],
+        [*command, str(PROGRAM), str(folder), str(kills), str(seed), str(epochs)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -32,7 +32,7 @@ def launch(folder: Path, *, kills: int, seed: int, ranks: int, timeout_s: float)
     if done.returncode:
         msg = f"the run ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
         raise RuntimeError(msg)
-    return done.stdout + done.stderr
+    return (done.stdout + done.stderr).count("failed with SIGKILL, restart")
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -49,11 +49,15 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         calm, wild = Path(name, "calm"), Path(name, "wild")
-        launch(calm, kills=0, seed=args.seed, ranks=args.ranks, timeout_s=300)
+        epochs = args.kills + 1  # no start gets further than one epoch, so that all kills happen
+        launch(calm, kills=0, epochs=epochs, seed=args.seed, ranks=args.ranks, timeout_s=300)
         began = time.monotonic()
-        launch(wild, kills=args.kills, seed=args.seed, ranks=args.ranks, timeout_s=60 + 30 * args.kills)
+        limit_s = 60 + 30 * args.kills
+        kills = launch(
+            wild, kills=args.kills, epochs=epochs, seed=args.seed, ranks=args.ranks, timeout_s=limit_s
+        )
         verdict = "the same weights, bit for bit" if same_weights(calm, wild) else "OTHER WEIGHTS"
-        print(f"{args.kills} kills over {args.ranks} ranks, {time.monotonic() - began:.0f} s: {verdict}")
+        print(f"{kills} kills over {args.ranks} ranks, {time.monotonic() - began:.0f} s: {verdict}")
     sys.exit(0 if verdict.startswith("the same") else 1)
 
 
