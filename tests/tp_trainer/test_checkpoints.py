@@ -170,7 +170,7 @@ def test_a_damaged_one_that_was_asked_for_by_name_is_an_error(tmp_path):
         fit(tmp_path, resume=tmp_path)
 
 
-def test_one_that_was_being_written_when_the_process_died_does_not_count(tmp_path, monkeypatch):
+def test_one_that_was_being_written_when_the_process_died_does_not_count(tmp_path):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=2), stop_at=6)
     half = folders.scratch(tmp_path, 99)
@@ -297,7 +297,7 @@ def test_fewer_ranks_go_on_and_say_what_is_lost(tmp_path, caplog):
         torch.testing.assert_close(weight, wanted)
 
 
-def fail_to_write(folder, unwritable):
+def fail_to_write(folder):
     with pytest.raises(OSError, match=r"File too large|rank 0 could not write the checkpoint"):
         train_beyond_the_quota(folder)
     return True
@@ -309,7 +309,7 @@ def train_beyond_the_quota(folder):
 
 
 def test_every_rank_learns_that_a_checkpoint_could_not_be_written(tmp_path):
-    assert run_ranks(fail_to_write, 2, tmp_path, None) == [True, True]
+    assert run_ranks(fail_to_write, 2, tmp_path) == [True, True]
 
 
 # -- other loaders ---------------------------------------------------------------------------------
