@@ -45,10 +45,13 @@ class Tp:
         return name
 
     def start(self, command: str, *args: str) -> subprocess.Popen[str]:
+        return self.start_command([sys.executable, "-c", _MAIN.format(command), *args])
+
+    def start_command(self, command: list[str]) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOGLEVEL")}
         env |= {"TP_STATE_DIR": str(self.cwd / "state"), "TMPDIR": str(self.tmp), "COLUMNS": "200"}
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(command), *args],
+            command,
             cwd=self.cwd,
             env=env,
             stdin=subprocess.DEVNULL,

@@ -71,6 +71,10 @@ def launch(
         str | None,
         typer.Option(help="The address of this host for the others.", rich_help_panel=_MANY),
     ] = None,
+    host_timeout_s: Annotated[
+        float,
+        typer.Option(help="Seconds after which a silent host counts as lost.", rich_help_panel=_MANY),
+    ] = 15.0,
 ) -> None:
     """Run a script on several processes, of this host and of others."""
 
@@ -93,6 +97,7 @@ def launch(
             log_dir=log_dir,
             local_addr=local_addr,
             grace_s=grace_s,
+            host_timeout_s=host_timeout_s,
             name=name,
         )
         if detach:

@@ -72,6 +72,8 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
         conf["rank"] = request.node_rank or 0
     elif is_host is not None:
         conf["is_host"] = is_host
+    # torch forgets a host that is silent for three of these, and lets the others meet without it.
+    conf.setdefault("keep_alive_interval", max(1, int(request.host_timeout_s / 3)))
     options: dict[str, Any] = {
         "min_nodes": plan.min_nodes,
         "max_nodes": plan.max_nodes,

@@ -1,7 +1,8 @@
 """Tell the other hosts of a job why it failed, through the store at which they met.
 
 Without it each host knows only its own ranks: one that waits in a collective for a rank which died
-elsewhere waits for the deadline of the collective, and then reports the wait instead of the cause.
+elsewhere, or for a host that was cut off, waits for the deadline of the collective, and then reports
+the wait instead of the cause.
 """
 
 import contextlib
@@ -10,11 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from tp_trainer._launch._hosts import Endpoint
+from tp_trainer._launch._liveness import Liveness
+
+T = TypeVar("T")
 
 _POLL_S = 0.3
+_BEAT_S = 1.0  # at most; from one sign of life to the next
 _CONNECT_S = 10.0
 _LINGER_S = 3.0  # how long the host of the store stays for the others to read
 _HEARSAY_S = 6.0  # how long a host that only noticed a loss waits to hear the cause
@@ -32,19 +37,37 @@ class Herald:
         endpoint: Where the store is.
         run_id: The name of the job.
         serves: Whether this host serves the store: it leaves last.
+        name: What the other hosts call this one in messages.
+        timeout_s: How long a host may be silent before it counts as lost.
         on_news: Called from the thread when another host has told why it failed.
+        on_loss: Called from a thread when a host is lost that the processes of this one talk to,
+            with what to say, and with whether the job can go on without it.
     """
 
-    def __init__(self, endpoint: Endpoint, *, run_id: str, serves: bool, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        run_id: str,
+        serves: bool,
+        name: str,
+        timeout_s: float,
+        on_news: Callable[[], None],
+        on_loss: Callable[[str, bool], None],
+    ) -> None:
         self._endpoint = endpoint
         self._run_id = run_id
         self._prefix = f"tp-launch/{run_id}"
         self._serves = serves
+        self._timeout_s = timeout_s
         self._on_news = on_news
+        self._on_loss = on_loss
+        self._liveness = Liveness(f"{self._prefix}/life", name=name, serves=serves, timeout_s=timeout_s)
         self._nodes = 1
         self._rounds = 0  # how often the hosts have met
         self._has_left = False
         self._store: Any = None
+        self._answered = time.monotonic()  # when the store last did
         self._lock = threading.Lock()  # one conversation with the store at a time
         self._news: dict[str, Any] | None = None
         self._tried = threading.Event()  # the store is there, or never will be
@@ -56,8 +79,11 @@ class Herald:
         self._nodes = nodes
         self._rounds += 1
         if self._thread is None:
+            self._answered = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="tp-launch-herald", daemon=True)
             self._thread.start()
+            if not self._serves:
+                threading.Thread(target=self._guard, name="tp-launch-guard", daemon=True).start()
 
     def tell(self, news: Mapping[str, Any], *, sure: bool) -> dict[str, Any] | None:
         """Say why this host failed, and return the first cause that a host has told.
@@ -75,11 +101,11 @@ class Herald:
         deadline = time.monotonic() + (0.0 if sure else _HEARSAY_S)
         while not self._listen() and self._store is not None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if self._news is None and self._store is not None:
-            with self._talking():
-                # The first one wins, also between two hosts that tell at once.
-                told = self._store.compare_set(f"{self._prefix}/cause", "", json.dumps(dict(news)))
-                self._news = json.loads(told)
+        if self._news is None:
+            # The first one wins, also between two hosts that tell at once.
+            key, said = f"{self._prefix}/cause", json.dumps(dict(news))
+            told = self._talk(lambda store: store.compare_set(key, "", said))
+            self._news = None if told is None else json.loads(told)
         self._leave()
         return self._news
 
@@ -88,15 +114,48 @@ class Herald:
         self._ending.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _POLL_S)  # it may still be connecting
+            self._talk(self._liveness.leave)
 
     def news(self) -> dict[str, Any] | None:
         """What another host has told, if one has."""
         return self._news
 
     def _run(self) -> None:
+        self._connect()
+        self._tried.set()
+        beaten = time.monotonic()
+        beat_s = min(_BEAT_S, self._timeout_s / 5)
+        while not self._ending.wait(min(_POLL_S, beat_s)):
+            if self._store is None and not self._serves:
+                self._connect()  # the guard says when it has been tried for long enough
+            if self._listen():
+                self._on_news()
+                self._release()
+                self._leave()
+                return
+            if time.monotonic() - beaten >= beat_s:
+                beaten = time.monotonic()
+                for text, alive in self._talk(self._liveness.look) or []:
+                    # Processes started after that, without the host, are none the worse for it.
+                    if self._nodes > alive:
+                        self._on_loss(text, True)
+
+    def _guard(self) -> None:
+        """Notice that the store is silent: a call to it may never return when a cable is cut."""
+        while not self._ending.wait(_POLL_S):
+            if time.monotonic() - self._answered > self._timeout_s:
+                self._store = None
+                self._on_loss(
+                    f"the rendezvous host at {self._endpoint} was lost: it has not answered for "
+                    f"{self._timeout_s:g} s",
+                    False,
+                )
+                return
+
+    def _connect(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 
-        with self._talking():
+        with self._lock, contextlib.suppress(RuntimeError, ValueError):
             # "Master" in the process that serves already means: share that server, and keep it up.
             self._store = TCPStore(
                 self._endpoint.host,
@@ -106,45 +165,52 @@ class Herald:
                 multi_tenant=True,
                 timeout=timedelta(seconds=_CONNECT_S),
             )
-        self._tried.set()
-        while self._store is not None and not self._ending.wait(_POLL_S):
-            if self._listen():
-                self._on_news()
-                self._release()
-                self._leave()
-                return
 
     def _listen(self) -> bool:
-        if self._news is None and self._store is not None:
-            with self._talking():
-                key = f"{self._prefix}/cause"
-                if self._store.check([key]):
-                    self._news = json.loads(self._store.get(key))
+        if self._news is None:
+            key = f"{self._prefix}/cause"
+            told = self._talk(lambda store: store.get(key) if store.check([key]) else None)
+            self._news = None if told is None else json.loads(told)
         return self._news is not None
 
     def _release(self) -> None:
         """Let an agent whose ranks are all done go: the ones it waits for will never be."""
         met = [self._run_id, *(f"torch.rendezvous.{self._run_id}.{i}" for i in range(self._rounds))]
-        with self._talking():
+
+        def release(store: Any) -> None:
             for prefix in met:  # the first one is that of the static rendezvous
-                self._store.set(f"{prefix}/{_BARRIER}", "")
+                store.set(f"{prefix}/{_BARRIER}", "")
+
+        self._talk(release)
 
     def _leave(self) -> None:
         """Count this host as told; the one that serves waits for the rest."""
         if self._has_left:
             return
         self._has_left = True
-        deadline = time.monotonic() + _LINGER_S
-        with self._talking():
-            told = self._store.add(f"{self._prefix}/told", 1)
+
+        def count(store: Any) -> None:
+            deadline = time.monotonic() + _LINGER_S
+            told = store.add(f"{self._prefix}/told", 1)
             while self._serves and told < self._nodes and time.monotonic() < deadline:
                 time.sleep(0.05)
-                told = self._store.add(f"{self._prefix}/told", 0)
+                told = store.add(f"{self._prefix}/told", 0)
 
-    @contextlib.contextmanager
-    def _talking(self) -> Any:
-        with self._lock:
-            try:
-                yield
-            except (RuntimeError, ValueError, AttributeError):
-                self._store = None  # its host has gone: there is nobody left to talk to
+        self._talk(count)
+
+    def _talk(self, conversation: Callable[[Any], T]) -> T | None:
+        """Return what a conversation with the store comes to, or None when nobody is there to talk to."""
+        if self._store is None or not self._lock.acquire(timeout=_CONNECT_S):
+            return None
+        try:
+            if self._store is None:
+                return None
+            said = conversation(self._store)
+            self._answered = time.monotonic()
+        except (RuntimeError, ValueError):
+            self._store = None  # its host has gone
+            return None
+        else:
+            return said
+        finally:
+            self._lock.release()

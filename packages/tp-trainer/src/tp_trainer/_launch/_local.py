@@ -2,6 +2,8 @@
 
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from tp_trainer._launch._elastic import ProcessFailure
 
 _FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
+_DEAF_S = 2.0  # how long torch's agent may take to notice that its processes have ended
 _RENDEZVOUS_TIMEOUT_S = 600.0  # torch's own for joining
 
 
@@ -26,16 +29,29 @@ class _NoRendezvousError(Exception):
 
 
 class LocalRun:
-    """The ranks of one launch on this host, over all restarts."""
+    """The ranks of one launch on this host, over all restarts.
 
-    def __init__(self, plan: Plan, *, log_dir: Path) -> None:
+    Args:
+        plan: What to start.
+        log_dir: Where the logs of the ranks go.
+        on_deaf: Called from a thread, with the end of the launch, when torch's agent waits for a
+            rendezvous host that was cut off, and will do so for ever.
+    """
+
+    def __init__(self, plan: Plan, *, log_dir: Path, on_deaf: Callable[[Outcome], None]) -> None:
         self._plan = plan
+        self._on_deaf = on_deaf
+        self._over = threading.Event()
         self._log_dir = log_dir
         self._ranks: dict[int, Rank] = {}
         self._serves = bool(plan.is_host)
         self._herald: Herald | None = None
+        own = socket.gethostname()
+        self._name = f"{own} ({plan.local_addr})" if plan.local_addr else own
+        self._loss = ""  # what was said of a host that was lost, for which the ranks were ended
         self._tail = Tail()
-        self._watch = Watch(failure_grace_s=min(plan.request.grace_s, _FAILURE_GRACE_S))
+        self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
+        self._watch = Watch(failure_grace_s=self._failure_grace_s)
         self._tail.start()
         self._watch.start()
 
@@ -50,6 +66,7 @@ class LocalRun:
             outcome = self._run()
         except Stopped as stopped:
             outcome = Outcome.stopped(stopped.signum)
+        self._over.set()
         try:
             return self._agreed(outcome)
         except Stopped as stopped:
@@ -73,7 +90,7 @@ class LocalRun:
         except _NoRendezvousError as error:
             return Outcome(1, message=str(error))
         except Exception as error:  # noqa: BLE001  # torch's agent: any of its many kinds
-            return Outcome(1, message=self._broken(error))
+            return Outcome(1, message=self._loss or self._broken(error))
         return self._failed(failures) if failures else Outcome(0)
 
     def _start(self) -> "list[ProcessFailure]":
@@ -112,7 +129,10 @@ class LocalRun:
                 for local, death in sorted(self._watch.deaths().items(), key=lambda d: d[1].order)
                 if death.code
             ]
-            say(f"{''.join(ends[:1])}restart {restart} of {self._plan.request.max_restarts}")
+            cause = "" if self._loss else "".join(ends[:1])
+            hosts = "" if self._plan.max_nodes == 1 else f", on {nodes} host{'s' * (nodes > 1)}"
+            say(f"{cause}restart {restart} of {self._plan.request.max_restarts}{hosts}")
+        self._loss = ""
         self._ranks = {rank.local_rank: rank for rank in ranks}
         self._watch.follow(ranks)
         for rank in ranks:
@@ -130,11 +150,24 @@ class LocalRun:
                 plan.endpoint,
                 run_id=plan.run_id,
                 serves=self._serves,
+                name=self._name,
+                timeout_s=plan.request.host_timeout_s,
                 on_news=self._watch.end_all,
+                on_loss=self._lose,
             )
         self._herald.start(nodes=nodes)
 
+    def _lose(self, text: str, can_go_on: bool) -> None:
+        """End the ranks, which wait for those of a lost host; they may be started again without it."""
+        self._loss = text
+        say(f"{text}; the processes of this host are ended")
+        self._watch.end_all()
+        if not can_go_on and not self._over.wait(self._failure_grace_s + _DEAF_S):
+            self._on_deaf(Outcome(1, message=text))
+
     def _failed(self, failures: "list[ProcessFailure]") -> Outcome:
+        if self._loss:
+            return Outcome(1, message=self._loss)
         failure = first_failure(
             {failed.local_rank: (failed.pid, failed.exitcode) for failed in failures},
             ranks=self._ranks,
@@ -153,11 +186,12 @@ class LocalRun:
         elif outcome.stopped_by is not None:
             # An elastic job goes on without this host; any other one is over.
             if self._plan.min_nodes == self._plan.max_nodes:
-                self._herald.tell(outcome.to_news(host=socket.gethostname()), sure=True)
+                self._herald.tell(outcome.to_news(host=self._name), sure=True)
             news = None
         else:
-            sure = outcome.failure is not None and not outcome.failure.is_consequence
-            news = self._herald.tell(outcome.to_news(host=socket.gethostname()), sure=sure)
+            failure = outcome.failure
+            sure = bool(self._loss) or (failure is not None and not failure.is_consequence)
+            news = self._herald.tell(outcome.to_news(host="" if self._loss else self._name), sure=sure)
         return outcome if news is None else Outcome.from_news(news)
 
     def _broken(self, error: Exception) -> str:

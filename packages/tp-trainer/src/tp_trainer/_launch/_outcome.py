@@ -30,12 +30,16 @@ class Outcome:
         return cls(128 + signum, message=f"stopped by {code_name(-signum)}", stopped_by=signum)
 
     def to_news(self, *, host: str) -> dict[str, Any]:
-        """The outcome for the other hosts, as values that JSON can hold."""
+        """The outcome for the other hosts, as values that JSON can hold.
+
+        Args:
+            host: Whose words the message is; "" if it says so itself.
+        """
         failure = None if self.failure is None else self.failure.to_dict()
         return {
             "status": self.status,
             "failure": failure,
-            "message": f"host {host}: {self.message}" if self.message else "",
+            "message": f"host {host}: {self.message}" if host and self.message else self.message,
         }
 
     @classmethod

@@ -30,6 +30,7 @@ class LaunchRequest:
         log_dir: Where the logs of the ranks stay; None removes them after the run.
         local_addr: The address under which the other hosts reach this one; None finds it out.
         grace_s: Seconds between asking the processes to end and killing them.
+        host_timeout_s: Seconds after which a host of the job that gives no sign counts as lost.
         name: A name for people.
 
     Raises:
@@ -57,6 +58,7 @@ class LaunchRequest:
     log_dir: str | None = None
     local_addr: str | None = None
     grace_s: float = 30.0
+    host_timeout_s: float = 15.0
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class LaunchRequest:
             raise ConfigError(f"--monitor-interval must be above 0 seconds, got {self.monitor_interval_s}")
         if not self.grace_s >= 0:
             raise ConfigError(f"--grace-s must be 0 seconds or more, got {self.grace_s}")
+        if not self.host_timeout_s >= 1:
+            raise ConfigError(f"--host-timeout-s must be 1 second or more, got {self.host_timeout_s}")
         if self.node_rank is not None and self.node_rank < 0:
             raise ConfigError(f"--node-rank must be 0 or more, got {self.node_rank}")
 

@@ -54,7 +54,14 @@ def execute(request: LaunchRequest) -> Outcome:
         threads = plan.env["OMP_NUM_THREADS"]
         say(f"OMP_NUM_THREADS={threads} for each process ({cores()} cores, {plan.nproc} processes)")
     log_dir = request.log_dir or tempfile.mkdtemp(prefix="tp-launch-")
-    local = LocalRun(plan, log_dir=Path(log_dir).absolute())
+
+    def leave(outcome: Outcome) -> None:
+        # The main thread will not come back from native code, so nobody else can do this.
+        clean()
+        report(outcome)
+        os._exit(outcome.status)
+
+    local = LocalRun(plan, log_dir=Path(log_dir).absolute(), on_deaf=leave)
 
     def clean() -> None:
         local.close()
@@ -64,13 +71,7 @@ def execute(request: LaunchRequest) -> Outcome:
     def patience_s() -> float:
         return request.grace_s + _DEAF_S if local.has_ranks else _DEAF_S
 
-    def leave(signum: int) -> None:
-        # The main thread will not come back from native code, so nobody else can do this.
-        clean()
-        report(Outcome.stopped(signum))
-        os._exit(128 + signum)
-
-    with StopSignals(patience_s=patience_s, on_deaf=leave) as signals:
+    with StopSignals(patience_s=patience_s, on_deaf=lambda n: leave(Outcome.stopped(n))) as signals:
         try:
             return local.run()
         except Stopped as stopped:  # between two steps of the run
