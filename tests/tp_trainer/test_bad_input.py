@@ -319,6 +319,25 @@ def test_ranks_with_different_amounts_of_data_are_told():
         assert "ranks disagree on the number of batches of a loader: rank 0 has 3" in message
 
 
+def different_arguments(**arguments):
+    rank = LaunchEnvironment.read().rank
+    with pytest.raises(DisagreementError) as caught:
+        fit(**{name: values[rank] for name, values in arguments.items()})
+    return str(caught.value)
+
+
+def different_arguments_of_fit(folder):
+    several = [{"epochs": (1, 2)}, {"clip_norm": (None, 1.0)}, {"checkpoint": (None, folder)}]
+    return [different_arguments(**arguments) for arguments in several]
+
+
+def test_ranks_that_mean_to_train_differently_are_told(tmp_path):
+    for epochs, clip, checkpoint in run_ranks(different_arguments_of_fit, 2, tmp_path):
+        assert "ranks disagree on the number of epochs: rank 0 has 1, rank 1 has 2" in epochs
+        assert "ranks disagree on the clip_norm: rank 0 has None, rank 1 has 1.0" in clip
+        assert "ranks disagree on the checkpoint: rank 0 has None, rank 1 has Checkpoints(" in checkpoint
+
+
 def killed_in_training():
     calls = []
 

@@ -233,6 +233,23 @@ def test_gradients_that_are_not_finite_end_the_run_where_they_are_looked_at():
         fit(run_step=run_step, clip_norm=1.0)
 
 
+def test_gradients_of_a_last_step_that_are_not_finite_end_the_run_before_anything_is_saved(tmp_path):
+    calls = []
+
+    def run_step(model, batch):
+        calls.append(1)
+        loss = step(model, batch)
+        if len(calls) == 12:  # the last one of the second epoch: no loss shows what it did
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    with pytest.raises(NonFiniteLossError, match=r"parameter '0.weight' .* after optimizer step 12"):
+        fit(run_step=run_step, epochs=3, checkpoint=tmp_path, save_to=tmp_path / "model.pt")
+    assert [folder.name for folder in sorted(tmp_path.glob("step-*"))] == ["step-0000000006"]
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="nonfinite must be 'raise' or 'skip', got 'ignore'"):
         fit(nonfinite="ignore")

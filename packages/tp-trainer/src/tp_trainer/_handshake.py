@@ -8,10 +8,10 @@ from itertools import count
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
-from tp_core import LaunchEnvironment, rendezvous_store
+from tp_core import LaunchEnvironment, Session, rendezvous_store
 from tp_core.errors import DisagreementError, RankFailedError
 
-__all__ = ["shake_hands"]
+__all__ = ["agree", "shake_hands"]
 
 _rounds = count()
 
@@ -72,6 +72,19 @@ def shake_hands(
     if verdict["difference"]:
         raise DisagreementError(verdict["difference"])
     return int(verdict["seed"])
+
+
+def agree(session: Session, facts: Mapping[str, Any]) -> None:
+    """Make sure that all ranks of a running job have the same facts.
+
+    Raises:
+        DisagreementError: On every rank, with the first fact in which one differs.
+
+    Collectives: those of `Session.gather_objects`.
+    """
+    difference = _first_difference(session.gather_objects(dict(facts)))
+    if difference:
+        raise DisagreementError(difference)
 
 
 def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> None:

@@ -23,6 +23,7 @@ from tp_trainer._metrics import Meter
 from tp_trainer._precision import LossScaler
 from tp_trainer._progress import EpochRecord, History, Reporter, Ticker
 from tp_trainer._update import Update
+from tp_trainer._watchdog import Watchdog
 
 __all__ = ["Run"]
 
@@ -53,6 +54,7 @@ class Run:
         scaler: Scales the loss, or ``None``.
         reporter: Shows how far it is.
         keeper: Writes checkpoints, or ``None``.
+        watchdog: Ends a run of which no step ends.
         after_epoch: Called after every epoch.
         records: What the epochs came to so far.
     """
@@ -76,6 +78,7 @@ class Run:
     scaler: LossScaler | None
     reporter: Reporter
     keeper: Keeper | None
+    watchdog: Watchdog
     after_epoch: Callable[[], None]
     records: list[EpochRecord] = field(default_factory=list)
     _epoch: int = 1
@@ -114,7 +117,7 @@ class Run:
         if self._resumed_meter is not None:
             meter.load_state_dict(self._resumed_meter)
             self._resumed_meter = None
-        with self.reporter.epoch(epoch, self.steps) as ticker:
+        with self.reporter.epoch(epoch, self.steps) as ticker, self.watchdog.watching():
             train_epoch(
                 self.run_step,
                 self.step,
@@ -130,12 +133,14 @@ class Run:
                 scheduler=self.scheduler if self.scheduler_every == "step" else None,
                 look=self._watch(ticker, meter, vigil, began),
             )
+        self.update.check_parameters()
         self._seconds = 0.0
         seconds = time.perf_counter() - began
         rate = float(self.optimizer.param_groups[0]["lr"])
         train, val = meter.means(), {}
         if self.val is not None:
-            val = evaluate(self.session, self.run_step, self.val_step, self.model, self.val)
+            with self.watchdog.watching():
+                val = evaluate(self.session, self.run_step, self.val_step, self.model, self.val)
         if self.scheduler is not None and self.scheduler_every == "epoch":
             _advance(self.scheduler, (val or train).get("loss", math.nan))
         record = EpochRecord(epoch, self.update.count, meter.samples, seconds, rate, train, val)
@@ -169,7 +174,9 @@ class Run:
                 ask_at = min(batch_after(done, vigil.interval), self.steps)
             if is_due or signal_:
                 self._seconds = time.perf_counter() - began
-                self._save(done, meter)
+                self.update.check_parameters()
+                with self.watchdog.paused():
+                    self._save(done, meter)
             if signal_:
                 keeper.finish()
                 raise Interrupted(signal_, keeper.last)

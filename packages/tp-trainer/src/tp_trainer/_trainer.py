@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -33,12 +34,14 @@ from tp_core.plugins import PluginRegistry, registry
 
 from tp_trainer._checkpoint import Checkpoints, Keeper
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
+from tp_trainer._handshake import agree
 from tp_trainer._model_files import load_model, save_model
 from tp_trainer._opening import open_session
 from tp_trainer._precision import LossScaler, autocast, check_precision, to_bfloat16
 from tp_trainer._progress import History, Reporter
 from tp_trainer._run import Run
 from tp_trainer._update import NonFinite, Update
+from tp_trainer._watchdog import Watchdog
 
 __all__ = ["Trainer"]
 
@@ -194,6 +197,7 @@ class Trainer:
             "precision": self._precision,
             "accumulate": self._accumulate,
             "compile": self._compile,
+            "version of torch": torch.__version__,
         }
         session = open_session(selection, self._job(model, seed), facts)
         self._selection, self._session = selection, session
@@ -378,6 +382,7 @@ class Trainer:
         clip_value: float | None = None,
         nonfinite: NonFinite = "raise",
         max_skipped: int = 10,
+        step_timeout_s: float | None = None,
         save_to: str | os.PathLike[str] | None = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
@@ -404,6 +409,9 @@ class Trainer:
             nonfinite: Whether a loss or gradients that are NaN or infinite "raise", or "skip" the
                 optimizer step, on all ranks.
             max_skipped: How many steps in a row may be skipped.
+            step_timeout_s: After a step of so many seconds every rank writes its Python stack to
+                stderr, and the job ends with status 124. The time until a batch is there counts
+                too; writing a checkpoint does not. The first step may have to compile.
             save_to: A file that the model's state is written to after every epoch.
             checkpoint: Where and when to save the state of the run; a folder alone means after every
                 epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, saved.
@@ -428,6 +436,9 @@ class Trainer:
         _check_positive("epochs", epochs)
         if steps_per_epoch is not None:
             _check_positive("steps_per_epoch", steps_per_epoch)
+        if step_timeout_s is not None and not step_timeout_s > 0:
+            msg = f"step_timeout_s must be None or a number of seconds above 0, got {step_timeout_s!r}"
+            raise ConfigError(msg)
         if scheduler_every not in {"epoch", "step"}:
             msg = f"scheduler_every must be 'epoch' or 'step', got {scheduler_every!r}"
             raise ConfigError(msg)
@@ -455,10 +466,27 @@ class Trainer:
             nonfinite=nonfinite,
             max_skipped=max_skipped,
         )
+        agree(
+            session,
+            {
+                "number of epochs": epochs,
+                "number of steps in an epoch": steps,
+                "scheduler_every": scheduler_every,
+                "clip_norm": clip_norm,
+                "clip_value": clip_value,
+                "nonfinite": nonfinite,
+                "max_skipped": max_skipped,
+                "validation": val_loader is not None,
+                "save_to": save_to is not None,
+                "checkpoint": None if checkpoint is None else replace(checkpoint, folder=""),
+                "resume": resume is not None,
+            },
+        )
+        watchdog = Watchdog(self.environment, step_timeout_s)
         run = Run(
             session=session,
             backend=self.selection.chosen.name,
-            run_step=self._run_step(),
+            run_step=watchdog.watch(self._run_step()),
             step=step,
             val_step=val_step or step,
             model=model,
@@ -475,6 +503,7 @@ class Trainer:
             scaler=self._scaler,
             reporter=Reporter(enabled=self.progress and session.is_main, epochs=epochs),
             keeper=None if checkpoint is None else Keeper(checkpoint, session),
+            watchdog=watchdog,
             after_epoch=partial(self.save_model, model, save_to) if save_to is not None else _nothing,
         )
         self._may_step = True

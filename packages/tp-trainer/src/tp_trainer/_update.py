@@ -126,6 +126,36 @@ class Update:
         self._optimizer.step()
         return True
 
+    def check_parameters(self) -> None:
+        """Make sure that no step has left NaN or infinity in a parameter that is trained.
+
+        Where gradients are not looked at in every step, this is how those of a step that no loss
+        followed are found before anything is kept of it: what is not finite stays so.
+
+        Raises:
+            NonFiniteLossError: On all ranks, if there is one on any.
+
+        Collectives: those of `Session.gather_objects`.
+        """
+        if self._looks:
+            return
+        found = self._session.gather_objects(self._first_not_finite())
+        rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (0, None))
+        if name is not None:
+            msg = (
+                f"the parameter {name!r} (rank {rank}) holds NaN or infinity after optimizer step "
+                f"{self.count}: the gradients of that step, or of one just before it, did; nothing was "
+                "saved after it. Look at the learning rate, the input and divisions, roots or logarithms "
+                "in the step"
+            )
+            raise NonFiniteLossError(msg)
+
+    def _first_not_finite(self) -> str | None:
+        named = [(n, p) for n, p in self._session.unwrap(self._model).named_parameters() if p.requires_grad]
+        if not named or torch.isfinite(nn.utils.get_total_norm([p for _, p in named], math.inf)):
+            return None
+        return next(n for n, p in named if not torch.isfinite(p).all())
+
     def _unscale(self) -> None:
         factor = 1.0 if self._scaler is None else 1.0 / self._scaler.scale
         if self._weighs:
