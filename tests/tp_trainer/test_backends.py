@@ -8,6 +8,7 @@ from tp_core.errors import ConfigError, DisagreementError
 from tp_core.testing import BackendConformance, make_job, run_ranks
 from tp_trainer._ddp import DdpBackend, DdpOptions
 from tp_trainer._single import SingleBackend
+from tp_trainer.testing import TrainingConformance
 
 
 class TestSingle(BackendConformance):
@@ -25,6 +26,21 @@ class TestDdpWithThreeRanks(BackendConformance):
     backend = DdpBackend
     processes = 3
     options = {"find_unused_parameters": True, "bucket_cap_mb": 1}  # noqa: RUF012 - as the kit has it
+
+
+class TestTrainingOnSingle(TrainingConformance):
+    backend = SingleBackend
+
+
+class TestTrainingOnDdp(TrainingConformance):
+    backend = DdpBackend
+    processes = 2
+
+
+@pytest.mark.gpu
+class TestTrainingOnCuda(TrainingConformance):
+    backend = SingleBackend
+    devices = ("cuda:0",)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, NonFiniteLossError
-from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 
@@ -60,29 +59,6 @@ def test_accumulated_batches_make_the_steps_of_large_ones(small, accumulate, los
     assert_close(steps, whole)
     assert [r.steps for r in history] == [r.steps for r in other]
     assert [r.train["loss"] for r in history] == pytest.approx([r.train["loss"] for r in other])
-
-
-def accumulated_on_a_rank():
-    weights, _ = fit(batch_size=3, trainer={"accumulate": 4}, clip_norm=0.3)
-    return [w.tolist() for w in weights]
-
-
-def test_accumulation_over_ranks_is_that_of_one_device():
-    expected, _ = fit(batch_size=12, clip_norm=0.3)
-    for weights in run_ranks(accumulated_on_a_rank, 2):
-        assert_close([torch.tensor(w, dtype=torch.float64) for w in weights], expected)
-
-
-@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
-def test_accumulation_on_several_devices_is_that_of_one(backend):
-    pytest.importorskip(f"tp_{backend.replace('-', '_')}")
-    expected, _ = fit(batch_size=12)
-    arguments = {"accumulate": 4, "backend": backend, "devices": ["cpu", "cpu"]}
-    with Trainer(seed=0, progress=False, **arguments) as trainer:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        trainer.fit(model, optimizer, DataLoader(make_data(), batch_size=3), step=step, epochs=2)
-        assert_close([p.detach() for p in model.parameters()], expected)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
@@ -146,28 +122,6 @@ def test_half_precision_leaves_out_steps_that_overflow_and_halves_the_scale():
     assert scales[0] == 65536.0
     assert scales[-1] == 32768.0
     assert all(torch.isfinite(w).all() for w in weights)
-
-
-def overflow_on_one_rank():
-    def run_step(model, batch):
-        run_step.calls += 1
-        loss = step(model, batch)
-        return loss * 1e30 if run_step.calls == 2 and run_step.rank == 1 else loss
-
-    run_step.calls = 0
-    with Trainer(seed=0, progress=False, devices="cpu", precision="fp16-mixed") as trainer:
-        model = make_model(torch.float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run_step.rank = trainer.rank
-        loader = DataLoader(make_data(dtype=torch.float32), batch_size=4)
-        trainer.fit(model, optimizer, loader, step=run_step)
-        return trainer._scaler.scale, [p.tolist() for p in model.parameters()]
-
-
-def test_all_ranks_leave_out_the_step_that_overflowed_on_one():
-    first, second = run_ranks(overflow_on_one_rank, 2)
-    assert first == second
-    assert first[0] == 32768.0
 
 
 def test_an_unknown_precision_is_refused_with_those_there_are():

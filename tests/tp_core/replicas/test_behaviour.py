@@ -204,7 +204,14 @@ def test_a_recurrent_layer_keeps_its_weights_in_one_list(force_copies):
     torch.testing.assert_close(outputs[1], model(X[1])[0])
 
 
+@pytest.fixture
+def compiler():
+    """The compiler as in a fresh process: what other tests compiled counts towards a limit."""
+    torch.compiler.reset()
+
+
 @BOTH
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it, and hides that
 def test_a_compiled_module_runs_compiled_on_each_replica(force_copies):
     compiled_for = []
@@ -224,6 +231,30 @@ def test_a_compiled_module_runs_compiled_on_each_replica(force_copies):
 
 
 @BOTH
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # as above
+def test_replicas_compiled_in_place_run_compiled_and_draw_their_own_numbers(force_copies):
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(len(inputs))
+        return graph
+
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    replicas = two(plain, force_copies)
+    torch.manual_seed(0)
+    expected = replicas.run(call, X)
+    replicas.compile(backend=backend)
+    torch.manual_seed(0)
+    outputs = replicas.run(call, X)
+    assert len(sizes) >= 2
+    torch.testing.assert_close(outputs, expected)
+    outputs[1].sum().backward()
+    assert plain[0].weight.grad is not None
+
+
+@BOTH
+@pytest.mark.usefixtures("compiler")
 def test_a_module_compiled_in_place_runs_as_written_on_the_other_replicas(force_copies):
     graphs = []
     model = nn.Linear(3, 2)

@@ -35,6 +35,13 @@ class GatherSession(Session):
             except_keywords=options.except_keywords,
         )
 
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile the user's module and its replicas; scattering and gathering stay outside."""
+        if isinstance(model, DataParallel):
+            model.replicas.compile()
+        else:
+            super().compile_model(model)
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module of a prepared model."""
         inner: nn.Module = model.module if isinstance(model, DataParallel) else model

@@ -68,6 +68,7 @@ def train_epoch(
         LoaderError: The loader ended before ``steps`` batches.
     """
     add, backward, finish, zero_grad = meter.add, update.backward, update.finish, optimizer.zero_grad
+    begin_step, forget_step = meter.begin_step, meter.forget_step
 
     done = first
     begins = True
@@ -76,6 +77,7 @@ def train_epoch(
         done += 1
         if begins:
             zero_grad()
+            begin_step()
         begins = accumulate == 1 or done % accumulate == 0 or done == steps
         if not begins:
             with hold(model):
@@ -88,7 +90,9 @@ def train_epoch(
         loss = loss_of(output, training=True)
         add(loss, output)
         backward(loss)
-        if finish() and scheduler is not None:
+        if not finish():
+            forget_step()
+        elif scheduler is not None:
             scheduler.step()
         if done >= next_look:
             next_look = look(done)

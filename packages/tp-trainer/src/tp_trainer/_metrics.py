@@ -53,7 +53,8 @@ class Meter:
         session: Where the steps run.
         what: The words for the steps in messages: "training", "validation".
         first_step: The number of the first step, for messages.
-        tolerate: Leave losses out that are not finite, instead of stopping at them.
+        tolerate: Leave losses out that are not finite, instead of stopping at them, and be ready to
+            forget those of a whole optimizer step.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Meter:
         self._others: dict[str, Any] = {}
         self.samples = 0
         self.last_loss = math.nan
+        self._before = (0, 0.0, self._others)
 
     def add(self, loss: Tensor, output: Any) -> None:
         """Count one step, whose loss has been taken out of its output.
@@ -87,6 +89,16 @@ class Meter:
                 self.flush()
         if output is not loss and counts:
             self._add_others(output, samples)
+
+    def begin_step(self) -> None:
+        """Note where an optimizer step begins, for :meth:`forget_step`."""
+        if self._tolerates:
+            self._before = (self.samples, self._losses, dict(self._others))
+
+    def forget_step(self) -> None:
+        """Take out what was counted since :meth:`begin_step`, on this rank and, so, on all."""
+        if self._tolerates:
+            self.samples, self._losses, self._others = self._before
 
     def flush(self) -> None:
         """Look at the losses that are still on the device."""

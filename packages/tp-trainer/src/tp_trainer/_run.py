@@ -212,6 +212,7 @@ class Run:
             "world_size": session.world_size,
         }
         mine = {
+            "data_rank": session.data_rank,
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
         }
@@ -247,7 +248,9 @@ class Run:
         self._first = self.train.load_state_dict(state["position"], replay=keeper.settings.replay)
         if self.val is not None:
             self.val.set_epoch(self._epoch - 1)
-        meters = [mine["meter"] for mine in ranks if mine["meter"] is not None]
+        # Ranks that share their data have each counted all of it.
+        shares = {mine["data_rank"]: mine["meter"] for mine in ranks if mine["meter"] is not None}
+        meters = list(shares.values())
         keeper.continues(path, self.update.count)
         if state["world_size"] == session.world_size:
             self._resumed_meter = ranks[session.rank]["meter"]

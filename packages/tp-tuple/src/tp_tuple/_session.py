@@ -61,6 +61,10 @@ class TupleSession(Session):
         self._replicas_of(prepared)
         return prepared
 
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile the model in place, and each of its replicas."""
+        self._replicas_of(model).compile()
+
     def prepare_loader(
         self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
     ) -> PreparedLoader:

@@ -4,7 +4,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -108,6 +108,18 @@ class Replicas:
             self._owner = None
             self._lock.release()
 
+    def compile(self, **options: Any) -> None:
+        """Compile the module in place, and every replica by itself.
+
+        Where ``module.compile()`` is called instead, the other replicas run as they were written: torch
+        does not keep the options.
+
+        Args:
+            **options: As :func:`torch.compile` takes them.
+        """
+        self.module.compile(**options)
+        self._residents = self._fresh_residents(options)
+
     def refresh(self) -> None:
         """Copy everything at the next call, whatever the version counters say."""
         self._residents.refresh()
@@ -160,7 +172,12 @@ class Replicas:
     def _abandon(self) -> None:
         """Leave busy threads to themselves: what they use is not used again."""
         _stop(self._workers)
-        self._residents = Residents(self.module, self.devices, force_copies=self._force_copies)
+        self._residents = self._fresh_residents(self._residents.compile_options)
+
+    def _fresh_residents(self, compile_options: Mapping[str, Any] | None) -> Residents:
+        residents = Residents(self.module, self.devices, force_copies=self._force_copies)
+        residents.compile_options = compile_options
+        return residents
 
     def _hire(self, count: int) -> list[Worker]:
         if self._pid != os.getpid():  # a forked process has no threads but the one that forked

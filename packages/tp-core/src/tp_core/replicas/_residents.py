@@ -1,6 +1,7 @@
 """Everything that the replicas keep between calls, and when it is renewed."""
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,9 +24,14 @@ class Residents:
         module: The real module.
         devices: One device per replica.
         force_copies: Give every replica parameters of its own.
+
+    Attributes:
+        compile_options: How the modules of replicas are compiled, or ``None``; heeded by those that are
+            made from then on.
     """
 
     def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], *, force_copies: bool) -> None:
+        self.compile_options: Mapping[str, Any] | None = None
         self._module = module
         self._devices = devices
         home = devices[0]
@@ -95,7 +101,9 @@ class Residents:
         twins = self._twins.get(number)
         if twins is None:
             copies = self._keys[number] is not None
-            twins = Twins(structure, self._devices[number], copies=copies)
+            twins = Twins(
+                structure, self._devices[number], copies=copies, compile_options=self.compile_options
+            )
             self._twins[number] = twins
         return twins
 

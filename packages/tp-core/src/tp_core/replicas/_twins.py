@@ -1,6 +1,7 @@
 """A replica's modules: shallow twins of the real ones."""
 
 import weakref
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ class Twins:
         structure: The real modules.
         device: The replica's device.
         copies: Whether the replica has parameters of its own.
+        compile_options: How to compile the root in place, or ``None``.
 
     Attributes:
         root: The twin of the structure's root.
@@ -33,7 +35,14 @@ class Twins:
         ModelError: A TorchScript module would have to be copied to another device.
     """
 
-    def __init__(self, structure: Structure, device: torch.device, *, copies: bool) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        device: torch.device,
+        *,
+        copies: bool,
+        compile_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.device = device
         self._twin_of: dict[int, nn.Module] = {}
         self._own: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
@@ -59,6 +68,11 @@ class Twins:
             twin.__dict__.update(own)
         for module, twin, own in reversed(self._own):  # children first: parents wrap their calls
             _rewire_compiled(module, twin, own)
+        if compile_options is not None:
+            # Its children may be twins that are compiled by themselves: it comes last.
+            self.root.compile(**compile_options)
+            root_own = next(own for _, twin, own in self._own if twin is self.root)
+            root_own["_compiled_call_impl"] = self.root.__dict__["_compiled_call_impl"]
 
     def sync(self, *, force: bool = False, suspect: bool = False) -> None:
         """Take over the attributes and buffers that the real modules have now."""
@@ -129,7 +143,7 @@ def _rewire_compiled(module: nn.Module, twin: nn.Module, own: dict[str, Any]) ->
         fresh = type(module)(own["_modules"]["_orig_mod"], module.__dict__["dynamo_ctx"])
         own["forward"] = fresh.__dict__["forward"]
     elif module.__dict__.get("_compiled_call_impl") is not None:
-        # module.compile(): the options are not kept, so the twin runs as it was written.
+        # module.compile() by somebody else: the options are not kept, so the twin runs as it was written.
         own["_compiled_call_impl"] = None
     twin.__dict__.update(own)
 

@@ -8,10 +8,12 @@ pytest.register_assert_rewrite("tp_core.testing._conformance", "tp_core.testing.
 from tp_core.testing._conformance import BackendConformance, make_job  # noqa: E402 - see above
 from tp_core.testing._distributions import fake_distribution  # noqa: E402
 from tp_core.testing._engine_conformance import EngineConformance  # noqa: E402
+from tp_core.testing._kit import ConformanceKit  # noqa: E402
 from tp_core.testing._ranks import RankOutcome, free_port, rank_outcomes, run_ranks  # noqa: E402
 
 __all__ = [
     "BackendConformance",
+    "ConformanceKit",
     "EngineConformance",
     "RankOutcome",
     "fake_distribution",

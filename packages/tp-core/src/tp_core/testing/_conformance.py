@@ -1,62 +1,36 @@
 """What every backend must do, as tests that its author subclasses."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tp_core._backend import Backend
 from tp_core._devices import resolve_devices
 from tp_core._environment import LaunchEnvironment
 from tp_core._job import Job, LossReduction
 from tp_core._session import Session
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing._ranks import run_ranks
+from tp_core.testing._kit import ConformanceKit
 
 __all__ = ["BackendConformance"]
 
 Gradients = dict[str, Tensor]
 
 
-class BackendConformance:
+class BackendConformance(ConformanceKit):
     """What every backend must do. A subclass of this, in a test module, names the backend.
 
     The proof is equality: losses, gradients and weights are those of one device that sees the
     whole batch, in double precision.
 
-    Attributes:
-        backend: The backend under test.
-        devices: The devices of each process.
-        processes: How many processes the backend takes; real ones are started.
-        options: Options for the backend.
-
     Example:
         >>> class TestMine(BackendConformance):
         ...     backend = MyBackend
     """
-
-    backend: ClassVar[type[Backend]]
-    devices: ClassVar[Iterable[str]] = ("cpu",)
-    processes: ClassVar[int] = 1
-    options: ClassVar[Mapping[str, Any]] = {}
-
-    # -- what a subclass may change ---------------------------------------------------------------
-
-    @staticmethod
-    def make_model() -> nn.Module:
-        """Return a model with the same weights on every call; its inputs are (batch, 6)."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-    @staticmethod
-    def make_reference() -> nn.Module:
-        """Return the model that computes the same on one device."""
-        return BackendConformance.make_model()
 
     @staticmethod
     def gradients(session: Session, model: nn.Module) -> Gradients:
@@ -69,38 +43,38 @@ class BackendConformance:
     def test_it_has_a_name_and_fits_the_job(self) -> None:
         assert isinstance(self.backend.name, str)
         assert self.backend.name
-        for verdict in self._everywhere(_assess_twice):
+        for verdict in self.everywhere(_assess_twice):
             assert verdict[0] == verdict[1], "assess() must not depend on having been called before"
             assert verdict[0].is_fit, verdict[0].reason
 
     def test_loss_and_gradients_are_those_of_one_device(self) -> None:
         expected = _reference_gradients(self, samples=8, batch_size=8)
-        for gradients in self._everywhere(_train_gradients, 8, 8, "mean"):
+        for gradients in self.everywhere(_train_gradients, 8, 8, "mean"):
             _assert_same(gradients, expected)
 
     def test_uneven_batches_weigh_by_their_samples(self) -> None:
         expected = _reference_gradients(self, samples=11, batch_size=4)
-        for gradients in self._everywhere(_train_gradients, 11, 4, "mean"):
+        for gradients in self.everywhere(_train_gradients, 11, 4, "mean"):
             _assert_same(gradients, expected)
 
     def test_a_last_batch_of_one_sample_neither_hangs_nor_biases(self) -> None:
         expected = _reference_gradients(self, samples=5, batch_size=4)
-        for gradients in self._everywhere(_train_gradients, 5, 4, "mean"):
+        for gradients in self.everywhere(_train_gradients, 5, 4, "mean"):
             _assert_same(gradients, expected)
 
     def test_a_loss_that_is_a_sum_gives_the_gradient_of_the_sum(self) -> None:
         expected = _reference_gradients(self, samples=7, batch_size=4, loss="sum")
-        for gradients in self._everywhere(_train_gradients, 7, 4, "sum"):
+        for gradients in self.everywhere(_train_gradients, 7, 4, "sum"):
             _assert_same(gradients, expected)
 
     def test_accumulation_inside_no_sync_gives_the_gradient_of_the_whole(self) -> None:
         expected = _reference_gradients(self, samples=8, batch_size=8)
-        for gradients in self._everywhere(_accumulated_gradients):
+        for gradients in self.everywhere(_accumulated_gradients):
             _assert_same(gradients, expected)
 
     def test_optimizer_steps_lead_to_the_weights_of_one_device(self) -> None:
         expected = _reference_weights(self)
-        for weights in self._everywhere(_trained_weights):
+        for weights in self.everywhere(_trained_weights):
             _assert_same(weights, expected)
 
     def test_clipping_uses_the_global_norm(self) -> None:
@@ -108,7 +82,7 @@ class BackendConformance:
         _batch_loss("mean")(reference, _data(8).tensors).backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
         expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-        for found, gradients in self._everywhere(_clipped):
+        for found, gradients in self.everywhere(_clipped):
             torch.testing.assert_close(found, norm)
             _assert_same(gradients, expected)
 
@@ -116,18 +90,18 @@ class BackendConformance:
         with torch.no_grad():
             x, y = _data(11).tensors
             expected = nn.functional.mse_loss(self.make_reference()(x), y).item()
-        for samples, loss in self._everywhere(_evaluated):
+        for samples, loss in self.everywhere(_evaluated):
             assert samples == 11
             assert math.isclose(loss, expected, rel_tol=1e-9)
 
     def test_model_state_has_the_plain_names_and_comes_back(self) -> None:
         expected = self.make_reference().state_dict()
-        for state, restored in self._everywhere(_state_round_trip):
+        for state, restored in self.everywhere(_state_round_trip):
             _assert_same(state, expected)
             _assert_same(restored, expected)
 
     def test_ranks_reduce_gather_and_broadcast(self) -> None:
-        for total, gathered, ranks, first in self._everywhere(_communicated):
+        for total, gathered, ranks, first in self.everywhere(_communicated):
             size = len(gathered)
             assert total == size * (size + 1) / 2
             assert gathered == list(range(1, size + 1))
@@ -135,11 +109,11 @@ class BackendConformance:
             assert first == "from rank 0"
 
     def test_a_step_that_raises_is_raised_in_the_caller(self) -> None:
-        for message in self._everywhere(_raising_step):
+        for message in self.everywhere(_raising_step):
             assert "the step's own words" in message
 
     def test_a_wrapped_model_is_refused(self) -> None:
-        for message in self._everywhere(_wrapped_model):
+        for message in self.everywhere(_wrapped_model):
             assert "already wrapped" in message
 
     def test_an_unknown_option_is_refused(self) -> None:
@@ -149,19 +123,11 @@ class BackendConformance:
             backend.parse_options(job)
 
     def test_closing_twice_does_nothing(self) -> None:
-        assert all(self._everywhere(_closed_twice))
-
-    # -- the machinery ----------------------------------------------------------------------------
-
-    def _everywhere(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``body(self, *args)`` on every rank and return what each returned."""
-        if self.processes == 1:
-            return [body(self, *args)]
-        return run_ranks(body, self.processes, self, *args)
+        assert all(self.everywhere(_closed_twice))
 
 
 def make_job(
-    kit: BackendConformance,
+    kit: ConformanceKit,
     *,
     model: nn.Module | None = None,
     loss: LossReduction = "mean",

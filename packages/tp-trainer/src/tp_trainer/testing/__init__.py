@@ -1,0 +1,13 @@
+"""For authors of backends: what training on every backend must do, as tests to subclass.
+
+Needs ``pip install 'tp-core[testing]'``.
+"""
+
+import pytest
+
+# Before the first import of a module with assertions, so that they explain themselves.
+pytest.register_assert_rewrite("tp_trainer.testing._conformance")
+
+from tp_trainer.testing._conformance import TrainingConformance  # noqa: E402 - see above
+
+__all__ = ["TrainingConformance"]

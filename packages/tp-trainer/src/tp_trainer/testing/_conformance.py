@@ -1,0 +1,126 @@
+"""What training on every backend must do, as tests that its author subclasses."""
+
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tp_core.testing import ConformanceKit, rank_outcomes
+
+from tp_trainer import Checkpoints, Trainer
+from tp_trainer.testing import _runs as runs
+
+__all__ = ["TrainingConformance"]
+
+EXACT = [name for name, way in runs.WAYS.items() if way.dtype == torch.float64]
+ROUGH = [name for name in runs.WAYS if name not in EXACT]
+STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
+DEADLINE_S = 30.0
+
+
+class TrainingConformance(ConformanceKit):
+    """What training on every backend must do. A subclass, in a test module, names the backend.
+
+    Accumulation, clipping, precision, compiling, uneven batches and bad samples lead where a loop by
+    hand on one device leads. A run that is stopped, by an error or a signal, and resumed ends as one
+    that never was, bit for bit, and its checkpoint goes on on one device. A rank that is killed does
+    not leave the others hanging.
+
+    Example:
+        >>> class TestMine(TrainingConformance):
+        ...     backend = MyBackend
+    """
+
+    # torch's compiler silences this one itself, but not where several threads compile at once.
+    pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+    _trained: ClassVar[list[dict[str, runs.Outcome]]]
+
+    def trained(self) -> list[dict[str, runs.Outcome]]:
+        """Return what each rank came to, in all ways; the processes are started once."""
+        kit = type(self)
+        if "_trained" not in kit.__dict__:
+            kit._trained = self.everywhere(runs.trained_in_all_ways)
+        return kit._trained
+
+    @pytest.mark.parametrize("way", EXACT)
+    def test_it_leads_where_one_device_leads(self, way: str) -> None:
+        expected = runs.by_hand(self, runs.WAYS[way])
+        for outcomes in self.trained():
+            found = outcomes[way]
+            _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
+            for record, wanted in zip(found.epochs, expected.epochs, strict=True):
+                assert record["samples"] == wanted["samples"], "a sample was dropped or counted twice"
+                assert record["train"] == pytest.approx(wanted["train"], rel=1e-8)
+                assert record["val"] == pytest.approx(wanted["val"], rel=1e-8)
+
+    @pytest.mark.parametrize("way", ROUGH)
+    def test_lower_precision_leads_close_to_it(self, way: str) -> None:
+        expected = runs.by_hand(self, runs.WAYS[way])
+        dtype = torch.bfloat16 if way == "bf16-true" else torch.float32
+        for outcomes in self.trained():
+            found = outcomes[way].state
+            assert {tensor.dtype for tensor in found.values()} == {dtype}
+            _assert_close({n: t.float() for n, t in found.items()}, expected.state, rtol=0.0, atol=0.03)
+            # Every rank decides alike whether a step is made, so all have the same weights.
+            _assert_equal(found, self.trained()[0][way].state)
+
+    def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
+        for expected, found in self.everywhere(runs.resumed, str(tmp_path), STOPS):
+            assert len(found) == len(STOPS), "a run was not stopped"
+            for outcome in found:
+                _assert_same_run(outcome, expected)
+
+    def test_a_checkpoint_goes_on_on_one_device(self, tmp_path: Path) -> None:
+        self.everywhere(runs.stopped, str(tmp_path), 8)
+        with Trainer(backend="single", devices="cpu", seed=5, progress=False) as trainer:
+            found = runs.fit(
+                trainer,
+                self.make_reference(),
+                checkpoint=Checkpoints(tmp_path, every_epochs=None),
+                resume="auto",
+            )
+        expected = runs.by_hand(self, runs.WAYS["plain"])
+        _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
+        assert [r["samples"] for r in found.epochs] == [r["samples"] for r in expected.epochs]
+
+    def test_a_signal_to_one_rank_ends_all_saved_at_the_same_step(self, tmp_path: Path) -> None:
+        ends = self.everywhere(runs.interrupted, str(tmp_path))
+        assert len({checkpoint for _, checkpoint, _, _ in ends}) == 1
+        for name, _, expected, found in ends:
+            assert name == "SIGTERM"
+            _assert_same_run(found, expected)
+
+    def test_a_rank_that_is_killed_leaves_nobody_hanging_and_a_checkpoint(self, tmp_path: Path) -> None:
+        if self.processes == 1:
+            pytest.skip("takes several processes")
+        began = time.monotonic()
+        ends = rank_outcomes(runs.killed, self.processes, self, str(tmp_path), timeout_s=DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S
+        assert ends[-1].exitcode == -9
+        for end in ends[:-1]:
+            assert end.error is not None, str(end)
+        for expected, found in self.everywhere(runs.resumed_after, str(tmp_path)):
+            _assert_same_run(found, expected)
+
+
+def _assert_same_run(found: runs.Outcome, expected: runs.Outcome) -> None:
+    assert found.epochs == expected.epochs
+    _assert_equal(found.state, expected.state)
+
+
+def _assert_equal(found: runs.State, expected: runs.State) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def _assert_close(found: runs.State, expected: runs.State, **tolerance: Any) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        try:
+            torch.testing.assert_close(found[name], tensor, **tolerance)
+        except AssertionError as error:
+            error.add_note(f"in {name}")
+            raise
