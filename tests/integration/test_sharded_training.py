@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import PluginRegistry
@@ -56,6 +57,9 @@ def train(folder, group_size, split=True):
         trainer.fit(model, optimizer, data(), step=step, epochs=3, val_loader=data(), clip_norm=0.5)
         file = Path(folder, "model.pt")
         trainer.save_model(model, file)
+        weights = Path(folder, "model.safetensors")
+        trainer.export(weights, model)
+        assert all(torch.equal(tensor, torch.load(file)[name]) for name, tensor in load_file(weights).items())
         fresh, _ = build()
         trainer.load_model(fresh, file)
         assert trainer.evaluate(fresh, data(), step=step) == trainer.evaluate(model, data(), step=step)

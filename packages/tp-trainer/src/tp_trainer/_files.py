@@ -2,31 +2,43 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tp_core.errors import StateError
 
-__all__ = ["load_state", "save_atomically", "sync_folder"]
+__all__ = ["load_state", "save_atomically", "sync_folder", "write_atomically"]
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
     """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file as it was.
 
-    The bytes go to a file beside the target and onto the disk, then the name is moved.
+    Raises:
+        OSError: The folder does not exist, the disk is full, or writing is not allowed.
+    """
+
+    def write(part: Path) -> None:
+        with part.open("wb") as file:
+            torch.save(state, file)
+
+    write_atomically(write, path)
+
+
+def write_atomically(write: Callable[[Path], None], path: str | os.PathLike[str]) -> None:
+    """Let ``write`` fill a file beside ``path``, bring it onto the disk, and give it that name.
 
     Raises:
         OSError: The folder does not exist, the disk is full, or writing is not allowed.
     """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
     part = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
+        write(part)
+        with part.open("rb") as file:
             os.fsync(file.fileno())
         # mkstemp made it private; the user's umask decides for the final file.
         umask = os.umask(0)

@@ -1,14 +1,21 @@
 """A model's state in one file, for every backend to load."""
 
 import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
-from torch import nn
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from tp_core import Session
 from tp_core.errors import StateError
 
-from tp_trainer._files import load_state, save_atomically
+from tp_trainer._files import load_state, save_atomically, write_atomically
 
-__all__ = ["load_model", "save_model"]
+__all__ = ["export_model", "load_model", "save_model"]
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -20,10 +27,55 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     Collectives: the backend's gathering of the state, one broadcast.
     """
     state = session.model_state(model)
+    _write_on_main(session, path, partial(save_atomically, state, path))
+
+
+def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the weights of a prepared model as a safetensors file; called on every rank.
+
+    Raises:
+        OSError: The file cannot be written; on every rank.
+        StateError: The state holds something that is no tensor; on every rank.
+
+    Collectives: the backend's gathering of the state, one broadcast.
+    """
+    state = session.model_state(model)
+    extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if extra:
+        msg = (
+            f"a safetensors file holds tensors alone, and the model's state has {extra[0]!r}, which is "
+            f"{type(state[extra[0]]).__name__} (get_extra_state?); write it with save_model()"
+        )
+        raise StateError(msg)
+    _write_on_main(session, path, lambda: write_atomically(partial(_write_weights, state), path))
+
+
+def _write_weights(state: Mapping[str, Tensor], part: Path) -> None:
+    """Write each name with a tensor of its own: tied weights are there under all of their names."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, value in state.items():
+        tensor = value.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    metadata = {"format": "pt", "torch": torch.__version__, "tp-trainer": version("tp-trainer")}
+    try:
+        save_file(tensors, part, metadata)
+    except SafetensorError as error:  # the library's own word for a full disk
+        raise OSError(str(error)) from error
+
+
+def _write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
+    """Write a file on rank 0, and raise on every rank if that fails.
+
+    Collectives: one broadcast.
+    """
     failure = None
     if session.is_main:
         try:
-            save_atomically(state, path)
+            write()
         except OSError as error:
             failure = error
     # Every rank learns how it went: the others must not run on into the next collective.

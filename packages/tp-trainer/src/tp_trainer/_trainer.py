@@ -35,7 +35,7 @@ from tp_core.plugins import PluginRegistry, registry
 from tp_trainer._checkpoint import Checkpoints, Keeper
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
 from tp_trainer._handshake import agree
-from tp_trainer._model_files import load_model, save_model
+from tp_trainer._model_files import export_model, load_model, save_model
 from tp_trainer._opening import open_session
 from tp_trainer._precision import LossScaler, autocast, check_precision, to_bfloat16
 from tp_trainer._progress import History, Reporter
@@ -566,6 +566,34 @@ class Trainer:
             StateError: The file is damaged, or is of another model; the model is untouched.
         """
         load_model(self.session, self._prepare_model(model), path)
+
+    def export(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """Write the weights as a safetensors file, which is loaded without tp; call it on every rank.
+
+        ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it into the plain model. Tied
+        weights are written under each of their names. A crash while it is written leaves the old file
+        as it was.
+
+        Args:
+            path: The file.
+            model: Which model; the one that was trained or prepared, where it is the only one.
+
+        Raises:
+            ConfigError: There is no model, or several and none was named.
+            OSError: The file cannot be written; on every rank.
+            StateError: The model's state holds something that is no tensor.
+
+        Collectives: the backend's gathering of the state, one broadcast.
+        """
+        if model is None:
+            known = {id(prepared): prepared for prepared in self._prepared.values()}
+            if len(known) != 1:
+                msg = (
+                    f"export() needs to know the model: {len(known)} were prepared; give export(path, model)"
+                )
+                raise ConfigError(msg)
+            (model,) = known.values()
+        export_model(self.session, self._prepare_model(model), path)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """For authors of backends: what training on every backend must do, as tests to subclass.
 
-Needs ``pip install 'tp-core[testing]'``.
+Needs ``pip install 'tp-trainer[testing]'``.
 """
 
 import pytest
