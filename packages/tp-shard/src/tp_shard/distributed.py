@@ -3,6 +3,10 @@
 Without any process group there is one rank, and the layers of this package equal torch's own.
 """
 
+import atexit
+import sys
+import time
+
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +44,8 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
     Neighbouring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one
     copy of the model and ranks 2 and 3 another. Those who hold the same shard (0 and 2, 1 and 3)
     form data-parallel groups. If a launcher started several processes and torch's own process
-    group is not initialised, it is joined here, as the launcher's variables say.
+    group is not initialised, it is joined here, as the launcher's variables say, and left at the end
+    of the program at the latest.
 
     Args:
         group_size: How many ranks hold a tensor together; -1 for all. Or a mesh: of one axis, or
@@ -121,6 +126,15 @@ def _join_world() -> None:
         store = PrefixStore("tp/shard", rendezvous_store(environment))
         dist.init_process_group(store=store, rank=environment.rank, world_size=environment.world_size)
         _made.append(None)
+        atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    """Take down at the end of a program what it did not: gloo's threads would abort it."""
+    # After an uncaught exception the other ranks are not going to do so with us.
+    if None in _made and not hasattr(sys, "last_value"):
+        time.sleep(0.05)  # gloo's threads may still need the interpreter for the last tensor
+        destroy_process_group()
 
 
 def _tensor_group() -> Group:
