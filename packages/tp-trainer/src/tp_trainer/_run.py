@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,7 @@ class Run:
             "backend": self.backend,
             "world_size": session.world_size,
             "metrics": metrics,
-            "versions": {"torch": torch.__version__, "tp-trainer": version("tp-trainer")},
+            "versions": _versions(),
         }
         keeper.save(self.update.count, collect(session, self.model, self.optimizer), state, mine, facts)
 
@@ -268,6 +269,11 @@ class Run:
             )
             generators.reseed(state["position"]["seed"], self.update.count, session.data_rank)
         log.info("resumed from %s: epoch %d, %d batches of it done", path, self._epoch, self._first)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "tp-trainer": version("tp-trainer")}
 
 
 def _advance(scheduler: Scheduler, loss: float) -> None:

@@ -53,7 +53,7 @@ def commit(written: Path, facts: Mapping[str, Any]) -> Path:
         digest, nbytes = _digest(path)
         listed[str(path.relative_to(written))] = {"nbytes": nbytes, "blake2b": digest}
         _sync_file(path)
-    write_json(written / MANIFEST, {"format": FORMAT, **facts, "files": listed})
+    write_json(written / MANIFEST, {"format": FORMAT, **facts, "files": listed}, indent=1)
     _sync_file(written / MANIFEST)
     for path in (written, *(p for p in written.rglob("*") if p.is_dir())):
         sync_folder(path)
@@ -128,14 +128,14 @@ def _leftovers(folder: Path) -> Iterator[Path]:
     yield from folder.glob(f".{_PREFIX}*.old")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write plain values.
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Write plain values, indented for people where they are few: that takes ten times as long.
 
     Raises:
         StateError: A value is none that JSON has.
     """
     try:
-        text = json.dumps(value, indent=1)
+        text = json.dumps(value, indent=indent)
     except (TypeError, ValueError) as error:
         msg = f"{path.name} of a checkpoint holds plain values only: {error}"
         raise StateError(msg) from error

@@ -1,0 +1,227 @@
+"""What checkpoints cost, and what they save: python tests/bench/trainer/checkpoints.py
+
+Steps with a checkpoint every 1000 of them against a bare hand-written loop; how long a save of 500
+MB keeps the training from going on, against torch.save; how long it takes to go on at 90 % of an
+epoch of a million samples, against reading what is before it; and the memory of it all. The name of
+one of these measures it alone.
+"""
+
+import contextlib
+import io
+import multiprocessing
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from loops import hand_written, is_installed, make, measure, show, step
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tp_trainer import Checkpoints, Trainer
+
+EVERY, MILLION = 1000, 1_000_000
+WIDTH, LAYERS = 2048, 30  # of 16 MiB each: 500 MB
+
+
+def steps(folder: Path) -> None:
+    """A tiny MLP, 1000 steps a round and one checkpoint in them."""
+    trainer = Trainer(devices="cpu")
+    batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(EVERY)]
+
+    def fit(**arguments) -> Callable[[], float]:
+        model, optimizer = make()
+
+        def way() -> float:
+            with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
+                began = time.perf_counter()
+                trainer.fit(model, optimizer, batches, step=step, shard=False, **arguments)
+                return (time.perf_counter() - began) / EVERY
+
+        return way
+
+    once = {"every_steps": EVERY, "every_epochs": None}
+    ways = {
+        "hand-written, no checkpoint": hand_written(batches),
+        "tp fit, no checkpoint": fit(),
+        "tp fit, a checkpoint every 1000 steps": fit(checkpoint=Checkpoints(folder / "here", **once)),
+        "the same, asynchronous": fit(checkpoint=Checkpoints(folder / "there", asynchronous=True, **once)),
+    }
+    show("MLP 16-16-1, batch 8, SGD, one process", measure(ways, rounds=15))
+
+
+def saves(folder: Path) -> None:
+    """How long training waits for a save of 500 MB, and how long until it is on the disk."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model.state_dict()}
+
+    def torch_save() -> tuple[float, float]:
+        began = time.perf_counter()
+        with (folder / "model.pt").open("wb") as file:
+            torch.save(state, file)
+        seconds = time.perf_counter() - began
+        return seconds, seconds
+
+    def torch_async() -> tuple[float, float]:
+        began = time.perf_counter()
+        writing = dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True)
+        blocked = time.perf_counter() - began
+        writing.result()
+        return blocked, time.perf_counter() - began
+
+    def tp(asynchronous: bool) -> Callable[[], tuple[float, float]]:
+        place = folder / str(asynchronous)
+        from tp_trainer._checkpoint import Keeper, collect
+
+        trainer = Trainer(devices="cpu", progress=False)
+        prepared = trainer.prepare(model)
+        keeper = Keeper(Checkpoints(place, asynchronous=asynchronous, keep=1), trainer.session)
+        count = 0
+
+        def way() -> tuple[float, float]:
+            nonlocal count
+            count += 1
+            began = time.perf_counter()
+            keeper.save(count, collect(trainer.session, prepared, optimizer), {}, {}, {"metrics": {}})
+            blocked = time.perf_counter() - began
+            keeper.finish()
+            return blocked, time.perf_counter() - began
+
+        return way
+
+    ways = {
+        "torch.save": torch_save,
+        "torch.distributed.checkpoint.async_save": torch_async,
+        "tp, checked and brought onto the disk": tp(asynchronous=False),
+        "tp, asynchronous": tp(asynchronous=True),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(4):
+        for name, way in ways.items():
+            times[name].append(way())
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = Table("way", "blocked, s", "x torch.save", "done, s", title=f"A save of {nbytes / 1e6:.0f} MB")
+    base = [blocked for blocked, _ in times["torch.save"][1:]]
+    for name, found in times.items():
+        warm = found[1:]  # the first one finds fresh memory and no old file
+        ratio = statistics.median(b / t for (b, _), t in zip(warm, base, strict=True))
+        blocked, done = (statistics.median(column) for column in zip(*warm, strict=True))
+        table.add_row(name, f"{blocked:.2f}", f"{ratio:.2f}", f"{done:.2f}")
+    Console().print(table)
+
+
+class Numbers(Dataset):
+    """A million samples that cost next to nothing each."""
+
+    def __len__(self) -> int:
+        return MILLION
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((16,), index / MILLION), torch.ones(1)
+
+
+class ReachedError(Exception):
+    """The first step of a resumed run."""
+
+
+def resume(folder: Path) -> None:
+    """From the start of fit to the first step, at 90 % of an epoch."""
+    loader = DataLoader(Numbers(), batch_size=1000, shuffle=True)
+    stop = len(loader) * 9 // 10
+    done = 0
+
+    def stop_at(model, batch):
+        nonlocal done
+        done += 1
+        if done > stop:
+            raise ReachedError
+        return step(model, batch)
+
+    def reached(model, batch):
+        raise ReachedError
+
+    def fit(run, **arguments) -> float:
+        began = time.perf_counter()
+        with contextlib.suppress(ReachedError), Trainer(devices="cpu", progress=False, seed=0) as trainer:
+            model, optimizer = make()
+            trainer.fit(model, optimizer, loader, step=run, checkpoint=rules, **arguments)
+        return time.perf_counter() - began
+
+    rules = Checkpoints(folder / "run", every_steps=stop)
+    table = Table("way", "seconds", title="Going on at 90 % of an epoch of a million samples")
+    reading = fit(stop_at)
+    table.add_row("training up to there", f"{reading:.2f}")
+    began = time.perf_counter()
+    for number, _ in enumerate(loader):
+        if number == stop:
+            break
+    table.add_row("reading what is before it again", f"{time.perf_counter() - began:.2f}")
+    if is_installed("accelerate"):
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare_data_loader(DataLoader(Numbers(), batch_size=1000, shuffle=True))
+        began = time.perf_counter()
+        next(iter(accelerator.skip_first_batches(prepared, stop)))
+        table.add_row("Accelerate, skip_first_batches", f"{time.perf_counter() - began:.2f}")
+    table.add_row("tp, resume='auto', from fit() to the first step", f"{fit(reached, resume='auto'):.2f}")
+    Console().print(table)
+
+
+def memory(folder: Path) -> None:
+    """The highest resident memory of a process that trains 500 MB with Adam's 1000 beside it."""
+    table = Table("way", "peak, MiB", "beyond the bare loop", title="Memory: 500 MB of weights and Adam")
+    context = multiprocessing.get_context("spawn")
+    base = None
+    for name in ("hand-written", "tp fit", "tp fit, checkpoint", "tp fit, asynchronous checkpoint"):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_train_large, args=(name, str(folder / name), writer))
+        process.start()
+        peak = reader.recv()
+        process.join()
+        base = peak if base is None else base
+        table.add_row(name, f"{peak:.0f}", f"{peak - base:.0f}")
+    Console().print(table)
+
+
+def _train_large(name: str, folder: str, writer) -> None:
+    torch.set_num_threads(2)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(4, WIDTH), torch.randn(4, WIDTH))] * 3
+    if name == "hand-written":
+        for batch in batches:
+            optimizer.zero_grad()
+            step(model, batch).backward()
+            optimizer.step()
+    else:
+        kinds = {"tp fit": None, "tp fit, checkpoint": Checkpoints(folder, every_steps=2)}
+        last = Checkpoints(folder, every_steps=2, asynchronous=True)
+        trainer = Trainer(devices="cpu", progress=False)
+        trainer.fit(model, optimizer, batches, step=step, checkpoint=kinds.get(name, last))
+    writer.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def main() -> None:
+    parts = {"steps": steps, "saves": saves, "resume": resume, "memory": memory}
+    torch.manual_seed(0)
+    for name, part in parts.items():
+        if sys.argv[1:] in ([], [name]):
+            torch.set_num_threads(1 if part in (steps, resume) else 2)
+            folder = Path(tempfile.mkdtemp(prefix="tp-bench-"))
+            try:
+                part(folder)
+            finally:
+                shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
