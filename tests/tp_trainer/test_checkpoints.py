@@ -298,7 +298,7 @@ def test_fewer_ranks_go_on_and_say_what_is_lost(tmp_path, caplog):
 
 
 def fail_to_write(folder):
-    with pytest.raises(OSError, match=r"File too large|rank 0 could not write the checkpoint"):
+    with pytest.raises(OSError, match=r"File too large|the checkpoint could not be written"):
         train_beyond_the_quota(folder)
     return True
 

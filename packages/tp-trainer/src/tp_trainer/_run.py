@@ -94,7 +94,11 @@ class Run:
         if resume is not None and (path := self.keeper.find(resume)) is not None:
             self._resume(path)
         with Vigil(self.session) as vigil:
-            history = self._train(vigil)
+            try:
+                history = self._train(vigil)
+            except Exception:
+                self.keeper.abandon()  # or its thread and another run would write in one place
+                raise
             self.keeper.finish()
         return history
 

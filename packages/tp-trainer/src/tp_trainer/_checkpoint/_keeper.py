@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from tp_core import Session, TensorSlice, write_tensors
 from tp_core.errors import StateError
@@ -49,7 +50,8 @@ class Keeper:
         self._saved_step = -1
         self._writing: threading.Thread | None = None
         self._failure: OSError | StateError | None = None
-        self._host: dict[str, Tensor] = {}
+        self._host: dict[tuple[Any, ...], Tensor] = {}
+        self._group: dist.ProcessGroup | None = None  # of the threads that write state together
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -94,23 +96,25 @@ class Keeper:
             StateError: A value is none that can be written.
 
         Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
-        writing together.
+        writing together, which with ``asynchronous`` are the threads' own.
         """
         if step == self._saved_step:
             return
         self._join()
         ranks = self._session.gather_objects(dict(mine))
-        write = partial(self._write, step, dict(state), ranks, dict(facts))
-        if any(isinstance(value, TensorSlice) for value in tensors.values()):
-            self._write_together(step, tensors, state, ranks, facts)
-        elif not self._session.is_main:
-            pass
-        elif self.settings.asynchronous:
-            copies = self._copied(tensors)
-            self._writing = threading.Thread(target=write, args=(copies,), name="tp-checkpoint")
-            self._writing.start()
-        else:
-            write(tensors)
+        is_split = any(isinstance(value, TensorSlice) for value in tensors.values())
+        folder = self._scratch(step, shared=is_split)
+        if folder is not None:
+            write = partial(self._write, folder, dict(state), ranks, dict(facts), together=is_split)
+            if self.settings.asynchronous:
+                if is_split and self._group is None:
+                    # The thread's collectives must not meet those of training.
+                    self._group = dist.new_group(backend="gloo")
+                copies = self._copied(tensors)
+                self._writing = threading.Thread(target=write, args=(copies,), name="tp-checkpoint")
+                self._writing.start()
+            else:
+                write(tensors)
         if not self.settings.asynchronous:
             self._tell()
         self._saved_step, self._saved_at = step, time.monotonic()
@@ -122,6 +126,14 @@ class Keeper:
             OSError: It could not be.
         """
         self._join()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def abandon(self) -> None:
+        """Let a thread that writes come to its end, after an error of the run: it says nothing more."""
+        if self._writing is not None:
+            self._writing.join()
 
     def _join(self) -> None:
         if self.settings.asynchronous:
@@ -139,68 +151,83 @@ class Keeper:
             raise failure
         if told is not None:
             is_os, text = told
-            msg = f"rank 0 could not write the checkpoint: {text}"
+            msg = f"the checkpoint could not be written: {text}"
             raise OSError(msg) if is_os else StateError(msg)
 
-    def _copied(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _scratch(self, step: int, *, shared: bool) -> Path | None:
+        """Return the folder that this rank writes into, if it writes.
+
+        Collectives: one broadcast, if all ranks write.
+        """
+        folder = None
+        if self._session.is_main:
+            try:
+                folder = scratch(self._folder, step)
+            except OSError as error:
+                self._failed(error, None)
+        return self._session.broadcast(folder) if shared else folder
+
+    def _copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
         """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
-        for name, tensor in tensors.items():
-            old = self._host.get(name)
-            if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-                old.copy_(tensor)
+        copies: dict[str, Tensor | TensorSlice] = {}
+        for name, value in tensors.items():
+            if isinstance(value, TensorSlice):
+                parts = [(start, self._copy((name, *start), part)) for start, part in value.parts]
+                copies[name] = TensorSlice(value.shape, parts)
             else:
-                self._host[name] = tensor.to("cpu", copy=True)
-        return {name: self._host[name] for name in tensors}
+                copies[name] = self._copy((name,), value)
+        return copies
+
+    def _copy(self, key: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        old = self._host.get(key)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old.copy_(tensor)
+        self._host[key] = copy = tensor.to("cpu", copy=True)
+        return copy
 
     def _write(
         self,
-        step: int,
+        folder: Path,
         state: Mapping[str, Any],
         ranks: list[Any],
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor | TensorSlice],
+        *,
+        together: bool,
     ) -> None:
-        """Write all files by rank 0; a failure is kept for the others to learn."""
-        folder = None
-        try:
-            folder = scratch(self._folder, step)
-            write_tensors(tensors, folder / _TENSORS)
-            self._complete(folder, state, ranks, facts)
-        except (OSError, StateError) as error:
-            self._failed(error, folder)
+        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
 
-    def _write_together(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor | TensorSlice],
-        state: Mapping[str, Any],
-        ranks: list[Any],
-        facts: Mapping[str, Any],
-    ) -> None:
-        """Write the tensors on all ranks, then the rest by rank 0."""
-        folder = None
+        A failure is kept for all ranks to learn.
+        """
         try:
+            if together:
+                self._write_together(tensors, folder)
+            else:
+                write_tensors(tensors, folder / _TENSORS)
             if self._session.is_main:
-                folder = scratch(self._folder, step)
-        except OSError as error:
-            self._failed(error, None)
-        folder = self._session.broadcast(folder)
-        if folder is None:
-            return
-        failure = None
+                self._complete(folder, state, ranks, facts)
+        except (OSError, StateError) as error:
+            self._failed(error, folder if self._session.is_main else None)
+
+    def _write_together(self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
+        """Write this rank's part, and raise on rank 0 if any rank could not.
+
+        Collectives: those of writing together, one gather; over the group of the writing threads.
+        """
+        failure: OSError | StateError | None = None
         try:
-            write_tensors(tensors, folder / _TENSORS, together=True)
+            write_tensors(tensors, folder / _TENSORS, together=True, group=self._group)
         except (OSError, StateError) as error:
             failure = error
-        failures = [text for text in self._session.gather_objects(failure and str(failure)) if text]
-        if not self._session.is_main:
-            return
+        told: list[str | None] = [None] * self._session.world_size
         try:
-            if failures:
-                raise failure or OSError(failures[0])
-            self._complete(folder, state, ranks, facts)
-        except (OSError, StateError) as error:
-            self._failed(error, folder)
+            dist.all_gather_object(told, failure and str(failure), group=self._group)
+        except RuntimeError as error:  # a rank has gone
+            msg = f"the ranks that write a checkpoint together lost one: {error}"
+            raise StateError(msg) from error
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
+        if failed is not None and self._session.is_main:
+            raise failure or OSError(failed)
 
     def _complete(
         self, folder: Path, state: Mapping[str, Any], ranks: list[Any], facts: Mapping[str, Any]

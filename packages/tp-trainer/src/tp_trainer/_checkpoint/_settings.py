@@ -26,8 +26,8 @@ class Checkpoints:
         best: A metric of validation or training, such as "val_loss" or "accuracy"; the checkpoint
             where it was best is kept beside the newest.
         mode: Whether "min" or "max" of that metric is the best.
-        asynchronous: Write in a thread: training waits only until the state is copied. State that is
-            split over ranks is still written by all of them together, while training waits.
+        asynchronous: Write in a thread, of each rank where the state is split over them: training waits
+            only until the state is copied.
         replay: Let a loader that cannot be put at a position read what is before it again.
 
     Raises:
