@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-from tp_core import PreparedLoader, Share, count_samples, seeded, split_evenly
+from tp_core import Parts, PreparedLoader, Share, count_samples, seeded, split_evenly
 from tp_core.errors import LoaderError
 
 
@@ -244,3 +244,23 @@ def test_what_cannot_be_iterated_is_refused():
 def test_samples_are_counted_by_the_first_tensor_with_a_length():
     assert count_samples({"a": 3, "b": [torch.tensor(1.0), torch.zeros(4, 2)]}) == 4
     assert count_samples("no tensor") == 1
+
+
+def test_parts_count_all_of_their_samples():
+    parts = Parts([torch.ones(3, 2), torch.ones(2, 2)], counts=[3, 2])
+    assert count_samples(parts) == 5
+    shares = []
+    list(PreparedLoader([parts], on_share=shares.append))
+    assert shares == [Share(5, 5)]
+
+
+class FiveNumbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_the_collate_function_of_a_stream_is_turned_too():
+    loader = DataLoader(FiveNumbers(), batch_size=2, collate_fn=sum)
+    doubled = PreparedLoader(loader, collate=lambda collate: lambda items: 2 * collate(items))
+    assert list(doubled) == [2, 10, 8]
+    assert list(loader) == [1, 5, 4]

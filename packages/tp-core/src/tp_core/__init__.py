@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tp_core._backend import Backend, NoOptions
     from tp_core._batches import Share, split_evenly
     from tp_core._collate import CollateAdapter, Parts
+    from tp_core._containers import Container, PerType, containers
     from tp_core._devices import (
         DeviceSpec,
         as_device,
@@ -42,6 +43,7 @@ __all__ = [
     "Backend",
     "Candidate",
     "CollateAdapter",
+    "Container",
     "DeviceLoad",
     "DeviceSpec",
     "Engine",
@@ -51,6 +53,7 @@ __all__ = [
     "ModelTraits",
     "NoOptions",
     "Parts",
+    "PerType",
     "Pool",
     "Precision",
     "PreparedLoader",
@@ -64,6 +67,7 @@ __all__ = [
     "Verdict",
     "as_device",
     "available_devices",
+    "containers",
     "count_samples",
     "device_loads",
     "device_of_rank",
@@ -93,6 +97,7 @@ if not TYPE_CHECKING:
             "_backend": ["Backend", "NoOptions"],
             "_batches": ["Share", "split_evenly"],
             "_collate": ["CollateAdapter", "Parts"],
+            "_containers": ["Container", "PerType", "containers"],
             "_devices": ["DeviceSpec", "as_device", "available_devices", "device_of_rank", "resolve_devices"],
             "_engine": ["Engine", "Pool"],
             "_environment": ["LaunchEnvironment"],

@@ -60,8 +60,15 @@ class Container:
 def containers(*, stop: Callable[[type], bool] = lambda _: False) -> PerType[Container | None]:
     """Return a table that has the `Container` of a type, or ``None`` for the type of a leaf.
 
+    For walks that `tree_map` and `tree_leaves` are not made for, such as over several trees at once.
+
     Args:
         stop: Asked once per type; where it says true, the type is a leaf whatever it inherits.
+
+    Example:
+        >>> table = containers()
+        >>> table[dict].rebuild({"a": 1, "b": 2}, [3, 4]), table[int]
+        ({'a': 3, 'b': 4}, None)
     """
     return PerType(lambda cls: None if stop(cls) else _container_of(cls))
 

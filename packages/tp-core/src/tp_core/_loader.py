@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from tp_core._batches import EpochBatches, Share, tell_epoch
+from tp_core._collate import Parts
 from tp_core._seeding import seeded
 from tp_core._tree import tree_leaves
 from tp_core.errors import LoaderError
@@ -35,10 +36,15 @@ _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in ``batch`` that has a first dimension, else 1."""
+    """Return the length of the first tensor in ``batch`` that has a first dimension, else 1.
+
+    Parts say how many they have.
+    """
     first = batch[0] if type(batch) in {tuple, list} and batch else batch
     if type(first) is torch.Tensor and first.dim() > 0:  # the common batch, at a third of the cost
         return first.size(0)
+    if isinstance(batch, Parts):
+        return sum(batch.counts)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.size(0)
@@ -81,7 +87,8 @@ class PreparedLoader:
             move: Moves a batch to the device; ``None`` leaves it where it is.
             on_share: Is told the share of each batch before it is yielded.
             agree: ``agree(what, value)`` raises unless all ranks have the same value.
-            collate: Turns the loader's collate function into the one to use.
+            collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
+                other loaders are taken as they are.
 
         Raises:
             LoaderError: The loader cannot be iterated, or not be split over the ranks.
@@ -102,6 +109,8 @@ class PreparedLoader:
         if not shard or not _is_indexed(loader):
             if shard and size > 1:
                 raise LoaderError(_cannot_shard(loader, size))
+            if collate is not None and isinstance(loader, DataLoader):
+                self._source = _copy_loader(loader, None, collate)
             return
         if size > 1 and isinstance(loader.sampler, DistributedSampler):
             msg = (
@@ -266,17 +275,18 @@ def _is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 def _copy_loader(
     loader: DataLoader[Any],
-    batches: EpochBatches,
+    batches: EpochBatches | None,
     collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None,
 ) -> DataLoader[Any]:
-    """Copy a loader with other batches: whatever its class and options, all else stays.
+    """Copy a loader with other batches, or its own: whatever its class and options, all else stays.
 
     Building a new one from its arguments would lose those that torch has no attribute for and
     those of subclasses.
     """
     copied = copy.copy(loader)
     # DataLoader refuses these by assignment once it is initialised.
-    copied.__dict__["batch_sampler"] = batches
+    if batches is not None:
+        copied.__dict__["batch_sampler"] = batches
     copied.__dict__["_iterator"] = None  # a persistent iterator belongs to the original
     if collate is not None:
         copied.__dict__["collate_fn"] = collate(loader.collate_fn)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tp_core._containers import containers
+from tp_core import containers
 from tp_core.errors import ConfigError
 
 __all__ = ["Gathering", "sorted_by_device"]

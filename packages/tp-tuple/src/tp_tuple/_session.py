@@ -1,11 +1,10 @@
 """The session of the backend ``tuple``."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from tp_core import (
     CollateAdapter,
     Job,
@@ -78,21 +77,13 @@ class TupleSession(Session):
         Raises:
             LoaderError: The loader does not collate batches from lists of items.
         """
-        collate: Callable[[Any], Any] | None = self._adapt
-        if isinstance(loader, DataLoader):
-            if loader.batch_sampler is None:
-                msg = (
-                    "a DataLoader with batch_size=None makes no lists of items to split over "
-                    f"{len(self.job.devices)} devices; give it a batch size, or yield tp_core.Parts "
-                    "from an iterable of your own"
-                )
-                raise LoaderError(msg)
-            if not shard or isinstance(loader.dataset, IterableDataset):
-                # The prepared loader takes the batches of such a loader as they come.
-                adapted = copy.copy(loader)
-                adapted.__dict__["collate_fn"] = self._adapt(loader.collate_fn)
-                adapted.__dict__["_iterator"] = None  # a persistent one belongs to the original
-                loader, collate = adapted, None
+        if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            msg = (
+                "a DataLoader with batch_size=None makes no lists of items to split over "
+                f"{len(self.job.devices)} devices; give it a batch size, or yield tp_core.Parts "
+                "from an iterable of your own"
+            )
+            raise LoaderError(msg)
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -102,7 +93,7 @@ class TupleSession(Session):
             shard=shard,
             move=self.move_batch,
             on_share=self.take_share,
-            collate=collate,
+            collate=self._adapt,
         )
 
     def move_batch(self, batch: Any) -> Any:
@@ -115,7 +106,7 @@ class TupleSession(Session):
             )
             raise LoaderError(msg)
         samples = sum(parts.counts)
-        self.take_share(Share(samples, samples))  # the loader itself counts the first part alone
+        self.take_share(Share(samples, samples))  # a batch in an envelope counts as one
         return self._placed(parts)
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
@@ -166,7 +157,7 @@ class TupleSession(Session):
 
 
 class _Envelope:
-    """Parts on their way through the loader, whose pinning would make a plain list of them."""
+    """Parts on their way through the loader: torch pins any tuple as a plain list."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
