@@ -18,6 +18,8 @@ from tp_tuple._transpose import arguments_of_parts, per_value
 
 __all__ = ["TupleParallel", "timed"]
 
+_PLAIN = {tuple, list}  # a subclass may know more of its parts, such as how fast they were
+
 _Call = Callable[[nn.Module, Any], Any]
 
 
@@ -100,6 +102,11 @@ class TupleParallel(nn.DataParallel[nn.Module]):
                 outputs of the parts have different numbers of values.
         """
         replicas = self.replicas
+        if len(self.device_ids) == 1 and args and not kwargs and not self.transfer_output:
+            inputs = [a[0] for a in args if type(a) in _PLAIN and len(a) == 1]
+            if len(inputs) == len(args):  # nothing is to be split, timed or waited for
+                outputs = replicas.run(self._call_alone, (inputs,))
+                return self._result(outputs)
         if not args and not kwargs:
             parts: list[Any] = [((), {})]
         else:
@@ -117,6 +124,16 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         if self.transfer_output:
             target: Any = self.output_device
             outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
+        return self._result(outputs)
+
+    def _call_alone(self, module: nn.Module, inputs: list[Any]) -> Any:
+        """Run the module on the only device."""
+        if self.transfer_input:
+            device = self.device_ids[0]
+            inputs = [_moved(x, device) for x in inputs]
+        return module(*inputs)
+
+    def _result(self, outputs: list[Any]) -> Any:
         first = outputs[0]  # the usual case needs no look at all of them
         result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
