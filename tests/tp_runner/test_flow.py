@@ -57,12 +57,14 @@ def test_queue_scale_bounds_what_is_on_its_way(options, scale):
 
 @pytest.mark.parametrize("options", ENGINES, ids=IDS)
 def test_a_slow_consumer_is_not_overrun_without_a_bound(options):
-    items = Counted()
+    items, allowed = Counted(), 1000
     with Same(2, **options) as runner:
         for n, _ in enumerate(itertools.islice(runner.stream(items), 60)):
+            # Usually some tens. A worker that the machine holds up with the first item lets the
+            # others run ahead before anything can be known of the consumer, but no further then.
+            allowed = max(allowed, items.n_read) if n == 0 else allowed
+            assert items.n_read - n <= allowed
             time.sleep(0.01)
-            # Usually some tens; more where the machine is so busy that the workers seem slow.
-            assert items.n_read - n < 1000
 
 
 @pytest.mark.parametrize("options", ENGINES, ids=IDS)

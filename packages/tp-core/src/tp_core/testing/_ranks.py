@@ -74,7 +74,7 @@ def run_ranks(
     """Call ``function(*args)`` on ``processes`` ranks and return what each returned, by rank.
 
     Every rank is a fresh process with the variables of torchrun set, a free port and one thread.
-    The first rank that fails ends the others.
+    The first rank that fails ends the others; one that has returned stays until all have.
 
     Args:
         function: What each rank runs; functions of test modules and lambdas will do.
@@ -112,7 +112,7 @@ def rank_outcomes(
     port = str(free_port())
     ranks = []
     for rank in range(processes):
-        reader, writer = context.Pipe(duplex=False)
+        reader, writer = context.Pipe()
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(processes),
@@ -149,6 +149,8 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first:
                 if messages[rank][1] is not None and stop_at_first:
                     pending.clear()
                     break
+        for _, reader in ranks:
+            reader.close()  # those that have returned may go
         for rank in messages:
             ranks[rank][0].join(max(0.1, min(5.0, deadline - time.monotonic())))
         return [
@@ -156,8 +158,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first:
             for rank, (process, _) in enumerate(ranks)
         ]
     finally:
-        for process, reader in ranks:
-            reader.close()
+        for process, _ in ranks:
             if process.is_alive():
                 process.kill()
             process.join()
@@ -174,14 +175,18 @@ def _run_rank(
     import torch
 
     torch.set_num_threads(1)
+    returned = False
     try:
         function, args = pickle.loads(payload)
-        message = (function(*args), None)
-        data = _dumps(message)
+        data = _dumps((function(*args), None))
+        returned = True
     except BaseException:  # noqa: BLE001 - it is reported to the parent
         data = _dumps((None, traceback.format_exc()))
+    faulthandler.cancel_dump_traceback_later()
     writer.send_bytes(data)
-    writer.close()
+    if returned:
+        # The others may still need this process: rank 0 holds the store where they meet.
+        writer.poll(timeout_s)
     # Straight out: a half-open process group must not hold the end up.
     sys.stdout.flush()
     sys.stderr.flush()
