@@ -86,9 +86,7 @@ def run_ranks(
     Raises:
         RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
     """
-    outcomes = rank_outcomes(
-        function, processes, *args, timeout_s=timeout_s, environ=environ, stop_at_first=True
-    )
+    outcomes = rank_outcomes(function, processes, *args, timeout_s=timeout_s, environ=environ, together=True)
     failed = [o for o in outcomes if not o.ok]
     if failed:
         # The one with a traceback explains more than those that were ended because of it.
@@ -103,9 +101,12 @@ def rank_outcomes(
     *args: Any,
     timeout_s: float = 45.0,
     environ: Mapping[str, str] | None = None,
-    stop_at_first: bool = False,
+    together: bool = False,
 ) -> list[RankOutcome]:
-    """Like :func:`run_ranks`, but return how each rank ended, whatever it was: for fault tests."""
+    """Like :func:`run_ranks`, but return how each rank ended, whatever it was: for fault tests.
+
+    Unless they are to end ``together``, each one leaves by itself, and none because of another.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     payload = _dumps((function, args))
@@ -124,15 +125,18 @@ def rank_outcomes(
             **(environ or {}),
         }
         process = context.Process(
-            target=_run_rank, args=(writer, payload, variables, list(sys.path), timeout_s), daemon=True
+            target=_run_rank,
+            args=(writer, payload, variables, list(sys.path)),
+            kwargs={"timeout_s": timeout_s, "stays": together},
+            daemon=True,
         )
         process.start()
         writer.close()
         ranks.append((process, reader))
-    return _collect(ranks, deadline=time.monotonic() + timeout_s, stop_at_first=stop_at_first)
+    return _collect(ranks, deadline=time.monotonic() + timeout_s, together=together)
 
 
-def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first: bool) -> list[RankOutcome]:
+def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool) -> list[RankOutcome]:
     messages: dict[int, tuple[Any, str | None]] = {}
     pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     try:
@@ -143,10 +147,10 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first:
                     messages[rank] = pickle.loads(reader.recv_bytes())
                 except EOFError:  # it died without a word
                     messages[rank] = (None, None)
-                    if stop_at_first:
+                    if together:
                         pending.clear()
                         break
-                if messages[rank][1] is not None and stop_at_first:
+                if messages[rank][1] is not None and together:
                     pending.clear()
                     break
         for _, reader in ranks:
@@ -166,7 +170,13 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, stop_at_first:
 
 
 def _run_rank(
-    writer: "Pipe", payload: bytes, variables: dict[str, str], path: list[str], timeout_s: float
+    writer: "Pipe",
+    payload: bytes,
+    variables: dict[str, str],
+    path: list[str],
+    *,
+    timeout_s: float,
+    stays: bool,
 ) -> None:
     os.environ.update(variables)
     sys.path[:] = path
@@ -175,16 +185,14 @@ def _run_rank(
     import torch
 
     torch.set_num_threads(1)
-    returned = False
     try:
         function, args = pickle.loads(payload)
         data = _dumps((function(*args), None))
-        returned = True
     except BaseException:  # noqa: BLE001 - it is reported to the parent
-        data = _dumps((None, traceback.format_exc()))
+        data, stays = _dumps((None, traceback.format_exc())), False
     faulthandler.cancel_dump_traceback_later()
     writer.send_bytes(data)
-    if returned:
+    if stays:
         # The others may still need this process: rank 0 holds the store where they meet.
         writer.poll(timeout_s)
     # Straight out: a half-open process group must not hold the end up.
