@@ -146,7 +146,7 @@ DAMAGE = [(cut_off, r"bytes of"), (alter, "not what was written"), (remove, "is 
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-@pytest.mark.parametrize("file", ["tensors/__0_0.distcp", "state.json", "ranks.json"])
+@pytest.mark.parametrize("file", ["tensors.pt", "state.json", "ranks.json"])
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path, caplog, damage, message, file):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), stop_at=8)
@@ -229,13 +229,13 @@ def test_writing_in_a_thread_gives_the_same_checkpoints(tmp_path):
 
 def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     may_write = threading.Event()
-    write = keeper_module.write_tensors
+    write = keeper_module.write_whole
 
     def slow(*args, **kwargs):
         assert may_write.wait(30)
         write(*args, **kwargs)
 
-    monkeypatch.setattr(keeper_module, "write_tensors", slow)
+    monkeypatch.setattr(keeper_module, "write_whole", slow)
     steps = 0
 
     def step(model, batch):
@@ -259,7 +259,7 @@ def test_a_thread_that_cannot_write_is_an_error_of_the_run(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(keeper_module, "write_tensors", fail)
+    monkeypatch.setattr(keeper_module, "write_whole", fail)
     with pytest.raises(OSError, match="No space left on device"):
         fit(Checkpoints(tmp_path, every_steps=2, asynchronous=True))
     assert names(tmp_path) == []

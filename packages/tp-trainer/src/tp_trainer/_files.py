@@ -61,15 +61,15 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def load_state(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read what :func:`save_atomically` wrote, onto the CPU; foreign code is never run.
+def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping[str, Any]:
+    """Read what ``torch.save`` wrote, onto the CPU or mapped; foreign code is never run.
 
     Raises:
         OSError: There is no such file, or it may not be read.
         StateError: It is damaged, or holds something else than tensors and plain values.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # torch says "not a file of mine" in a dozen ways

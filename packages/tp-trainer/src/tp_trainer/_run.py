@@ -236,8 +236,8 @@ class Run:
         keeper, session = self.keeper, self.session
         if keeper is None:
             return
-        folder, state, ranks = keeper.read(path)
-        restore(session, self.model, self.optimizer, state["optimizer"], folder)
+        tensors, state, ranks = keeper.read(path)
+        restore(session, self.model, self.optimizer, state["optimizer"], tensors)
         if (self.scheduler is None) != (state["scheduler"] is None):
             has, lacks = ("the run", "the checkpoint") if self.scheduler else ("the checkpoint", "the run")
             msg = f"{path}: {has} has a scheduler and {lacks} has none; resume with what the run had"

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from tp_core import Session, TensorSlice, write_tensors
+from tp_core import Session, TensorSlice
 from tp_core.errors import StateError
 
 from tp_trainer._checkpoint._folders import (
@@ -25,10 +25,12 @@ from tp_trainer._checkpoint._folders import (
     write_json,
 )
 from tp_trainer._checkpoint._settings import Checkpoints
+from tp_trainer._checkpoint._whole import write_whole
 
 __all__ = ["Keeper"]
 
-_TENSORS = "tensors"
+_SPLIT = "tensors"  # a folder
+_WHOLE = "tensors.pt"
 _STATE = "state.json"
 _RANKS = "ranks.json"
 
@@ -203,7 +205,7 @@ class Keeper:
             if together:
                 self._write_together(tensors, folder)
             else:
-                write_tensors(tensors, folder / _TENSORS)
+                write_whole(cast("Mapping[str, Tensor]", tensors), folder / _WHOLE)
             if self._session.is_main:
                 self._complete(folder, state, ranks, facts)
         except (OSError, StateError) as error:
@@ -214,9 +216,11 @@ class Keeper:
 
         Collectives: those of writing together, one gather; over the group of the writing threads.
         """
+        from tp_core import write_tensors
+
         failure: OSError | StateError | None = None
         try:
-            write_tensors(tensors, folder / _TENSORS, together=True, group=self._group)
+            write_tensors(tensors, folder / _SPLIT, together=True, group=self._group)
         except (OSError, StateError) as error:
             failure = error
         told: list[str | None] = [None] * self._session.world_size
@@ -291,9 +295,10 @@ class Keeper:
 
     @staticmethod
     def read(path: Path) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
-        """Return the tensors' folder, the plain values, and those of each rank.
+        """Return the tensors' file or folder, the plain values, and those of each rank.
 
         Raises:
             StateError: They cannot be read here.
         """
-        return path / _TENSORS, read_json(path / _STATE), read_json(path / _RANKS)
+        whole = path / _WHOLE
+        return whole if whole.is_file() else path / _SPLIT, read_json(path / _STATE), read_json(path / _RANKS)

@@ -1,13 +1,17 @@
 """The tensors of a run, by name, and the plain values around them."""
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core import Session, TensorSlice, read_tensors, tensor_infos
+from tp_core import Session, TensorSlice
 from tp_core.errors import StateError
+
+from tp_trainer._checkpoint._whole import fill_from_whole, infos_of_whole, read_whole
 
 __all__ = ["collect", "optimizer_values", "restore"]
 
@@ -50,14 +54,27 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def restore(
-    session: Session, model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], folder: Any
+    session: Session, model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], path: Path
 ) -> None:
-    """Load model and optimizer from what :func:`collect` gave and was written to ``folder``.
+    """Load model and optimizer from what :func:`collect` gave and was written to ``path``.
+
+    Args:
+        session: Where they are.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        values: What :func:`optimizer_values` returned.
+        path: A file of `write_whole`, or a folder of `tp_core.write_tensors`.
 
     Raises:
         StateError: Names or shapes do not fit; model and optimizer are untouched.
     """
-    infos = tensor_infos(folder)
+    if path.is_file():
+        stored = read_whole(path)
+        infos, fill = infos_of_whole(stored), partial(fill_from_whole, stored=stored, path=path)
+    else:
+        from tp_core import read_tensors, tensor_infos  # importing what they need takes half a second
+
+        infos, fill = tensor_infos(path), partial(read_tensors, folder=path)
     current = _model_tensors(session, model)
     loaded = {
         name: torch.empty_like(
@@ -67,7 +84,7 @@ def restore(
     }
     surplus = [n for n in infos if n.startswith(_MODEL) and n.removeprefix(_MODEL) not in current]
     if surplus:
-        msg = f"{folder} has {surplus[0].removeprefix(_MODEL)!r}, which the model lacks"
+        msg = f"{path} has {surplus[0].removeprefix(_MODEL)!r}, which the model lacks"
         raise StateError(msg)
     targets: Tensors = {
         f"{_MODEL}{name}": session.as_slice(current[name], tensor) for name, tensor in loaded.items()
@@ -80,7 +97,7 @@ def restore(
         text, key = name.removeprefix(_OPTIMIZER).split(".", 1)
         index = int(text)
         if index >= len(parameters):
-            msg = f"{folder} has state of parameter {index}, and the optimizer has {len(parameters)} of them"
+            msg = f"{path} has state of parameter {index}, and the optimizer has {len(parameters)} of them"
             raise StateError(msg)
         parameter = parameters[index]
         whole = _like(session, parameter, parameter)
@@ -90,9 +107,9 @@ def restore(
         state.setdefault(index, {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     if len(groups) != len(values["groups"]):
-        msg = f"{folder} has {len(values['groups'])} parameter groups, and the optimizer {len(groups)}"
+        msg = f"{path} has {len(values['groups'])} parameter groups, and the optimizer {len(groups)}"
         raise StateError(msg)
-    read_tensors(targets, folder)
+    fill(targets)
     with torch.no_grad():
         for name, tensor in loaded.items():
             current[name].copy_(tensor)
