@@ -32,6 +32,7 @@ from tp_core.errors import LoaderError
 
 __all__ = ["PreparedLoader", "count_samples"]
 
+_PLAIN = frozenset({tuple, list})
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -40,7 +41,7 @@ def count_samples(batch: Any) -> int:
 
     Parts say how many they have.
     """
-    first = batch[0] if type(batch) in {tuple, list} and batch else batch
+    first = batch[0] if type(batch) in _PLAIN and batch else batch
     if type(first) is torch.Tensor and first.dim() > 0:  # the common batch, at a third of the cost
         return first.size(0)
     if isinstance(batch, Parts):

@@ -20,6 +20,8 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
     Raises:
         StepError: There is none, or it is not a scalar tensor that leads to parameters.
     """
+    if type(output) is Tensor and output.requires_grad and not output.dim():
+        return output  # nearly always: what follows is slow beside a small model
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         got = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)
@@ -65,6 +67,7 @@ class Meter:
         self._looks_at_once = tolerate or session.device.type == "cpu"
         self._step = first_step
         self._tolerates = tolerate
+        self._is_mean = session.job.loss == "mean"
         self._pending: list[tuple[Tensor, int]] = []
         self._losses = 0.0
         self._others: dict[str, Any] = {}
@@ -124,7 +127,7 @@ class Meter:
             raise NonFiniteLossError(msg)
         self.samples += samples
         if samples:
-            total = value * samples if self._session.job.loss == "mean" else value
+            total = value * samples if self._is_mean else value
             self._losses += total
             self.last_loss = total / samples
         return True

@@ -194,9 +194,9 @@ class Run:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _save(self, done: int, meter: Meter | None) -> None:
-        """Save the state after ``done`` batches of the epoch that begins or runs."""
+        """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""
         keeper = self.keeper
-        if keeper is None:
+        if keeper is None or keeper.has_saved(self.update.count):
             return
         session = self.session
         if meter is not None and done:

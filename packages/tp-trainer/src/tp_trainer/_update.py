@@ -70,6 +70,7 @@ class Update:
             raise ConfigError(msg)
         self.count = 0
         self.skipped = 0
+        self._checked = 0
         self._session = session
         self._model = model
         self._optimizer = optimizer
@@ -137,8 +138,9 @@ class Update:
 
         Collectives: those of `Session.gather_objects`.
         """
-        if self._looks:
+        if self._looks or self._checked == self.count:
             return
+        self._checked = self.count
         found = self._session.gather_objects(self._first_not_finite())
         rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (0, None))
         if name is not None:

@@ -47,15 +47,17 @@ def commit(written: Path, facts: Mapping[str, Any]) -> Path:
     Raises:
         OSError: The disk is full, or writing is not allowed.
     """
-    files = sorted(path for path in written.rglob("*") if path.is_file())
-    listed = {}
-    for path in files:
+    folders, listed = [written], {}
+    for path in sorted(written.rglob("*")):
+        if path.is_dir():
+            folders.append(path)
+            continue
         digest, nbytes = _digest(path)
         listed[str(path.relative_to(written))] = {"nbytes": nbytes, "blake2b": digest}
         _sync_file(path)
     write_json(written / MANIFEST, {"format": FORMAT, **facts, "files": listed}, indent=1)
     _sync_file(written / MANIFEST)
-    for path in (written, *(p for p in written.rglob("*") if p.is_dir())):
+    for path in folders:
         sync_folder(path)
     final = written.with_name(written.name.removeprefix(".").removesuffix(".tmp"))
     if final.exists():  # the same step of a run that was resumed from before it

@@ -65,7 +65,11 @@ class Keeper:
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due at ``step`` because of its number."""
         every = self.settings.every_steps
-        return every is not None and step > 0 and step % every == 0 and step != self._saved_step
+        return every is not None and step > 0 and step % every == 0 and not self.has_saved(step)
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` has been written, or begun."""
+        return step == self._saved_step
 
     @property
     def is_old(self) -> bool:
@@ -83,7 +87,7 @@ class Keeper:
         mine: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint; called again at the same step, do nothing.
+        """Write a checkpoint.
 
         Args:
             step: The optimizer step it stands at.
@@ -100,8 +104,6 @@ class Keeper:
         Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
         writing together, which with ``asynchronous`` are the threads' own.
         """
-        if step == self._saved_step:
-            return
         self._join()
         ranks = self._session.gather_objects(dict(mine))
         is_split = any(isinstance(value, TensorSlice) for value in tensors.values())
