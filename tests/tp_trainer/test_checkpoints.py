@@ -76,7 +76,8 @@ def test_the_newest_are_kept_and_nothing_else_lies_around(tmp_path):
     assert names(tmp_path) == ["step-0000000008", "step-0000000010"]
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path):
+@pytest.mark.parametrize("rule", [{}, {"every_steps": 1, "every_epochs": None}, {"every_s": 1e-6}])
+def test_the_best_is_kept_beside_the_newest(tmp_path, rule):
     losses = iter([0.5, 0.1, 0.7, 0.6])
 
     def val_step(model, batch):
@@ -84,7 +85,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
 
     loader = DataLoader(make_data(), batch_size=40)
     val = DataLoader(make_data(4), batch_size=4)
-    settings = Checkpoints(tmp_path, keep=1, best="val_loss")
+    settings = Checkpoints(tmp_path, keep=1, best="val_loss", **rule)
     fit(settings, loader=loader, epochs=4, val_loader=val, val_step=val_step)
     assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
 

@@ -86,6 +86,7 @@ class Run:
     _first: int = 0
     _resumed_meter: dict[str, Any] | None = None
     _seconds: float = 0.0
+    _is_due: bool = False
 
     def go(self, resume: str | Path | None) -> History:
         """Train until all epochs are done, from the start or from where a checkpoint stands."""
@@ -110,7 +111,9 @@ class Run:
             self._epoch, self._first = self._epoch + 1, 0
             if self.keeper is not None:
                 every = self.keeper.settings.every_epochs
-                if self._epoch > self.epochs or (every is not None and (self._epoch - 1) % every == 0):
+                ends_some = every is not None and (self._epoch - 1) % every == 0
+                if self._is_due or ends_some or self._epoch > self.epochs:
+                    self._is_due = False
                     self._save(0, None)
         self.model.train(was_training)
         return History(tuple(self.records))
@@ -177,7 +180,10 @@ class Run:
                 signal_, is_old = vigil.ask(due=keeper.is_old)
                 is_due = is_due or (is_old and done > 0)
                 ask_at = min(batch_after(done, vigil.interval), self.steps)
-            if is_due or signal_:
+            if is_due and done == self.steps and not signal_:
+                # After the validation, whose outcome may decide which checkpoint is the best.
+                self._is_due = True
+            elif is_due or signal_:
                 self._seconds = time.perf_counter() - began
                 self.update.check_parameters()
                 with self.watchdog.paused():
