@@ -34,7 +34,7 @@ def train(folder, asynchronous, *, at=0, then=None, resume=None):
     torch.manual_seed(0)
     model = nn.Sequential(ts.nn.ParallelLinear(64, 64, dim=1), nn.Tanh(), ts.nn.ParallelLinear(64, 64, dim=0))
     loader = DataLoader(TensorDataset(torch.randn(40, 64, generator=torch.Generator())), batch_size=4)
-    checkpoint = Checkpoints(folder, every_steps=2, every_epochs=None, keep=9, asynchronous=asynchronous)
+    checkpoint = Checkpoints(folder, every_steps=2, every_epochs=None, keep=9, async_=asynchronous)
     with Trainer(seed=1, progress=False, devices="cpu") as trainer:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         trainer.fit(model, optimizer, loader, step=step, checkpoint=checkpoint, resume=resume)

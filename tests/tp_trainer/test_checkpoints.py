@@ -219,7 +219,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoints_before(tmp_path):
 
 
 def test_writing_in_a_thread_gives_the_same_checkpoints(tmp_path):
-    settings = Checkpoints(tmp_path, every_steps=1, asynchronous=True)
+    settings = Checkpoints(tmp_path, every_steps=1, async_=True)
     with pytest.raises(StoppedError):
         fit(settings, stop_at=8)
     for thread in threading.enumerate():
@@ -250,7 +250,7 @@ def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
         model = make_model()
         optimizer = torch.optim.Adam(model.parameters())
         loader = DataLoader(make_data(), batch_size=8)
-        settings = Checkpoints(tmp_path, every_steps=2, every_epochs=None, asynchronous=True)
+        settings = Checkpoints(tmp_path, every_steps=2, every_epochs=None, async_=True)
         trainer.fit(model, optimizer, loader, step=step, checkpoint=settings)
     assert steps == 5
     assert names(tmp_path)[-1] == "step-0000000005"
@@ -262,7 +262,7 @@ def test_a_thread_that_cannot_write_is_an_error_of_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(keeper_module, "write_whole", fail)
     with pytest.raises(OSError, match="No space left on device"):
-        fit(Checkpoints(tmp_path, every_steps=2, asynchronous=True))
+        fit(Checkpoints(tmp_path, every_steps=2, async_=True))
     assert names(tmp_path) == []
 
 

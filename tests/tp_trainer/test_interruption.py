@@ -44,7 +44,7 @@ def run(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
 
-    def run(folder, send="none", at=0, *, ranks=1, to_rank=0):
+    def run(folder, send="none", at=0, *, ranks=1, to_rank=0, environ=None):
         (tmp_path / folder).mkdir(exist_ok=True)
         port = str(free_port())
         arguments = [sys.executable, str(script), str(tmp_path / folder), send, str(at), str(to_rank)]
@@ -53,7 +53,11 @@ def run(tmp_path):
             variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             several = {k: str(v) for k, v in variables.items()} if ranks > 1 else {}
-            processes.append(subprocess.Popen(arguments, env=os.environ | several, stderr=subprocess.PIPE))
+            processes.append(
+                subprocess.Popen(
+                    arguments, env=os.environ | several | (environ or {}), stderr=subprocess.PIPE
+                )
+            )
         ends = [process.communicate(timeout=50)[1].decode() for process in processes]
         return [process.returncode for process in processes], ends
 
@@ -74,6 +78,34 @@ def test_a_signal_ends_the_run_saved_with_the_conventional_status(run, tmp_path,
     assert run("cut") == ([0], [""])
     found, expected = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+test "$2" = 7_3 && exit 0
+echo "Requested operation is presently disabled for job $2" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "send", "environ", "called", "said"),
+    [
+        (1, "SIGUSR1", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "requeue 7_3\n", ""),
+        (2, "SIGUSR1", {}, "requeue 9\n", "job 9 could not be put back into Slurm's queue: Requested op"),
+        (1, "SIGTERM", {}, None, ""),
+    ],
+)
+def test_a_warned_job_of_slurm_goes_back_into_the_queue(run, tmp_path, ranks, send, environ, called, said):
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    codes, errors = run("cut", send, 20, ranks=ranks, environ={"PATH": path, "SLURM_JOB_ID": "9", **environ})
+    assert codes == [128 + getattr(signal, send)] * ranks
+    assert said in errors[0]
+    calls = tmp_path / "calls"
+    assert (calls.read_text() if calls.exists() else None) == called
+    assert len(list((tmp_path / "cut" / "run").iterdir())) == 1
 
 
 @pytest.mark.parametrize("to_rank", [0, 1])

@@ -52,7 +52,7 @@ def steps(folder: Path) -> None:
         "hand-written, no checkpoint": hand_written(batches),
         "tp fit, no checkpoint": fit(),
         "tp fit, a checkpoint every 1000 steps": fit(checkpoint=Checkpoints(folder / "here", **once)),
-        "the same, asynchronous": fit(checkpoint=Checkpoints(folder / "there", asynchronous=True, **once)),
+        "the same, asynchronous": fit(checkpoint=Checkpoints(folder / "there", async_=True, **once)),
     }
     show("MLP 16-16-1, batch 8, SGD, one process", measure(ways, rounds=15))
 
@@ -83,7 +83,7 @@ def saves(folder: Path) -> None:
 
         trainer = Trainer(devices="cpu", progress=False)
         prepared = trainer.prepare(model)
-        keeper = Keeper(Checkpoints(place, asynchronous=asynchronous, keep=1), trainer.session)
+        keeper = Keeper(Checkpoints(place, async_=asynchronous, keep=1), trainer.session)
         count = 0
 
         def way() -> tuple[float, float]:
@@ -204,7 +204,7 @@ def _train_large(name: str, folder: str, writer) -> None:
             optimizer.step()
     else:
         kinds = {"tp fit": None, "tp fit, checkpoint": Checkpoints(folder, every_steps=2)}
-        last = Checkpoints(folder, every_steps=2, asynchronous=True)
+        last = Checkpoints(folder, every_steps=2, async_=True)
         trainer = Trainer(devices="cpu", progress=False)
         trainer.fit(model, optimizer, batches, step=step, checkpoint=kinds.get(name, last))
     writer.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -98,6 +98,26 @@ def test_a_stopped_launch_leaves_nobody(tp, gone, number, status):
     assert list(tp.tmp.glob("tp-launch-*")) == []
 
 
+def test_a_warning_is_passed_on_and_ends_the_job_without_a_restart(tp, gone):
+    script = """
+        import os, signal, sys, time
+        def warned(number, frame):
+            print(signal.Signals(number).name, flush=True)
+            sys.exit(128 + number)
+        signal.signal(signal.SIGUSR1, warned)
+        open(f"pid{os.environ['RANK']}", "w").write(str(os.getpid()))
+        time.sleep(60)
+    """
+    process = tp.start("launch", "-n", "2", "--max-restarts", "2", tp.script(script))
+    pids = [int(tp.wait_for(f"pid{rank}")) for rank in range(2)]
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=15)
+    assert sorted(out.splitlines()) == ["[rank0] SIGUSR1", "[rank1] SIGUSR1"]
+    assert process.returncode == 138
+    assert err.endswith("tp launch: stopped by SIGUSR1\n")
+    gone(*pids)
+
+
 def test_a_killed_launcher_takes_its_ranks_along(tp, gone):
     script = tp.script("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)")
     process = tp.start("launch", "-n", "1", script)

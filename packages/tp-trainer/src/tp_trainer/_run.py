@@ -2,6 +2,7 @@
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from tp_trainer._interruption import Interrupted, Vigil
 from tp_trainer._metrics import Meter
 from tp_trainer._precision import LossScaler
 from tp_trainer._progress import EpochRecord, History, Reporter, Ticker
+from tp_trainer._requeue import requeue
 from tp_trainer._update import Update
 from tp_trainer._watchdog import Watchdog
 
@@ -175,22 +177,24 @@ class Run:
                 ticker.look(done, meter.last_loss)
             if keeper is None or vigil is None:
                 return ticker.next_look
-            signal_, is_due = 0, keeper.is_due(self.update.count)
+            signalled, is_due = 0, keeper.is_due(self.update.count)
             if done >= ask_at:
-                signal_, is_old = vigil.ask(due=keeper.is_old)
+                signalled, is_old = vigil.ask(due=keeper.is_old)
                 is_due = is_due or (is_old and done > 0)
                 ask_at = min(batch_after(done, vigil.interval), self.steps)
-            if is_due and done == self.steps and not signal_:
+            if is_due and done == self.steps and not signalled:
                 # After the validation, whose outcome may decide which checkpoint is the best.
                 self._is_due = True
-            elif is_due or signal_:
+            elif is_due or signalled:
                 self._seconds = time.perf_counter() - began
                 self.update.check_parameters()
                 with self.watchdog.paused():
                     self._save(done, meter)
-            if signal_:
+            if signalled:
                 keeper.finish()
-                raise Interrupted(signal_, keeper.last)
+                if signalled == signal.SIGUSR1 and self.session.is_main:
+                    requeue()
+                raise Interrupted(signalled, keeper.last)
             left = keeper.steps_left(self.update.count)
             save_at = math.inf if left is None else min(batch_after(done, left), self.steps)
             return min(ticker.next_look, ask_at if ask_at > done else math.inf, save_at)

@@ -98,11 +98,11 @@ class Keeper:
 
         Raises:
             OSError: The disk is full, or writing is not allowed; the checkpoints before are as they
-                were. With ``asynchronous`` it may be that of the last time.
+                were. With ``async_`` it may be that of the last time.
             StateError: A value is none that can be written.
 
         Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
-        writing together, which with ``asynchronous`` are the threads' own.
+        writing together, which with ``async_`` are the threads' own.
         """
         self._join()
         ranks = self._session.gather_objects(dict(mine))
@@ -110,7 +110,7 @@ class Keeper:
         folder = self._scratch(step, shared=is_split)
         if folder is not None:
             write = partial(self._write, folder, dict(state), ranks, dict(facts), together=is_split)
-            if self.settings.asynchronous:
+            if self.settings.async_:
                 if is_split and self._group is None:
                     # The thread's collectives must not meet those of training.
                     self._group = dist.new_group(backend="gloo")
@@ -119,7 +119,7 @@ class Keeper:
                 self._writing.start()
             else:
                 write(tensors)
-        if not self.settings.asynchronous:
+        if not self.settings.async_:
             self._tell()
         self._saved_step, self._saved_at = step, time.monotonic()
 
@@ -140,7 +140,7 @@ class Keeper:
             self._writing.join()
 
     def _join(self) -> None:
-        if self.settings.asynchronous:
+        if self.settings.async_:
             if self._writing is not None:
                 self._writing.join()
                 self._writing = None

@@ -26,7 +26,7 @@ class Checkpoints:
         best: A metric of validation or training, such as "val_loss" or "accuracy"; the checkpoint
             where it was best is kept beside the newest.
         mode: Whether "min" or "max" of that metric is the best.
-        asynchronous: Write in a thread, of each rank where the state is split over them: training waits
+        async_: Write in a thread, of each rank where the state is split over them: training waits
             only until the state is copied.
         replay: Let a loader that cannot be put at a position read what is before it again.
 
@@ -47,7 +47,7 @@ class Checkpoints:
     keep: int = 3
     best: str | None = None
     mode: Literal["min", "max"] = "min"
-    asynchronous: bool = False
+    async_: bool = False
     replay: bool = False
 
     def __post_init__(self) -> None:

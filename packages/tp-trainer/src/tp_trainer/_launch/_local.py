@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tp_trainer._launch._elastic import ProcessFailure
 
 _FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
+_POLL_S = 0.02
 _DEAF_S = 2.0  # how long torch's agent may take to notice that its processes have ended
 _RENDEZVOUS_TIMEOUT_S = 600.0  # torch's own for joining
 
@@ -71,6 +73,13 @@ class LocalRun:
             return self._agreed(outcome)
         except Stopped as stopped:
             return Outcome.stopped(stopped.signum)
+
+    def warn(self, signum: int) -> None:
+        """Give every rank a signal, and time to end after it; called from a signal handler."""
+        self._watch.tell(signum)
+        deadline = time.monotonic() + self._plan.request.grace_s
+        while len(self._watch.deaths()) < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Leave no process behind, and show the rest of what they wrote."""

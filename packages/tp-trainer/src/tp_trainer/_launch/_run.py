@@ -71,7 +71,9 @@ def execute(request: LaunchRequest) -> Outcome:
     def patience_s() -> float:
         return request.grace_s + _DEAF_S if local.has_ranks else _DEAF_S
 
-    with StopSignals(patience_s=patience_s, on_deaf=lambda n: leave(Outcome.stopped(n))) as signals:
+    with StopSignals(
+        patience_s=patience_s, on_deaf=lambda n: leave(Outcome.stopped(n)), pass_on=local.warn
+    ) as signals:
         try:
             return local.run()
         except Stopped as stopped:  # between two steps of the run

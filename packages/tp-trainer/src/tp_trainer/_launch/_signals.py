@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
@@ -22,7 +22,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Inside it SIGINT, SIGTERM, SIGHUP and SIGQUIT raise ``Stopped`` in the main thread.
+    """Inside it SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 raise ``Stopped`` in the main thread.
 
     In another thread it does nothing: Python gives signals to the main one only.
 
@@ -30,6 +30,7 @@ class StopSignals:
         patience_s: How long the main thread may take, from a signal to leaving this block.
         on_deaf: Called with the signal, from another thread, when it took longer: it sits in native
             code, where Python runs no handler.
+        pass_on: Called with SIGUSR1, before it is raised: what it means is for the program to know.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class StopSignals:
         *,
         patience_s: Callable[[], float] | None = None,
         on_deaf: Callable[[int], None] | None = None,
+        pass_on: Callable[[int], None] | None = None,
     ) -> None:
         self._patience_s = patience_s
         self._on_deaf = on_deaf
+        self._pass_on = pass_on
         self._before: dict[int, Any] = {}
         self._left = threading.Event()
         self._wake_before = -1
@@ -50,7 +53,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in _STOPPING:
-            self._before[signum] = signal.signal(signum, _raise_stopped)
+            self._before[signum] = signal.signal(signum, self._stop)
         if self._on_deaf is not None and self._patience_s is not None:
             read_fd, self._write_fd = os.pipe()
             os.set_blocking(self._write_fd, False)
@@ -80,6 +83,11 @@ class StopSignals:
         for signum in self._before:
             signal.signal(signum, signal.SIG_IGN)
 
+    def _stop(self, signum: int, _frame: FrameType | None) -> None:
+        if signum == signal.SIGUSR1 and self._pass_on is not None:
+            self._pass_on(signum)
+        raise Stopped(signum)
+
     def _listen(self, read_fd: int) -> None:
         # The interpreter's C handler writes the number of a signal here at once.
         try:
@@ -91,7 +99,3 @@ class StopSignals:
                     self._on_deaf(stopping[0])
         finally:
             os.close(read_fd)
-
-
-def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
-    raise Stopped(signum)

@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, *, failure_grace_s: float) -> None:
         self._failure_grace_s = failure_grace_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._stopping = threading.Event()
         self._ranks: dict[int, Rank] = {}
         self._pids: dict[int, int] = {}  # local rank to process id
@@ -75,6 +75,12 @@ class Watch:
         """The local ranks that were killed because they did not end when asked."""
         with self._lock:
             return set(self._killed)
+
+    def tell(self, signum: int) -> None:
+        """Give every rank a signal; called from a signal handler."""
+        with self._lock:
+            for pid in list(self._pids.values()):
+                _signal_group(pid, signum)
 
     def end_all(self) -> None:
         """Ask every rank to end, and kill after the grace those that do not."""
@@ -181,6 +187,6 @@ def _ended(pid: int) -> tuple[bool, int | None]:
     return True, seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
 
-def _signal_group(pid: int, signum: signal.Signals) -> None:
+def _signal_group(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)

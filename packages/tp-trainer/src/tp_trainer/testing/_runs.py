@@ -214,7 +214,7 @@ def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments
     with make_trainer(kit, accumulate=2) as trainer:
         model = nn.Sequential(nn.Dropout(0.2), kit.make_model())
         if folder is not None:
-            arguments |= {"checkpoint": Checkpoints(folder, every_steps=1, asynchronous=True)}
+            arguments |= {"checkpoint": Checkpoints(folder, every_steps=1, async_=True)}
         return fit(trainer, model, step=step, shuffle=True, **arguments)
 
 
