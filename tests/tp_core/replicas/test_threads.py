@@ -14,9 +14,20 @@ from tp_core.replicas import Replicas
 X = [torch.ones(2, 3), torch.full((2, 3), 2.0)]
 
 
-@pytest.fixture
-def replicas():
-    return Replicas(nn.Linear(3, 2), ["cpu"] * 3)
+@pytest.fixture(params=["fresh", "after short calls"])
+def replicas(request):
+    replicas = Replicas(nn.Linear(3, 2), ["cpu"] * 3)
+    if request.param != "fresh":
+        make_short_calls(replicas)
+    return replicas
+
+
+def make_short_calls(replicas):
+    """Call until the caller runs all parts by itself, because each is over before a thread wakes."""
+    deadline = time.monotonic() + 20
+    here = {threading.get_ident()}
+    while set(everywhere(replicas, threading.get_ident)) != here:
+        assert time.monotonic() < deadline
 
 
 def everywhere(replicas, question):
@@ -85,13 +96,34 @@ def test_threads_of_one_operation(replicas):
 
 
 def test_replica_0_runs_in_the_caller_and_each_other_in_a_thread_that_stays(replicas):
-    first, second = (everywhere(replicas, threading.get_ident) for _ in range(2))
+    def who():
+        time.sleep(0.05)
+        return threading.get_ident()
+
+    first, second = (everywhere(replicas, who) for _ in range(2))
     assert first == second
     assert first[0] == threading.get_ident()
     assert len(set(first)) == 3
 
 
 def test_parts_run_at_the_same_time(replicas):
+    barrier = threading.Barrier(3, timeout=20)
+    assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
+
+
+def test_short_parts_run_in_the_caller_until_they_are_long():
+    replicas = Replicas(nn.Linear(3, 2), ["cpu"] * 3)
+    make_short_calls(replicas)
+    for _ in range(4):
+        replicas.run(lambda replica, part: time.sleep(0.02), [0, 1, 2])
+    began = time.monotonic()
+    replicas.run(lambda replica, part: time.sleep(0.5), [0, 1, 2])
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_thread_that_has_gone_to_rest_takes_part_again(replicas):
+    everywhere(replicas, lambda: 1)
+    time.sleep(1.3)
     barrier = threading.Barrier(3, timeout=20)
     assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
 
@@ -187,7 +219,8 @@ def test_an_interrupt_waits_for_the_others_and_the_next_call_works(replicas, bus
     assert everywhere(replicas, lambda: 1) == [1, 1, 1]
 
 
-def test_a_second_interrupt_gives_up_a_replica_that_hangs(replicas):
+def test_a_second_interrupt_gives_up_a_replica_that_hangs():
+    replicas = Replicas(nn.Linear(3, 2), ["cpu"] * 3)
     release = threading.Event()
 
     def hang(replica, part):

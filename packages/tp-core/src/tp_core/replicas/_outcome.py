@@ -16,6 +16,11 @@ class Outcome:
     result: Any = None
     error: BaseException | None = None
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether it ended with an exception that is no error: Ctrl-C, an exit."""
+        return self.error is not None and not isinstance(self.error, Exception)
+
 
 def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
     """Raise the error of the first part that has one, if any has.
@@ -26,7 +31,7 @@ def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) ->
     failed = [i for i, o in enumerate(outcomes) if o.error is not None]
     if not failed:
         return
-    failed.sort(key=lambda i: isinstance(outcomes[i].error, Exception))
+    failed.sort(key=lambda i: not outcomes[i].interrupted)
     first, *others = failed
     error = outcomes[first].error
     notes = [f"in part {first} of {len(outcomes)}, on device {devices[first]}"]

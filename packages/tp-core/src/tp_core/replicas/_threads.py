@@ -1,10 +1,17 @@
 """Persistent threads that run one task at a time."""
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Worker"]
+
+_LOOK_S = 0.01
+"""How often a thread looks for tasks that it was not woken for."""
+_REST_S = 1.0
+"""After so long without one it looks no more."""
 
 
 class Worker:
@@ -16,11 +23,21 @@ class Worker:
         name: The thread's name, for people and debuggers.
 
     Attributes:
-        busy: Whether a task was started whose outcome was not taken yet.
+        busy: Whether a task was given whose outcome was not taken yet.
         thread: The thread itself.
     """
 
-    __slots__ = ("_done", "_error", "_go", "_result", "_task", "busy", "thread")
+    __slots__ = (
+        "_done",
+        "_error",
+        "_go",
+        "_is_looking",
+        "_offered_at",
+        "_result",
+        "_tasks",
+        "busy",
+        "thread",
+    )
 
     def __init__(self, name: str) -> None:
         # Two locks used as signals: a queue or an event takes several times as long.
@@ -28,9 +45,11 @@ class Worker:
         self._go.acquire()
         self._done = threading.Lock()
         self._done.acquire()
-        self._task: Callable[[], Any] | None = None
+        self._tasks: deque[Callable[[], Any] | None] = deque()  # one at most; None ends the thread
         self._result: Any = None
         self._error: BaseException | None = None
+        self._is_looking = False
+        self._offered_at = 0.0
         self.busy = False
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
         self.thread.start()
@@ -38,8 +57,30 @@ class Worker:
     def start(self, task: Callable[[], Any]) -> None:
         """Run ``task`` in the thread; `wait` and `take` must follow."""
         self.busy = True
-        self._task = task
-        self._go.release()
+        self._tasks.append(task)
+        self._wake()
+
+    def offer(self, task: Callable[[], Any]) -> None:
+        """Let the thread find ``task`` by itself, in a hundredth of a second; `take_back` must follow.
+
+        It is not woken, which takes longer than a short task does. But should the caller hang in its
+        own task until this one runs, it will.
+        """
+        self.busy = True
+        self._offered_at = time.monotonic()
+        self._tasks.append(task)
+        if not self._is_looking:
+            self._is_looking = True
+            self._wake()
+
+    def take_back(self) -> Callable[[], Any] | None:
+        """Return the task that was offered, for the caller to run, or ``None``: it has begun."""
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return None
+        self.busy = False
+        return task
 
     def wait(self) -> None:
         """Wait until the task is over; an exception in the waiting thread leaves it running."""
@@ -54,13 +95,19 @@ class Worker:
 
     def stop(self) -> None:
         """Let the thread end when its task, if it has one, is over."""
-        self._task = None
-        self._go.release()
+        self._tasks.append(None)
+        self._wake()
 
     def serve(self) -> bool:
-        """Run one task; say whether there may be another."""
-        self._go.acquire()
-        task, self._task = self._task, None
+        """Run one task, if there is one; say whether there may be another."""
+        self._go.acquire(timeout=_LOOK_S if self._is_looking else -1)
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            if self._is_looking and time.monotonic() - self._offered_at > _REST_S:
+                self._is_looking = False
+                self._is_looking = bool(self._tasks)  # offered in this moment, and nobody was woken
+            return True
         if task is None:
             return False
         try:
@@ -70,6 +117,12 @@ class Worker:
         del task  # before the caller goes on: it may count on the memory
         self._done.release()
         return True
+
+    def _wake(self) -> None:
+        try:
+            self._go.release()
+        except RuntimeError:  # it was woken already, and has not looked yet
+            return
 
 
 def _serve(worker: Worker) -> None:
