@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tp_core import Parts
+from torch.utils.data import default_collate as torch_default_collate
+from tp_core import Parts, tree_leaves
 from tp_core.errors import ConfigError
 from tp_tuple import Speeds, TupleParallel, cat, default_collate, restore_order, tp_collate
 
@@ -101,6 +103,34 @@ def test_dicts_and_named_tuples_keep_their_names():
     named = default_collate(2)([Item(1, 2)] * 3)
     assert type(named).__name__ == "Item"
     assert [p.tolist() for p in named.b] == [[2, 2], [2]]
+
+
+fields = st.sampled_from([1, 2.5, "text", torch.ones(2), torch.ones(2, dtype=torch.long), torch.ones(3)])
+plain_items = st.one_of(
+    st.tuples(fields, fields).flatmap(lambda item: st.lists(st.just(item), min_size=1, max_size=9)),
+    st.lists(st.sampled_from([torch.zeros(2), torch.ones(2), torch.ones(3)]), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(-9, 9), st.floats(0, 1)), min_size=1, max_size=9),
+    st.lists(st.floats(0, 1), min_size=1, max_size=9),
+    fields.map(lambda field: [{"field": field}, {"field": field}, {"field": field}]),
+)
+
+
+def outcome(collate, items):
+    try:
+        return collate(items)
+    except RuntimeError as error:  # tensors of different shapes in one part
+        return str(error)
+
+
+@settings(deadline=None)
+@given(plain_items, st.integers(1, 4))
+def test_torchs_collate_function_gives_what_it_gives_for_each_part(items, parts):
+    found = outcome(default_collate(parts), items)
+    expected = outcome(tp_collate(parts)(partial(torch_default_collate)), items)
+    assert type(found) is type(expected)
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert type(one) is type(other)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_ragged_lists_and_objects_are_not_coerced():

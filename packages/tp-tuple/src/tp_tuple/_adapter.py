@@ -50,5 +50,7 @@ class _PartCollate:
         self._splitter = splitter
 
     def __call__(self, items: list[Any]) -> Parts:
-        lists, counts, order = self._splitter.split(items)
-        return self._splitter.label([self._collate_fn(chunk) for chunk in lists], counts, order)
+        splitter = self._splitter
+        pieces, order = splitter.rows(items)
+        parts = [self._collate_fn(splitter.take(items, rows)) for rows in pieces]
+        return splitter.label(parts, [len(rows) for rows in pieces], order)

@@ -28,6 +28,9 @@ T = TypeVar("T")
 Weights = Sequence[float] | Literal["memory", "auto"] | Speeds | None
 Select = Callable[[Any, Sequence[int]], Any]
 
+_PLAIN = frozenset({tuple, list})
+_VALUES = frozenset({Tensor, float, int})
+
 
 class MeasuredParts(Parts):
     """Parts whose sizes follow measured speeds, and where whoever runs them notes new ones."""
@@ -74,8 +77,8 @@ class Splitter:
         self._cost = cost
         self._select = select
 
-    def split(self, items: Any) -> tuple[list[Any], list[int], list[int] | None]:
-        """Return the lists, their lengths, and the order of the items unless it is kept.
+    def rows(self, items: Any) -> tuple[Sequence[Sequence[int]], list[int] | None]:
+        """Return the rows of each part, and the order of the items unless it is kept.
 
         Raises:
             ConfigError: There are no items, or a cost is no number.
@@ -86,14 +89,12 @@ class Splitter:
             raise ConfigError(msg)
         weights = self._weights if self.speeds is None else self.speeds.weights()
         if self._cost is None:
-            pieces: Sequence[Sequence[int]] = consecutive_rows(length, self._parts, weights)
-            order = None
-        else:
-            pieces = balanced_rows([float(self._cost(x)) for x in items], self._parts, weights)
-            order = [row for piece in pieces for row in piece]
-        return [self._take(items, rows) for rows in pieces], [len(r) for r in pieces], order
+            return consecutive_rows(length, self._parts, weights), None
+        pieces = balanced_rows([float(self._cost(x)) for x in items], self._parts, weights)
+        return pieces, [row for piece in pieces for row in piece]
 
-    def _take(self, items: Any, rows: Sequence[int]) -> Any:
+    def take(self, items: Any, rows: Sequence[int]) -> Any:
+        """Return the items of these rows."""
         if self._select is not None:
             return self._select(items, rows)
         if isinstance(rows, range) and isinstance(items, list):
@@ -113,6 +114,7 @@ class _TupleCollate:
     def __init__(self, collate_fn: Callable[[Any], Any], splitter: Splitter) -> None:
         self.collate_fn = collate_fn
         self.splitter = splitter
+        self._is_torchs = collate_fn is torch_default_collate
 
     @property
     def speeds(self) -> Speeds | None:
@@ -120,9 +122,33 @@ class _TupleCollate:
         return self.splitter.speeds
 
     def __call__(self, items: Any) -> Any:
-        lists, counts, order = self.splitter.split(items)
-        batches = [self.collate_fn(chunk) for chunk in lists]
-        return per_value(batches, lambda v: self.splitter.label(v, counts, order), mappings=True)
+        splitter = self.splitter
+        pieces, order = splitter.rows(items)
+        counts = [len(rows) for rows in pieces]
+        if self._is_torchs and order is None and (whole := _collate_plain(items)) is not None:
+            if isinstance(whole, Tensor):
+                return splitter.label(whole.split_with_sizes(counts), counts, None)
+            return tuple([splitter.label(tensor.split_with_sizes(counts), counts, None) for tensor in whole])
+        batches = [self.collate_fn(splitter.take(items, rows)) for rows in pieces]
+        return per_value(batches, lambda v: splitter.label(v, counts, order), mappings=True)
+
+
+def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:
+    """Return what torch's function makes of all items, where they hold tensors and numbers alone.
+
+    Views of that take less than a call for each part. ``None`` where the parts must be tried.
+    """
+    if type(items) is not list:
+        return None
+    first = items[0]
+    for field in first if type(first) in _PLAIN else (first,):
+        if type(field) not in _VALUES:
+            return None
+    try:
+        whole: Tensor | list[Tensor] = torch_default_collate(items)
+    except RuntimeError:  # items of one part may have one shape where those of all have not
+        return None
+    return whole
 
 
 def tp_collate(

@@ -33,7 +33,7 @@ def consecutive_rows(length: int, parts: int, weights: Sequence[float] | None) -
     """
     parts = min(parts, length)
     if weights is None:
-        return [range(*piece.indices(length)) for piece in split_evenly(length, parts)]
+        return [range(piece.start, piece.stop) for piece in split_evenly(length, parts)]
     sizes = _proportional(length, weights[:parts])
     ends = [sum(sizes[: i + 1]) for i in range(parts)]
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
