@@ -10,12 +10,13 @@ import tp_core.plugins
 import tp_core.testing
 
 PUBLIC = """
-    KNOWN_BACKENDS SHARDED_ATTRIBUTE Backend Candidate CollateAdapter Container DeviceLoad DeviceSpec
-    Engine Job LaunchEnvironment LossReduction ModelTraits NoOptions Parts PerType Pool Precision
-    PreparedLoader ReduceOp Selection Session Share StepOutput TensorInfo TensorSlice Verdict as_device
-    available_devices containers count_samples device_loads device_of_rank errors is_sharded
-    lazy_exports least_busy plugins read_tensors recursive_pin recursive_to rendezvous_store
-    resolve_devices seeded select split_evenly tensor_infos tree_leaves tree_map write_tensors
+    KNOWN_BACKENDS SHARDED_ATTRIBUTE Backend Candidate CollateAdapter Container DeviceLoad
+    DeviceSpec Engine Job LaunchEnvironment LossReduction ModelTraits NoOptions Parts PerType Pool
+    Precision PreparedLoader ProcessGroupSession ReduceOp Selection Session Share StepOutput
+    TensorInfo TensorSlice Verdict as_device available_devices containers count_samples device_loads
+    device_of_rank errors is_sharded lazy_exports least_busy plugins read_tensors recursive_pin
+    recursive_to rendezvous_store resolve_devices seeded select split_evenly tensor_infos
+    tree_leaves tree_map write_tensors
 """
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tp_core._job import SHARDED_ATTRIBUTE, Job, LossReduction, ModelTraits, Precision, is_sharded
     from tp_core._load import DeviceLoad, device_loads, least_busy
     from tp_core._loader import PreparedLoader, count_samples
+    from tp_core._process_group_session import ProcessGroupSession
     from tp_core._seeding import seeded
     from tp_core._select import KNOWN_BACKENDS, Candidate, Selection, select
     from tp_core._session import ReduceOp, Session, StepOutput
@@ -57,6 +58,7 @@ __all__ = [
     "Pool",
     "Precision",
     "PreparedLoader",
+    "ProcessGroupSession",
     "ReduceOp",
     "Selection",
     "Session",
@@ -104,6 +106,7 @@ if not TYPE_CHECKING:
             "_job": ["SHARDED_ATTRIBUTE", "Job", "LossReduction", "ModelTraits", "Precision", "is_sharded"],
             "_load": ["DeviceLoad", "device_loads", "least_busy"],
             "_loader": ["PreparedLoader", "count_samples"],
+            "_process_group_session": ["ProcessGroupSession"],
             "_seeding": ["seeded"],
             "_select": ["KNOWN_BACKENDS", "Candidate", "Selection", "select"],
             "_session": ["ReduceOp", "Session", "StepOutput"],
