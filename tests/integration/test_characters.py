@@ -21,7 +21,7 @@ TWO_DEVICES = [*ALONE, "--devices", "cpu,cpu"]
 def start(command, folder):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TP_")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, "--epochs", "2", "--steps", "60", "--out", str(folder)],
+        [*command, "--epochs", "2", "--steps", "36", "--out", str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

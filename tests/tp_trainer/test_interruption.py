@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,45 +41,43 @@ with Trainer(seed=1, progress=False, devices="cpu") as trainer:
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    script = tmp_path / "program.py"
+def start(folder, send="none", at=0, *, ranks=1, to_rank=0, environ=None):
+    """Run the program on some ranks, and return their statuses and what they wrote to stderr."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "program.py"
     script.write_text(PROGRAM)
-
-    def run(folder, send="none", at=0, *, ranks=1, to_rank=0, environ=None):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        port = str(free_port())
-        arguments = [sys.executable, str(script), str(tmp_path / folder), send, str(at), str(to_rank)]
-        processes = []
-        for rank in range(ranks):
-            variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            several = {k: str(v) for k, v in variables.items()} if ranks > 1 else {}
-            processes.append(
-                subprocess.Popen(
-                    arguments, env=os.environ | several | (environ or {}), stderr=subprocess.PIPE
-                )
-            )
-        ends = [process.communicate(timeout=50)[1].decode() for process in processes]
-        return [process.returncode for process in processes], ends
-
-    return run
+    port = str(free_port())
+    arguments = [sys.executable, str(script), str(folder), send, str(at), str(to_rank)]
+    processes = []
+    for rank in range(ranks):
+        variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        several = {k: str(v) for k, v in variables.items()} if ranks > 1 else {}
+        environment = os.environ | several | (environ or {})
+        processes.append(subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE))
+    ends = [process.communicate(timeout=50)[1].decode() for process in processes]
+    return [process.returncode for process in processes], ends
 
 
 def weights(folder):
     return torch.load(folder / "end.pt", weights_only=True)
 
 
-@pytest.mark.parametrize(("send", "status"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)])
-def test_a_signal_ends_the_run_saved_with_the_conventional_status(run, tmp_path, send, status):
-    assert run("whole") == ([0], [""])
-    codes, (error,) = run("cut", send, 20)
-    assert codes == [status]
-    assert "Traceback" not in error
-    assert len(list((tmp_path / "cut" / "run").iterdir())) == 1
-    assert run("cut") == ([0], [""])
-    found, expected = weights(tmp_path / "cut"), weights(tmp_path / "whole")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights that a run on so many ranks ends with when nobody interrupts it."""
+
+    @cache
+    def run(ranks):
+        folder = tmp_path_factory.mktemp(f"undisturbed-{ranks}")
+        assert start(folder, ranks=ranks) == ([0] * ranks, [""] * ranks)
+        return weights(folder)
+
+    return run
 
 
 SCONTROL = """#!/bin/sh
@@ -88,34 +88,52 @@ exit 1
 """
 
 
+@pytest.fixture
+def slurm(tmp_path):
+    """The variables of a Slurm job, with a command that writes down what Slurm was asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(SCONTROL)
+    (folder / "scontrol").chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "9"}
+
+
+def asked(slurm):
+    calls = Path(slurm["PATH"].split(os.pathsep)[0], "calls")
+    return calls.read_text() if calls.exists() else None
+
+
 @pytest.mark.parametrize(
-    ("ranks", "send", "environ", "called", "said"),
-    [
-        (1, "SIGUSR1", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "requeue 7_3\n", ""),
-        (2, "SIGUSR1", {}, "requeue 9\n", "job 9 could not be put back into Slurm's queue: Requested op"),
-        (1, "SIGTERM", {}, None, ""),
-    ],
+    ("send", "status", "call"),
+    [("SIGTERM", 143, None), ("SIGUSR1", 138, "requeue 7_3\n"), ("SIGINT", 130, None)],
 )
-def test_a_warned_job_of_slurm_goes_back_into_the_queue(run, tmp_path, ranks, send, environ, called, said):
-    (tmp_path / "scontrol").write_text(SCONTROL)
-    (tmp_path / "scontrol").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    codes, errors = run("cut", send, 20, ranks=ranks, environ={"PATH": path, "SLURM_JOB_ID": "9", **environ})
-    assert codes == [128 + getattr(signal, send)] * ranks
-    assert said in errors[0]
-    calls = tmp_path / "calls"
-    assert (calls.read_text() if calls.exists() else None) == called
+def test_a_signal_ends_the_run_saved_with_the_conventional_status(
+    tmp_path, undisturbed, slurm, send, status, call
+):
+    environ = slurm | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    codes, (error,) = start(tmp_path / "cut", send, 20, environ=environ)
+    assert codes == [status]
+    assert "Traceback" not in error
     assert len(list((tmp_path / "cut" / "run").iterdir())) == 1
+    assert asked(slurm) == call  # a job that was warned of its end goes back into the queue
+    assert start(tmp_path / "cut") == ([0], [""])
+    assert same(weights(tmp_path / "cut"), undisturbed(1))
 
 
 @pytest.mark.parametrize("to_rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_at_the_same_step(run, tmp_path, to_rank):
-    run("whole", ranks=2)
-    codes, errors = run("cut", "SIGTERM", 20, ranks=2, to_rank=to_rank)
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path, undisturbed, to_rank):
+    codes, errors = start(tmp_path / "cut", "SIGTERM", 20, ranks=2, to_rank=to_rank)
     assert codes == [143, 143], errors
-    run("cut", ranks=2)
-    found, expected = weights(tmp_path / "cut"), weights(tmp_path / "whole")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    start(tmp_path / "cut", ranks=2)
+    assert same(weights(tmp_path / "cut"), undisturbed(2))
+
+
+def test_a_job_that_slurm_does_not_let_back_into_its_queue_is_told_once(tmp_path, slurm):
+    codes, errors = start(tmp_path / "cut", "SIGUSR1", 20, ranks=2, environ=slurm)
+    assert codes == [138, 138]
+    assert asked(slurm) == "requeue 9\n"
+    assert "job 9 could not be put back into Slurm's queue: Requested operation is pres" in errors[0]
+    assert "queue" not in errors[1]
 
 
 HANGING = """

@@ -1,5 +1,6 @@
 """Run a function on several ranks of real processes, with a deadline."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -21,7 +22,8 @@ __all__ = ["RankOutcome", "free_port", "rank_outcomes", "run_ranks"]
 if TYPE_CHECKING:
     Pipe: TypeAlias = Connection[Any, Any]
 
-_PRELOAD = ["torch", "torch.distributed", "tp_core.testing"]
+# The last one takes a second, which every rank would spend at its first optimizer step.
+_PRELOAD = ["torch", "torch.distributed.checkpoint", "tp_core.testing", "torch._dynamo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,8 @@ def _run_rank(
     except BaseException:  # noqa: BLE001 - it is reported to the parent
         data, stays = _dumps((None, traceback.format_exc())), False
     faulthandler.cancel_dump_traceback_later()
-    writer.send_bytes(data)
+    with contextlib.suppress(BrokenPipeError):  # another failed first, and nobody listens any more
+        writer.send_bytes(data)
     if stays:
         # The others may still need this process: rank 0 holds the store where they meet.
         writer.poll(timeout_s)
