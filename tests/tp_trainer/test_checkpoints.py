@@ -193,6 +193,42 @@ def test_another_model_is_refused_and_stays_as_it_is(tmp_path):
         assert torch.equal(model.weight, before)
 
 
+class Counting(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Moody:
+    def step(self):
+        pass
+
+    def state_dict(self):
+        return {"mood": object()}
+
+
+@pytest.mark.parametrize(
+    ("model", "scheduler", "message"),
+    [
+        (Counting(3, 1), None, r"the model's state has '_extra_state', a dict"),
+        (
+            nn.Linear(3, 1),
+            Moody(),
+            r"the state of the run holds what a checkpoint does not, plain values only",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path, model, scheduler, message):
+    def step(model, batch):
+        raise StoppedError
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Trainer(progress=False, devices="cpu") as trainer, pytest.raises(StateError, match=message):
+        trainer.fit(model, optimizer, [torch.ones(1, 3)], step=step, scheduler=scheduler, checkpoint=tmp_path)
+
+
 # -- a disk that is full ---------------------------------------------------------------------------
 
 

@@ -113,3 +113,13 @@ def test_a_state_that_is_no_tensor_is_refused_by_name(tmp_path):
     with pytest.raises(StateError, match=r"'0._extra_state', which is dict"):
         trainer.export(tmp_path / "model.safetensors", model)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_type_that_such_files_lack_is_refused_by_name(tmp_path):
+    trainer = Trainer(progress=False)
+    model = trainer.prepare(nn.Linear(1, 1).to(torch.complex128))
+    with pytest.raises(
+        StateError, match=r"no torch\.complex128, which 'weight' is; write it with save_model"
+    ):
+        trainer.export(tmp_path / "model.safetensors", model)
+    assert list(tmp_path.iterdir()) == []

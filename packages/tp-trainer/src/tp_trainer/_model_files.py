@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from tp_core import Session
 from tp_core.errors import StateError
@@ -35,7 +35,8 @@ def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str
 
     Raises:
         OSError: The file cannot be written; on every rank.
-        StateError: The state holds something that is no tensor; on every rank.
+        StateError: The state holds something that is no tensor, or of a type that such files lack; on
+            every rank.
 
     Collectives: the backend's gathering of the state, one broadcast.
     """
@@ -47,7 +48,20 @@ def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str
             f"{type(state[extra[0]]).__name__} (get_extra_state?); write it with save_model()"
         )
         raise StateError(msg)
+    for name, value in state.items():
+        if not _is_known_type(value.dtype):
+            msg = f"a safetensors file has no {value.dtype}, which {name!r} is; write it with save_model()"
+            raise StateError(msg)
     _write_on_main(session, path, lambda: write_atomically(partial(_write_weights, state), path))
+
+
+@cache
+def _is_known_type(dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except KeyError:  # all that the library says of a type that it lacks
+        return False
+    return True
 
 
 def _write_weights(state: Mapping[str, Tensor], part: Path) -> None:

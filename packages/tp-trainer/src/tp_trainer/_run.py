@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import PreparedLoader, Session
 from tp_core.errors import ConfigError
 
-from tp_trainer._checkpoint import Keeper, collect, generators, optimizer_values, restore
+from tp_trainer._checkpoint import Keeper, check_plain, collect, generators, optimizer_values, restore
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate, train_epoch
 from tp_trainer._interruption import Interrupted, Vigil
 from tp_trainer._metrics import Meter
@@ -94,6 +94,7 @@ class Run:
         """Train until all epochs are done, from the start or from where a checkpoint stands."""
         if self.keeper is None:
             return self._train(None)
+        self._check_state()
         if resume is not None and (path := self.keeper.find(resume)) is not None:
             self._resume(path)
         with Vigil(self.session) as vigil:
@@ -203,18 +204,13 @@ class Run:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def _save(self, done: int, meter: Meter | None) -> None:
-        """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""
-        keeper = self.keeper
-        if keeper is None or keeper.has_saved(self.update.count):
-            return
+    def _state(self, done: int, meter: Meter | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the plain values of all ranks, and of this one, after ``done`` batches of the epoch."""
         session = self.session
         if meter is not None and done:
             position = self.train.state_dict(batches=done)
         else:
             position = self.train.state_dict(batches=0) | {"epoch": self.train.next_epoch, "samples": 0}
-        last = self.records[-1] if self.records else None
-        metrics = {} if last is None else dict(last.train) | {f"val_{k}": v for k, v in last.val.items()}
         state = {
             "epoch": self._epoch,
             "seconds": self._seconds,
@@ -231,15 +227,35 @@ class Run:
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
         }
+        return state, mine
+
+    def _check_state(self) -> None:
+        """Make sure that the run can be saved, before it costs anything to learn that it cannot.
+
+        Raises:
+            StateError: The model's or the scheduler's state, or the loader's position, holds what
+                no checkpoint does.
+        """
+        collect(self.session, self.model, self.optimizer)
+        check_plain("the state of the run", self._state(0, None))
+
+    def _save(self, done: int, meter: Meter | None) -> None:
+        """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""
+        keeper = self.keeper
+        if keeper is None or keeper.has_saved(self.update.count):
+            return
+        last = self.records[-1] if self.records else None
+        metrics = {} if last is None else dict(last.train) | {f"val_{k}": v for k, v in last.val.items()}
         facts = {
             "step": self.update.count,
             "epoch": self._epoch,
             "backend": self.backend,
-            "world_size": session.world_size,
+            "world_size": self.session.world_size,
             "metrics": metrics,
             "versions": _versions(),
         }
-        keeper.save(self.update.count, collect(session, self.model, self.optimizer), state, mine, facts)
+        tensors = collect(self.session, self.model, self.optimizer)
+        keeper.save(self.update.count, tensors, *self._state(done, meter), facts)
 
     def _resume(self, path: Path) -> None:
         """Take everything from a checkpoint; the random generators last, for nothing to disturb them."""

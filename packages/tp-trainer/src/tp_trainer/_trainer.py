@@ -1,8 +1,6 @@
 """The trainer: one script for one device, many devices or many machines."""
 
 import os
-import random
-import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +30,7 @@ from tp_core import (
 from tp_core.errors import ConfigError, SelectionError
 from tp_core.plugins import PluginRegistry, registry
 
-from tp_trainer._checkpoint import Checkpoints, Keeper
+from tp_trainer._checkpoint import Checkpoints, Keeper, generators
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
 from tp_trainer._handshake import agree
 from tp_trainer._model_files import export_model, load_model, save_model
@@ -121,7 +119,7 @@ class Trainer:
         self._session: Session | None = None
         self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         if seed is not None:
-            _seed_everything(seed)
+            generators.seed_everything(seed)
 
     def _resolve(self, devices: DeviceSpec) -> tuple[torch.device, ...]:
         found = resolve_devices(devices)
@@ -203,7 +201,7 @@ class Trainer:
         self._selection, self._session = selection, session
         if self._seed is not None and session.data_size > 1:
             # Models are made alike on all ranks; dropout and augmentation must not be.
-            _seed_everything(self._seed + session.data_rank * 1_000_003)
+            generators.seed_everything(self._seed + session.data_rank * 1_000_003)
         return session
 
     # -- who am I -----------------------------------------------------------------------------
@@ -607,14 +605,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _check_positive(what: str, value: object) -> None:

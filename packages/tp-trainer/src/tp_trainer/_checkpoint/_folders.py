@@ -18,7 +18,17 @@ from tp_core.errors import StateError
 
 from tp_trainer._files import sync_folder
 
-__all__ = ["commit", "committed", "newest_whole", "prune", "read_json", "scratch", "verify", "write_json"]
+__all__ = [
+    "check_plain",
+    "commit",
+    "committed",
+    "newest_whole",
+    "prune",
+    "read_json",
+    "scratch",
+    "verify",
+    "write_json",
+]
 
 log = logging.getLogger("tp_trainer")
 
@@ -130,18 +140,26 @@ def _leftovers(folder: Path) -> Iterator[Path]:
     yield from folder.glob(f".{_PREFIX}*.old")
 
 
+def check_plain(what: str, value: Any, *, indent: int | None = None) -> str:
+    """Return plain values as JSON.
+
+    Raises:
+        StateError: A value is none that JSON has.
+    """
+    try:
+        return json.dumps(value, indent=indent)
+    except (TypeError, ValueError) as error:
+        msg = f"{what} holds what a checkpoint does not, plain values only: {error}"
+        raise StateError(msg) from error
+
+
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write plain values, indented for people where they are few: that takes ten times as long.
 
     Raises:
         StateError: A value is none that JSON has.
     """
-    try:
-        text = json.dumps(value, indent=indent)
-    except (TypeError, ValueError) as error:
-        msg = f"{path.name} of a checkpoint holds plain values only: {error}"
-        raise StateError(msg) from error
-    path.write_text(text)
+    path.write_text(check_plain(path.name, value, indent=indent))
 
 
 def read_json(path: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "reseed", "restore"]
+__all__ = ["capture", "reseed", "restore", "seed_everything"]
 
 
 def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -45,7 +45,11 @@ def restore(state: Mapping[str, Any]) -> None:
 
 def reseed(*key: int) -> None:
     """Seed all generators from numbers that say when and where: the same again for the same ones."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+    seed_everything(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's (if it is loaded), torch's and the devices' generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
