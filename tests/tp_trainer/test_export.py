@@ -117,7 +117,7 @@ def test_a_state_that_is_no_tensor_is_refused_by_name(tmp_path):
 
 def test_a_type_that_such_files_lack_is_refused_by_name(tmp_path):
     trainer = Trainer(progress=False)
-    model = trainer.prepare(nn.Linear(1, 1).to(torch.complex128))
+    model = trainer.prepare(nn.Linear(1, 1, dtype=torch.complex128))
     with pytest.raises(
         StateError, match=r"no torch\.complex128, which 'weight' is; write it with save_model"
     ):
