@@ -117,7 +117,10 @@ class Reporter:
 
     def done(self, record: EpochRecord) -> None:
         """Show and log what an epoch came to."""
-        line = f"epoch {record.epoch}/{self._epochs}  {record}"
+        self.say(f"epoch {record.epoch}/{self._epochs}  {record}")
+
+    def say(self, line: str) -> None:
+        """Show and log a line."""
         log.info(line)
         if self._enabled:
             print(line, file=sys.stderr, flush=True)

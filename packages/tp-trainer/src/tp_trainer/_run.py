@@ -193,6 +193,8 @@ class Run:
                     self._save(done, meter)
             if signalled:
                 keeper.finish()
+                name = signal.Signals(signalled).name
+                self.reporter.say(f"{name}: ended after step {self.update.count}, saved: {keeper.last}")
                 if signalled == signal.SIGUSR1 and self.session.is_main:
                     requeue()
                 raise Interrupted(signalled, keeper.last)
@@ -298,7 +300,7 @@ class Run:
                 session.world_size,
             )
             generators.reseed(state["position"]["seed"], self.update.count, session.data_rank)
-        log.info("resumed from %s: epoch %d, %d batches of it done", path, self._epoch, self._first)
+        self.reporter.say(f"resumed from {path}: epoch {self._epoch}, {self._first} batches of it done")
 
 
 @cache
