@@ -33,8 +33,7 @@ class Replicas:
     attributes as they are when a call begins, buffers of their own, and parameters that are copied
     only when they changed since the last call; replicas on the module's own device share its
     parameters. Gradients of all of them add up in the module's parameters. On CPUs the caller runs
-    all parts, one after the other, while they take less than waking a thread does: a tenth of a
-    millisecond.
+    all parts, one after the other, while they take less than waking a thread does.
 
     Changes that go around version counters (``parameter.data.add_(1)``) are not seen: call
     `refresh` after them. Fused optimizers do that too, and are taken care of.
@@ -73,7 +72,7 @@ class Replicas:
         self._force_copies = force_copies
         self._types = tuple(dict.fromkeys(d.type for d in self.devices))
         self._residents = Residents(module, self.devices, force_copies=force_copies)
-        self._pace = Pace()
+        self._pace = Pace(0.0)
         self._workers: list[Worker] = []
         self._crew = weakref.finalize(self, _stop, self._workers)
         self._crew.atexit = False  # daemon threads need no farewell
@@ -138,7 +137,7 @@ class Replicas:
         streams = Streams(self.devices[:count])
         workers = self._hire(count - 1)
         outcomes = [Outcome() for _ in parts]
-        is_short = self._pace.is_short and self._types == ("cpu",)
+        is_short = self._pace.is_short
         try:
             for i, worker in enumerate(workers, start=1):
                 run = partial(caller.call, call, replicas[i], parts[i], device=self.devices[i])
@@ -211,6 +210,8 @@ class Replicas:
             self._abandon()  # an interrupt came where it could not be waited out
         for number in range(len(self._workers) + 1, count + 1):
             self._workers.append(Worker(f"tp-replica-{number}-{self.devices[number]}"))
+            if number == 1 and self._types == ("cpu",):
+                self._pace = Pace(self._workers[0].round_trip_s())
         return self._workers[:count]
 
     def _acquire(self) -> None:

@@ -1,5 +1,6 @@
 """Persistent threads that run one task at a time."""
 
+import statistics
 import threading
 import time
 from collections import deque
@@ -12,6 +13,8 @@ _LOOK_S = 0.01
 """How often a thread looks for tasks that it was not woken for."""
 _REST_S = 1.0
 """After so long without one it looks no more."""
+
+_ROUND_TRIPS = 7
 
 
 class Worker:
@@ -93,6 +96,17 @@ class Worker:
         self.busy = False
         return result, error
 
+    def round_trip_s(self) -> float:
+        """Return how long it takes to wake the thread and to wait for it: the median of some times."""
+        times = []
+        for _ in range(_ROUND_TRIPS):
+            began = time.perf_counter()
+            self.start(_nothing)
+            self.wait()
+            self.take()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
     def stop(self) -> None:
         """Let the thread end when its task, if it has one, is over."""
         self._tasks.append(None)
@@ -128,3 +142,7 @@ class Worker:
 def _serve(worker: Worker) -> None:
     while worker.serve():
         pass
+
+
+def _nothing() -> None:
+    """Do nothing."""
