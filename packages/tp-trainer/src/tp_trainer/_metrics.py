@@ -1,7 +1,7 @@
 """Means over samples of what steps return, on one device or over all ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from tp_core import Session
 from tp_core.errors import NonFiniteLossError, StepError
 
-__all__ = ["Meter", "loss_of"]
+__all__ = ["Meter", "added_states", "empty_state", "loss_of"]
 
 _FLUSH_EVERY = 50  # steps; an accelerator is waited for only so often
 
@@ -179,3 +179,19 @@ class Meter:
         if not samples:
             return {}
         return {name: total / samples for name, total in zip(["loss", *names], totals, strict=True)}
+
+
+def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a meter at the same step that has counted nothing."""
+    return {"step": state["step"], "samples": 0, "loss": 0.0, "others": {}}
+
+
+def added_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a meter that has counted what all of these have."""
+    names = {name for state in states for name in state["others"]}
+    return {
+        "step": states[0]["step"],
+        "samples": sum(state["samples"] for state in states),
+        "loss": math.fsum(state["loss"] for state in states),
+        "others": {n: math.fsum(state["others"].get(n, 0.0) for state in states) for n in names},
+    }
