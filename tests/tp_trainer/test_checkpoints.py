@@ -179,6 +179,19 @@ def test_one_that_was_being_written_when_the_process_died_does_not_count(tmp_pat
     assert same(fit(Checkpoints(tmp_path, every_steps=2), resume="auto"), fit(None))
 
 
+def test_a_folder_with_the_checkpoints_of_another_run_is_refused(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(Checkpoints(tmp_path / "run", every_steps=2, keep=9), stop_at=8)
+    before = names(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"step-0000000006, and the run begins anew: give resume='auto'"):
+        fit(tmp_path / "run")
+    older = tmp_path / "run" / "step-0000000004"
+    with pytest.raises(ConfigError, match=r"has step-0000000005, step-\d*6, and the run begins after step 4"):
+        fit(tmp_path / "run", resume=older)
+    assert names(tmp_path / "run") == before
+    assert same(fit(tmp_path / "other", resume=older), fit(None))
+
+
 def test_another_model_is_refused_and_stays_as_it_is(tmp_path):
     fit(tmp_path)
     with Trainer(seed=3, progress=False, devices="cpu") as trainer:

@@ -8,6 +8,7 @@ one of these measures it alone.
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import resource
 import shutil
@@ -36,10 +37,15 @@ def steps(folder: Path) -> None:
     trainer = Trainer(devices="cpu")
     batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(EVERY)]
 
-    def fit(**arguments) -> Callable[[], float]:
+    def fit(place: str | None = None, **options) -> Callable[[], float]:
         model, optimizer = make()
+        numbers = itertools.count()
 
         def way() -> float:
+            arguments = {}
+            if place is not None:  # each fit is a run of its own
+                new = folder / place / str(next(numbers))
+                arguments["checkpoint"] = Checkpoints(new, every_steps=EVERY, every_epochs=None, **options)
             with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
                 began = time.perf_counter()
                 trainer.fit(model, optimizer, batches, step=step, shard=False, **arguments)
@@ -47,12 +53,11 @@ def steps(folder: Path) -> None:
 
         return way
 
-    once = {"every_steps": EVERY, "every_epochs": None}
     ways = {
         "hand-written, no checkpoint": hand_written(batches),
         "tp fit, no checkpoint": fit(),
-        "tp fit, a checkpoint every 1000 steps": fit(checkpoint=Checkpoints(folder / "here", **once)),
-        "the same, asynchronous": fit(checkpoint=Checkpoints(folder / "there", async_=True, **once)),
+        "tp fit, a checkpoint every 1000 steps": fit("here"),
+        "the same, asynchronous": fit("there", async_=True),
     }
     show("MLP 16-16-1, batch 8, SGD, one process", measure(ways, rounds=15))
 

@@ -98,6 +98,8 @@ class Run:
         self._check_state()
         if resume is not None and (path := self.keeper.find(resume)) is not None:
             resume_run(self, self.keeper, path)
+        if resume != "auto":
+            self.keeper.check_free(self.update.count)
         with Vigil(self.session) as vigil:
             try:
                 history = self._train(vigil)

@@ -26,6 +26,7 @@ __all__ = [
     "prune",
     "read_json",
     "scratch",
+    "step_of",
     "verify",
     "write_json",
 ]
@@ -36,12 +37,13 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 _PREFIX = "step-"
+_DIGITS = 10
 _CHUNK = 1 << 20
 
 
 def scratch(folder: Path, step: int) -> Path:
     """Return a new folder to write the checkpoint of ``step`` into."""
-    path = folder / f".{_PREFIX}{step:010d}.tmp"
+    path = folder / f".{_PREFIX}{step:0{_DIGITS}d}.tmp"
     shutil.rmtree(path, ignore_errors=True)  # of a run that ended while it wrote
     path.mkdir(parents=True)
     return path
@@ -84,7 +86,12 @@ def commit(written: Path, facts: Mapping[str, Any]) -> Path:
 
 def committed(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, the newest first."""
-    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True) if folder.is_dir() else []
+    return sorted(folder.glob(f"{_PREFIX}{'[0-9]' * _DIGITS}"), reverse=True) if folder.is_dir() else []
+
+
+def step_of(path: Path) -> int:
+    """Return the step that a checkpoint stands at."""
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def newest_whole(folder: Path) -> Path | None:

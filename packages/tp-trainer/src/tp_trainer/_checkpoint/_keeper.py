@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from tp_core import Session, TensorSlice
-from tp_core.errors import StateError
+from tp_core.errors import ConfigError, StateError
 
 from tp_trainer._checkpoint._folders import (
     commit,
@@ -21,6 +21,7 @@ from tp_trainer._checkpoint._folders import (
     prune,
     read_json,
     scratch,
+    step_of,
     verify,
     write_json,
 )
@@ -290,6 +291,27 @@ class Keeper:
         if failure is not None:
             raise StateError(failure)
         return path
+
+    def check_free(self, step: int) -> None:
+        """Make sure that the folder has no checkpoint after ``step``, where the run begins.
+
+        One of another run would be taken for the newest: kept instead of those of this run, and the
+        one to go on from later.
+
+        Raises:
+            ConfigError: There is one; on all ranks.
+
+        Collectives: one broadcast.
+        """
+        later = [path.name for path in committed(self._folder) if step_of(path) > step]
+        later = self._session.broadcast(later)
+        if later:
+            begins = f"begins after step {step}" if step else "begins anew"
+            msg = (
+                f"{self._folder} has {', '.join(sorted(later))}, and the run {begins}: give resume='auto' to "
+                "go on from the newest, or another folder, or delete what is not needed any more"
+            )
+            raise ConfigError(msg)
 
     def continues(self, path: Path, step: int) -> None:
         """Note that the run goes on from ``path``, which stands at ``step``."""
