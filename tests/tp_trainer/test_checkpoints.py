@@ -32,7 +32,17 @@ def make_data(n=40):
     return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
 
 
-def fit(checkpoint, *, loader=None, stop_at=0, resume=None, epochs=2, trainer=None, **kwargs):
+def fit(
+    checkpoint,
+    *,
+    loader=None,
+    make_optimizer=torch.optim.Adam,
+    stop_at=0,
+    resume=None,
+    epochs=2,
+    trainer=None,
+    **kwargs,
+):
     """Return the weights after training; with ``stop_at``, raise in that step."""
     left = stop_at
 
@@ -46,7 +56,7 @@ def fit(checkpoint, *, loader=None, stop_at=0, resume=None, epochs=2, trainer=No
 
     with Trainer(seed=3, progress=False, devices="cpu", **(trainer or {})) as running:
         model = make_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        optimizer = make_optimizer(model.parameters(), lr=0.05)
         running.fit(
             model,
             optimizer,
@@ -222,6 +232,11 @@ class Moody:
         return {"mood": object()}
 
 
+class Calm(Moody):
+    def state_dict(self):
+        return {}
+
+
 @pytest.mark.parametrize(
     ("model", "scheduler", "message"),
     [
@@ -240,6 +255,27 @@ def test_a_run_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path, m
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Trainer(progress=False, devices="cpu") as trainer, pytest.raises(StateError, match=message):
         trainer.fit(model, optimizer, [torch.ones(1, 3)], step=step, scheduler=scheduler, checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"make_optimizer": torch.optim.SGD}, StateError, r"another kind of optimizer.*'betas'.*SGD lacks"),
+        (
+            {"loader": DataLoader(make_data(48), batch_size=8)},
+            LoaderError,
+            r"has 48 samples, and had 40 where",
+        ),
+        ({"loader": DataLoader(make_data(), batch_size=7)}, LoaderError, r"sample 16 of epoch 1.*end at \[7"),
+        ({"scheduler": Calm()}, ConfigError, r"the run has a scheduler and the checkpoint has none"),
+    ],
+)
+def test_what_does_not_go_with_the_checkpoint_is_refused_by_name(tmp_path, change, error, message):
+    with pytest.raises(StoppedError):
+        fit(Checkpoints(tmp_path, every_steps=1), stop_at=8)
+    with pytest.raises(error, match=message):
+        fit(tmp_path, resume="auto", **change)
+    assert same(fit(tmp_path, resume="auto"), fit(None))
 
 
 # -- a disk that is full ---------------------------------------------------------------------------

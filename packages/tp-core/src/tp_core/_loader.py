@@ -197,6 +197,10 @@ class PreparedLoader:
         with seeded(self._seed, epoch, 1):
             return iter(source)
 
+    def _n_samples(self) -> int | None:
+        dataset = getattr(self.loader, "dataset", None)
+        return len(dataset) if isinstance(dataset, Sized) else None
+
     # -- where it stands ----------------------------------------------------------------------
 
     def state_dict(self, *, batches: int) -> dict[str, Any]:
@@ -209,6 +213,7 @@ class PreparedLoader:
         state: dict[str, Any] = {"seed": self._seed, "epoch": self._epoch - 1, "batches": batches}
         if self._batches is not None:
             state["samples"] = sum(map(len, self._batches.order[:batches]))
+            state["dataset"] = self._n_samples()
         elif (holder := _position_holder(self.loader)) is not None:
             state["position"] = holder.state_dict()
         return state
@@ -229,8 +234,16 @@ class PreparedLoader:
 
         Raises:
             LoaderError: The loader can only be brought there by a replay; or the place is in the
-                middle of one of its batches.
+                middle of one of its batches; or of an epoch over another number of samples.
         """
+        had, has = state.get("dataset"), self._n_samples()
+        if state.get("samples") and had != has:
+            msg = (
+                f"the dataset has {has} samples, and had {had} where it stood at sample {state['samples']} "
+                "of an epoch: their order is another one now; give the same data, or go on from the end "
+                "of an epoch"
+            )
+            raise LoaderError(msg)
         self._seed, self._epoch = state["seed"], state["epoch"]
         batches: int = state["batches"]
         if self._batches is not None:

@@ -1,6 +1,6 @@
 """The tensors of a run, by name, and the plain values around them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,19 +105,36 @@ def restore(
         value = torch.empty(parameter.shape if info.shape == tuple(shape) else info.shape, dtype=info.dtype)
         targets[name] = _like(session, parameter, value)
         state.setdefault(index, {})[key] = value
-    groups = optimizer.state_dict()["param_groups"]
-    if len(groups) != len(values["groups"]):
-        msg = f"{path} has {len(values['groups'])} parameter groups, and the optimizer {len(groups)}"
-        raise StateError(msg)
+    groups = _merged_groups(optimizer, values["groups"], path)
     fill(targets)
     with torch.no_grad():
         for name, tensor in loaded.items():
             current[name].copy_(tensor)
-    numbers = [
-        {key: _like_old(group.get(key), value) for key, value in saved.items()} | {"params": group["params"]}
-        for group, saved in zip(groups, values["groups"], strict=True)
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _merged_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], path: Path
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with the numbers that were saved.
+
+    Raises:
+        StateError: They are those of another kind of optimizer, or as many as this one has not.
+    """
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    if len(groups) != len(saved):
+        msg = f"{path} has {len(saved)} parameter groups, and the optimizer {len(groups)}"
+        raise StateError(msg)
+    pairs = list(zip(groups, saved, strict=True))
+    # A scheduler has added that one; other versions of torch may lack some that this one has.
+    foreign = sorted({key for group, old in pairs for key in old.keys() - group.keys() - {"initial_lr"}})
+    if foreign:
+        msg = (
+            f"{path} is of another kind of optimizer: it has {', '.join(map(repr, foreign))}, which "
+            f"{type(optimizer).__name__} lacks; resume with the one that the run had"
+        )
+        raise StateError(msg)
+    return [group | {k: _like_old(group.get(k), value) for k, value in old.items()} for group, old in pairs]
 
 
 def _model_tensors(session: Session, model: nn.Module) -> dict[str, Tensor]:
