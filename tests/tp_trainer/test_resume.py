@@ -6,6 +6,7 @@ On other backends the conformance kit proves it.
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 from tp_trainer import Checkpoints, Trainer
 
@@ -45,7 +46,11 @@ class Counted:
         return {"loss": error.square().mean(), "bias": error.mean()}
 
 
-def train(folder, *, stop_at=0, resume=None, loader=None, **kwargs):
+def one_cycle(optimizer):
+    return schedulers.OneCycleLR(optimizer, 0.1, total_steps=30)
+
+
+def train(folder, *, stop_at=0, resume=None, loader=None, make_scheduler=one_cycle, **kwargs):
     """Train for three epochs of six batches; return the weights and what the epochs came to."""
     arguments = {k: kwargs.pop(k) for k in ("accumulate", "precision", "options") if k in kwargs}
     every = kwargs.pop("every_steps", 1)
@@ -59,7 +64,7 @@ def train(folder, *, stop_at=0, resume=None, loader=None, **kwargs):
             step=Counted(stop_at),
             epochs=3,
             val_loader=DataLoader(make_data(9), batch_size=4),
-            scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+            scheduler=make_scheduler(optimizer),
             scheduler_every="step",
             checkpoint=None if folder is None else Checkpoints(folder, every_steps=every),
             resume=resume,
@@ -81,6 +86,24 @@ def assert_resumed_is_uninterrupted(folder, stop_at, **kwargs):
 @pytest.mark.parametrize("stop_at", [1, 3, 7, 12, 18])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop_at):
     assert_resumed_is_uninterrupted(tmp_path, stop_at)
+
+
+SCHEDULERS = {
+    "steps by number": lambda o: schedulers.MultiStepLR(o, [3, 9, 14], gamma=0.5),
+    "one after the other": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o), schedulers.MultiStepLR(o, [2, 6])], [4]
+    ),
+    "several at once": lambda o: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(o), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "up and down": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=4, cycle_momentum=False),
+    "a function": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_kind_of_scheduler_goes_on(tmp_path, name):
+    assert_resumed_is_uninterrupted(tmp_path, 8, make_scheduler=SCHEDULERS[name])
 
 
 @pytest.mark.parametrize("stop_at", [4, 9])

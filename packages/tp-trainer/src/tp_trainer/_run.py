@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import PreparedLoader, Session
 
-from tp_trainer._checkpoint import Keeper, check_plain, collect
+from tp_trainer._checkpoint import Keeper, collect, to_json
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate, train_epoch
 from tp_trainer._interruption import Interrupted, Vigil
 from tp_trainer._metrics import Meter
@@ -217,7 +217,7 @@ class Run:
                 no checkpoint does.
         """
         collect(self.session, self.model, self.optimizer)
-        check_plain("the state of the run", capture(self, 0, None))
+        to_json("the state of the run", capture(self, 0, None))
 
     def _save(self, done: int, meter: Meter | None) -> None:
         """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""

@@ -6,7 +6,6 @@ later is found before anything of it is used.
 """
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -16,10 +15,10 @@ from typing import Any
 
 from tp_core.errors import StateError
 
+from tp_trainer._checkpoint._plain import from_json, to_json
 from tp_trainer._files import sync_folder
 
 __all__ = [
-    "check_plain",
     "commit",
     "committed",
     "newest_whole",
@@ -147,26 +146,13 @@ def _leftovers(folder: Path) -> Iterator[Path]:
     yield from folder.glob(f".{_PREFIX}*.old")
 
 
-def check_plain(what: str, value: Any, *, indent: int | None = None) -> str:
-    """Return plain values as JSON.
-
-    Raises:
-        StateError: A value is none that JSON has.
-    """
-    try:
-        return json.dumps(value, indent=indent)
-    except (TypeError, ValueError) as error:
-        msg = f"{what} holds what a checkpoint does not, plain values only: {error}"
-        raise StateError(msg) from error
-
-
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Write plain values, indented for people where they are few: that takes ten times as long.
+    """Write plain values.
 
     Raises:
-        StateError: A value is none that JSON has.
+        StateError: There is something else in it.
     """
-    path.write_text(check_plain(path.name, value, indent=indent))
+    path.write_text(to_json(path.name, value, indent=indent))
 
 
 def read_json(path: Path) -> Any:
@@ -176,7 +162,7 @@ def read_json(path: Path) -> Any:
         StateError: It is not there, or it is damaged.
     """
     try:
-        return json.loads(path.read_text())
+        return from_json(path.read_text())
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read: {error}"
         raise StateError(msg) from error

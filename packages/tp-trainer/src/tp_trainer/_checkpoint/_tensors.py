@@ -163,9 +163,5 @@ def _plain(value: Any) -> Any:
 
 
 def _like_old(old: Any, value: Any) -> Any:
-    """Give a number of a group the type it has in the optimizer: JSON knows no tuples or tensors."""
-    if isinstance(old, tuple):
-        return tuple(value)
-    if isinstance(old, Tensor):
-        return torch.full_like(old, value)
-    return value
+    """Give a number of a group the type it has in the optimizer, where that is a tensor."""
+    return torch.full_like(old, value) if isinstance(old, Tensor) else value
