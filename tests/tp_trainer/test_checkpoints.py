@@ -257,6 +257,13 @@ def test_a_run_that_cannot_be_saved_is_refused_before_its_first_step(tmp_path, m
         trainer.fit(model, optimizer, [torch.ones(1, 3)], step=step, scheduler=scheduler, checkpoint=tmp_path)
 
 
+def test_a_folder_that_cannot_be_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NotADirectoryError) as caught:
+        fit(tmp_path / "file" / "run", stop_at=1)
+    assert "while a checkpoint was written to" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

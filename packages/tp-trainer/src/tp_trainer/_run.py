@@ -96,6 +96,7 @@ class Run:
         if self.keeper is None:
             return self._train(None)
         self._check_state()
+        self.keeper.try_folder()
         if resume is not None and (path := self.keeper.find(resume)) is not None:
             resume_run(self, self.keeper, path)
         if resume != "auto":

@@ -421,9 +421,11 @@ class Trainer:
             What each epoch came to.
 
         Raises:
-            ConfigError: An argument has a wrong value.
+            ConfigError: An argument has a wrong value, or the folder has checkpoints after the
+                place where the run begins.
             ModelError: The model is wrapped already.
-            LoaderError: A loader has no length, ended early, or cannot be split over the ranks.
+            LoaderError: A loader has no length, ended early, or cannot be split over the ranks; or it
+                is not at all the one that the checkpoint stands in.
             StepError: The step returned no usable loss.
             NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
                 ``checkpoint`` keep the last good state.

@@ -80,6 +80,21 @@ class Keeper:
 
     # -- writing --------------------------------------------------------------------------------
 
+    def try_folder(self) -> None:
+        """Make the folder, so that one that cannot be written to is an error before the first step.
+
+        Raises:
+            OSError: It cannot; on all ranks.
+
+        Collectives: one broadcast.
+        """
+        if self._session.is_main:
+            try:
+                scratch(self._folder, 0).rmdir()
+            except OSError as error:
+                self._failed(error, None)
+        self._tell()
+
     def save(
         self,
         step: int,
