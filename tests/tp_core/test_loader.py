@@ -88,6 +88,19 @@ def test_the_order_follows_from_seed_and_epoch_and_not_from_the_generators():
     assert batches_of(loader_of(50, 7, shuffle=True), seed=6) != first
 
 
+def test_a_generator_of_the_loaders_own_decides_together_with_seed_and_epoch():
+    def epochs(seed, own):
+        generator = torch.Generator().manual_seed(own)
+        loader = PreparedLoader(loader_of(50, 7, shuffle=True, generator=generator), seed=seed)
+        found = [[b.tolist() for b in loader] for _ in range(2)]
+        loader.set_epoch(1)
+        assert [b.tolist() for b in loader] == found[1]
+        return found
+
+    assert epochs(5, 1) == epochs(5, 1)
+    assert len({str(e) for found in (epochs(5, 1), epochs(5, 2), epochs(6, 1)) for e in found}) == 6
+
+
 def test_an_epoch_leaves_the_generators_as_they_were():
     torch.manual_seed(3)
     loader_of(9, 2, shuffle=True)

@@ -3,11 +3,21 @@
 On other backends the conformance kit proves it.
 """
 
+import random
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from tp_core.errors import LoaderError
 from tp_trainer import Checkpoints, Trainer
 
 
@@ -50,7 +60,7 @@ def one_cycle(optimizer):
     return schedulers.OneCycleLR(optimizer, 0.1, total_steps=30)
 
 
-def train(folder, *, stop_at=0, resume=None, loader=None, make_scheduler=one_cycle, **kwargs):
+def train(folder, *, stop_at=0, resume=None, new_loader=make_loader, make_scheduler=one_cycle, **kwargs):
     """Train for three epochs of six batches; return the weights and what the epochs came to."""
     arguments = {k: kwargs.pop(k) for k in ("accumulate", "precision", "options") if k in kwargs}
     every = kwargs.pop("every_steps", 1)
@@ -60,7 +70,7 @@ def train(folder, *, stop_at=0, resume=None, loader=None, make_scheduler=one_cyc
         history = trainer.fit(
             model,
             optimizer,
-            make_loader() if loader is None else loader,
+            new_loader(),
             step=Counted(stop_at),
             epochs=3,
             val_loader=DataLoader(make_data(9), batch_size=4),
@@ -104,6 +114,44 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_kind_of_scheduler_goes_on(tmp_path, name):
     assert_resumed_is_uninterrupted(tmp_path, 8, make_scheduler=SCHEDULERS[name])
+
+
+class Shuffled(Sampler):
+    """A sampler that keeps random numbers of its own, which nobody else knows of."""
+
+    def __init__(self, n):
+        self.n, self.numbers = n, random.Random(3)
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return iter(self.numbers.sample(range(self.n), self.n))
+
+
+LOADERS = {
+    "generator": lambda: make_loader(generator=torch.Generator().manual_seed(7)),
+    "weights": lambda: DataLoader(make_data(), 8, sampler=WeightedRandomSampler(torch.arange(46) + 1.0, 46)),
+    "batches": lambda: DataLoader(
+        make_data(), batch_sampler=BatchSampler(RandomSampler(range(46)), 8, False)
+    ),
+    "workers": lambda: make_loader(num_workers=1, persistent_workers=True, prefetch_factor=3),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("stop_at", [4, 9])
+def test_whatever_orders_the_samples(tmp_path, stop_at, name):
+    assert_resumed_is_uninterrupted(tmp_path, stop_at, new_loader=LOADERS[name])
+
+
+def test_a_sampler_that_orders_by_what_nobody_knows_is_refused_in_its_second_epoch(tmp_path):
+    def new_loader():
+        return DataLoader(make_data(), 8, sampler=Shuffled(46))
+
+    assert_resumed_is_uninterrupted(tmp_path / "first", 4, new_loader=new_loader)
+    with pytest.raises(LoaderError, match=r"sampler gives epoch 1 another order.*at sample 16 of it"):
+        assert_resumed_is_uninterrupted(tmp_path / "second", 9, new_loader=new_loader)
 
 
 @pytest.mark.parametrize("stop_at", [4, 9])

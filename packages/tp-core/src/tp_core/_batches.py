@@ -1,14 +1,15 @@
 """The batches of one epoch, in an order that follows from (seed, epoch), and one rank's share of each."""
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from tp_core._seeding import seed_generators, seeded
+from tp_core._seeding import seed_generators, seeded, seeded_own
 from tp_core.errors import LoaderError
 
 __all__ = ["EpochBatches", "Share", "split_evenly", "tell_epoch"]
@@ -64,6 +65,8 @@ class EpochBatches:
         self.shares: deque[Share] = deque()
         self._first = 0
         self._epoch = 0
+        self._digest = ""
+        self._is_found = False  # by `find`, and not iterated yet
         self._rank, self._size, self._training = rank, size, training
 
     def __len__(self) -> int:
@@ -71,11 +74,24 @@ class EpochBatches:
 
     def start(self, epoch: int, *, first: int = 0) -> None:
         """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
+        self._first = first
+        if self._is_found and epoch == self._epoch:
+            self._is_found = False  # asked again, a sampler that keeps count would give the next one
+            return
         tell_epoch(self.inner, epoch)
-        with seeded(self.seed, epoch):
+        own = getattr(getattr(self.inner, "sampler", None), "generator", None)
+        with seeded(self.seed, epoch), seeded_own(own, self.seed, epoch):
             # The length bounds samplers that never end.
             self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
-        self._epoch, self._first = epoch, first
+        self._epoch, self._digest, self._is_found = epoch, "", False
+
+    @property
+    def digest(self) -> str:
+        """A digest of the samples of the epoch, in their order."""
+        if not self._digest:
+            samples = repr(list(chain.from_iterable(self.order)))
+            self._digest = hashlib.blake2b(samples.encode(), digest_size=8).hexdigest()
+        return self._digest
 
     def find(self, epoch: int, samples: int) -> int:
         """Return how many batches of the epoch hold its first ``samples`` samples.
@@ -84,6 +100,7 @@ class EpochBatches:
             LoaderError: None do: it is in the middle of a batch.
         """
         self.start(epoch)
+        self._is_found = True
         ends = list(accumulate(map(len, self.order), initial=0))
         if samples not in ends:
             msg = (

@@ -7,7 +7,6 @@ samples it has.
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, TypeGuard
@@ -169,7 +168,7 @@ class PreparedLoader:
         move, on_share = self._move, self._on_share
         batches.start(epoch, first=first)
         if self._agree is not None and not _order_is_ours(batches.inner):
-            self._agree(f"the order of the samples in epoch {epoch}", _digest(batches.order))
+            self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
         shares = batches.shares
         for batch in self._begin(self._source, epoch):
             share = shares.popleft()
@@ -214,6 +213,8 @@ class PreparedLoader:
         if self._batches is not None:
             state["samples"] = sum(map(len, self._batches.order[:batches]))
             state["dataset"] = self._n_samples()
+            if not _order_is_ours(self._batches.inner):
+                state["order"] = self._batches.digest
         elif (holder := _position_holder(self.loader)) is not None:
             state["position"] = holder.state_dict()
         return state
@@ -249,6 +250,14 @@ class PreparedLoader:
         if self._batches is not None:
             self._batches.seed = self._seed
             self._first = batches = self._batches.find(self._epoch, state.get("samples", 0))
+            if batches and state.get("order", self._batches.digest) != self._batches.digest:
+                msg = (
+                    f"the loader's sampler gives epoch {self._epoch} another order than when it stood at "
+                    f"sample {state['samples']} of it, so it cannot go on there; let the order follow from "
+                    "the epoch (set_epoch) or from torch's, numpy's or Python's generator, which are seeded "
+                    "for it, or go on from the end of an epoch"
+                )
+                raise LoaderError(msg)
         elif "position" in state and (holder := _position_holder(self.loader)) is not None:
             holder.load_state_dict(state["position"])
         elif replay or not batches or isinstance(self.loader, Sequence):
@@ -315,10 +324,6 @@ def _order_is_ours(batch_sampler: Any) -> bool:
         and type(sampler) in _TORCH_SAMPLERS
         and getattr(sampler, "generator", None) is None
     )
-
-
-def _digest(batches: list[list[Any]]) -> str:
-    return hashlib.blake2b(repr(batches).encode(), digest_size=8).hexdigest()
 
 
 def _cannot_shard(loader: object, size: int) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["seed_generators", "seeded"]
+__all__ = ["seed_generators", "seeded", "seeded_own"]
 
 
 @contextmanager
@@ -30,13 +30,34 @@ def seeded(*key: int) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
+@contextmanager
+def seeded_own(generator: torch.Generator | None, *key: int) -> Iterator[None]:
+    """Run a block with somebody's own generator seeded by ``key`` and the seed that it was given.
+
+    It is put back as it was.
+    """
+    if generator is None:
+        yield
+        return
+    state = generator.get_state()
+    generator.manual_seed(_seed_of((generator.initial_seed(), *key)))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 def seed_generators(key: tuple[int, ...]) -> None:
     """Seed Python's, numpy's (if loaded) and torch's CPU generators by ``key``."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
+    seed = _seed_of(key)
     # Not torch.manual_seed, which would also reseed the accelerators.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def _seed_of(key: tuple[int, ...]) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
