@@ -93,11 +93,16 @@ class EpochBatches:
             self._digest = hashlib.blake2b(samples.encode(), digest_size=8).hexdigest()
         return self._digest
 
-    def find(self, epoch: int, samples: int) -> int:
+    def find(self, epoch: int, samples: int, *, order: str | None = None) -> int:
         """Return how many batches of the epoch hold its first ``samples`` samples.
 
+        Args:
+            epoch: Which epoch; the next iteration is to be of it.
+            samples: How many samples of it are done.
+            order: The digest that it had, where the order may not follow from seed and epoch alone.
+
         Raises:
-            LoaderError: None do: it is in the middle of a batch.
+            LoaderError: None do: it is in the middle of a batch; or the order is another one.
         """
         self.start(epoch)
         self._is_found = True
@@ -107,6 +112,14 @@ class EpochBatches:
                 f"sample {samples} of epoch {epoch}, where the checkpoint stands, is not the end of a "
                 f"batch of this loader (its first batches end at {ends[1:4]}); give the loader the "
                 "batch size and the sampler that it had"
+            )
+            raise LoaderError(msg)
+        if samples and order is not None and order != self.digest:
+            msg = (
+                f"the loader's sampler gives epoch {epoch} another order than when it stood at sample "
+                f"{samples} of it, so it cannot go on there; let the order follow from the epoch "
+                "(set_epoch) or from torch's, numpy's or Python's generator, which are seeded for it, or "
+                "go on from the end of an epoch"
             )
             raise LoaderError(msg)
         return ends.index(samples)

@@ -249,15 +249,9 @@ class PreparedLoader:
         batches: int = state["batches"]
         if self._batches is not None:
             self._batches.seed = self._seed
-            self._first = batches = self._batches.find(self._epoch, state.get("samples", 0))
-            if batches and state.get("order", self._batches.digest) != self._batches.digest:
-                msg = (
-                    f"the loader's sampler gives epoch {self._epoch} another order than when it stood at "
-                    f"sample {state['samples']} of it, so it cannot go on there; let the order follow from "
-                    "the epoch (set_epoch) or from torch's, numpy's or Python's generator, which are seeded "
-                    "for it, or go on from the end of an epoch"
-                )
-                raise LoaderError(msg)
+            self._first = batches = self._batches.find(
+                self._epoch, state.get("samples", 0), order=state.get("order")
+            )
         elif "position" in state and (holder := _position_holder(self.loader)) is not None:
             holder.load_state_dict(state["position"])
         elif replay or not batches or isinstance(self.loader, Sequence):
