@@ -24,7 +24,7 @@ from tp_core.errors import (
 )
 from tp_core.plugins import PluginRegistry, hookimpl
 from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
-from tp_trainer import Trainer
+from tp_trainer import Checkpoints, Trainer
 
 
 def make_loader(n=6, batch_size=2):
@@ -149,6 +149,11 @@ def test_an_optimizer_of_another_model_is_refused():
         ({"scheduler_every": "day"}, "'epoch' or 'step', got 'day'"),
         ({"clip_norm": 0}, "clip_norm must be None or greater than 0"),
         ({"loader": []}, "the number of batches in the loader must be"),
+        ({"scheduler": object()}, r"scheduler must have a method step\(\), got object"),
+        ({"step_timeout_s": "5"}, "step_timeout_s must be None or a number of seconds above 0, got '5'"),
+        ({"checkpoint": 3}, r"checkpoint must be a folder or Checkpoints\(folder, ...\), got 3"),
+        ({"checkpoint": "run", "resume": True}, "resume must be 'auto' or the path of a checkpoint"),
+        ({"checkpoint": Checkpoints("run", best="val_loss")}, "there is none: give val_loader"),
     ],
 )
 def test_wrong_arguments_are_named(kwargs, words):

@@ -100,6 +100,18 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, rule):
     assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
 
 
+def test_a_metric_that_does_not_come_is_named_after_the_first_epoch(tmp_path):
+    with pytest.raises(
+        ConfigError, match="best='val_los' is none of the metrics of the run, which are loss, val"
+    ):
+        fit(
+            Checkpoints(tmp_path, best="val_los"),
+            val_loader=DataLoader(make_data(4), batch_size=4),
+            val_step=lambda model, batch: model(batch[0]).mean(),
+        )
+    assert names(tmp_path) == ["step-0000000005"]
+
+
 def test_a_folder_alone_saves_after_every_epoch(tmp_path):
     fit(tmp_path, epochs=3)
     assert names(tmp_path) == [f"step-{n:010d}" for n in (5, 10, 15)]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import PreparedLoader, Session
+from tp_core.errors import ConfigError
 
 from tp_trainer._checkpoint import Keeper, collect, to_json
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate, train_epoch
@@ -122,6 +123,7 @@ class Run:
                 if self._is_due or ends_some or self.epoch > self.epochs:
                     self._is_due = False
                     self._save(0, None)
+                self._check_best(self.keeper.settings.best)
         self.model.train(was_training)
         return History(tuple(self.records))
 
@@ -219,6 +221,18 @@ class Run:
         """
         collect(self.session, self.model, self.optimizer)
         to_json("the state of the run", capture(self, 0, None))
+
+    def _check_best(self, name: str | None) -> None:
+        """Make sure that the metric which decides over checkpoints is there.
+
+        Raises:
+            ConfigError: It is none of those of the last epoch.
+        """
+        last = self.records[-1]
+        known = [*last.train, *(f"val_{key}" for key in last.val)]
+        if name is not None and name not in known:
+            msg = f"best={name!r} is none of the metrics of the run, which are {', '.join(known)}"
+            raise ConfigError(msg)
 
     def _save(self, done: int, meter: Meter | None) -> None:
         """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""

@@ -30,6 +30,13 @@ from tp_core import (
 from tp_core.errors import ConfigError, SelectionError
 from tp_core.plugins import PluginRegistry, registry
 
+from tp_trainer._arguments import (
+    as_checkpoints,
+    check_owner,
+    check_positive,
+    check_scheduler,
+    check_seconds,
+)
 from tp_trainer._checkpoint import Checkpoints, Keeper, generators
 from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
 from tp_trainer._handshake import agree
@@ -100,7 +107,7 @@ class Trainer:
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
             raise ConfigError(msg)
         check_precision(precision)
-        _check_positive("accumulate", accumulate)
+        check_positive("accumulate", accumulate)
         self.environment = LaunchEnvironment.read()
         self.progress = progress
         self._backend_name = backend
@@ -256,7 +263,7 @@ class Trainer:
         self._open(models[0] if models else None)
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
-                _check_owner(optimizer, models)
+                check_owner(optimizer, models)
         prepared = tuple(self._prepare(o, shard=shard) for o in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -433,28 +440,20 @@ class Trainer:
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
-        _check_positive("epochs", epochs)
+        check_positive("epochs", epochs)
         if steps_per_epoch is not None:
-            _check_positive("steps_per_epoch", steps_per_epoch)
-        if step_timeout_s is not None and not step_timeout_s > 0:
-            msg = f"step_timeout_s must be None or a number of seconds above 0, got {step_timeout_s!r}"
-            raise ConfigError(msg)
-        if scheduler_every not in {"epoch", "step"}:
-            msg = f"scheduler_every must be 'epoch' or 'step', got {scheduler_every!r}"
-            raise ConfigError(msg)
-        if isinstance(checkpoint, str | os.PathLike):
-            checkpoint = Checkpoints(checkpoint)
-        if resume is not None and checkpoint is None:
-            msg = f"resume={resume!r} needs to know where the checkpoints are: checkpoint=folder"
-            raise ConfigError(msg)
+            check_positive("steps_per_epoch", steps_per_epoch)
+        check_seconds("step_timeout_s", step_timeout_s)
+        check_scheduler(scheduler, scheduler_every)
+        checkpoint = as_checkpoints(checkpoint, resume, validates=val_loader is not None)
         session = self._open(model)
-        _check_owner(optimizer, [model])
+        check_owner(optimizer, [model])
         model = self._prepare_model(model)
         optimizer = session.prepare_optimizer(optimizer)
         train_batches = self._loader(train_loader, shard=shard)
         val_batches = None if val_loader is None else self._loader(val_loader, shard=shard, training=False)
         steps = len(train_batches) if steps_per_epoch is None else steps_per_epoch
-        _check_positive("the number of batches in the loader", steps)
+        check_positive("the number of batches in the loader", steps)
         update = Update(
             session,
             model,
@@ -607,22 +606,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = f"{what} must be a whole number from 1, got {value!r}"
-        raise ConfigError(msg)
-
-
-def _check_owner(optimizer: Optimizer, models: list[nn.Module]) -> None:
-    mine = {id(p) for model in models for p in model.parameters()}
-    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        msg = (
-            "the optimizer has none of the model's parameters, so training would change nothing; "
-            "make it from model.parameters()"
-        )
-        raise ConfigError(msg)
 
 
 def _nothing() -> None:
