@@ -116,7 +116,7 @@ def test_statistics_that_a_single_part_moved_reach_the_others(layer, force_copie
 
 def test_a_large_buffer_is_copied_once():
     model = nn.Linear(3, 3)
-    model.register_buffer("table", torch.zeros(300, 300))
+    model.register_buffer("table", torch.zeros(300, 300), persistent=False)
     replicas = two(model, force_copies=False)
     seen = [replicas.run(lambda r, _: r.table.data_ptr(), X) for _ in range(2)]
     assert seen[0] == seen[1]

@@ -12,7 +12,7 @@ def call(replica, part):
     return replica(part)
 
 
-@pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count, force_copies):
@@ -57,7 +57,7 @@ def test_twenty_steps_on_two_gpus_are_those_of_the_module_by_itself(zoo, name):
     zoo.check_equal_training(name, 2, forward, device="cuda:0")
 
 
-@pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])
 @pytest.mark.parametrize("sizes", [(4, 3, 1), (1, 1), (5,)])
 def test_the_sum_over_parts_is_the_gradient_of_the_whole_batch(sizes, force_copies):
     torch.manual_seed(0)

@@ -16,12 +16,12 @@
     ├── LoaderError              TypeError       a data loader that cannot be prepared as it is
     ├── StepError                TypeError       a training step that returned no usable loss
     ├── NonFiniteLossError       ArithmeticError a loss that is NaN or infinite
-    ├── DisagreementError        RuntimeError    ranks that were told different things
+    ├── DisagreementError        RuntimeError    ranks that were given different things
     ├── RankFailedError          RuntimeError    another process of the job failed
     └── StateError               RuntimeError    saved state that cannot be read or does not fit
 
 Each is also a subclass of the builtin in the second column, so that code which catches that keeps
-working. A message says what was wrong, what was given and what to do about it.
+working. A message tells what was wrong, what was given and what to do about it.
 """
 
 __all__ = [
@@ -102,7 +102,7 @@ class NonFiniteLossError(TpError, ArithmeticError):
 
 
 class DisagreementError(TpError, RuntimeError):
-    """Ranks of one job that were told different things."""
+    """Ranks of one job that were given different things."""
 
 
 class RankFailedError(TpError, RuntimeError):

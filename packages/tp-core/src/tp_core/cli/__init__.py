@@ -1,4 +1,4 @@
-"""The command ``tp``. Its libraries are the extra ``tp-core[cli]``; without it, it says so."""
+"""The command ``tp``. Its libraries are the extra ``tp-core[cli]``; without them it names that extra."""
 
 import sys
 

@@ -2,19 +2,21 @@
 
 import json
 import platform
+import sys
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from tp_core._devices import resolve_devices
-from tp_core._environment import LaunchEnvironment
-from tp_core._job import Job
-from tp_core._load import device_loads
-from tp_core._select import Selection, select
+from tp_core._contracts._job import Job
+from tp_core._devices._load import device_loads
+from tp_core._devices._resolve import resolve_devices
+from tp_core._launch._environment import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError, TpError
-from tp_core.plugins import PluginRegistry, registry
+from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
+from tp_core.plugins._select import Selection, select
 
 __all__ = ["app", "examine"]
 
@@ -33,7 +35,8 @@ def doctor(
 
     The exit status is 0 only if nothing is broken.
     """
-    report = examine(registry)
+    with redirect_stdout(sys.stderr):  # what plugins print is not part of the report
+        report = examine(registry)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -42,7 +45,10 @@ def doctor(
 
 
 def examine(plugins: PluginRegistry) -> dict[str, Any]:
-    """Return the report as plain data; "problems" is empty if nothing is broken."""
+    """Return the report as plain data; "problems" is empty if nothing is broken.
+
+    "notes" are what authors of plugins should fix, and what does no harm today.
+    """
     problems: list[str] = []
     broken = [
         {
@@ -55,6 +61,13 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         for b in plugins.broken()
     ]
     problems += [f"plugin {b['name']} of {b['distribution']}: {b['error']}" for b in broken]
+    problems += [str(conflict) for conflict in plugins.conflicts()]
+    notes = [
+        f"plugin {p} does not tell which version of the hook contract it was built for; its module needs "
+        f"tp_contract = {CONTRACT_VERSION}"
+        for p in plugins.plugins()
+        if p.contract is None
+    ]
     try:
         environment: LaunchEnvironment | None = LaunchEnvironment.read()
     except LaunchEnvironmentError as error:
@@ -72,6 +85,12 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
             for c in selection.candidates
             if c.error is not None
         ]
+        notes += [
+            f"backend {c.name} of {c.origin}: assess() took {c.seconds:.1f} s, and every job asks every "
+            "backend; what takes long belongs into open()"
+            for c in selection.candidates
+            if c.is_slow
+        ]
     return {
         "versions": {
             "python": platform.python_version(),
@@ -80,12 +99,13 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         },
         "devices": [_device(load) for load in device_loads()],
         "environment": None if environment is None else _fields(environment),
-        "plugins": [_fields(p) for p in plugins.plugins()],
+        "plugins": [{**_fields(p), "brings": plugins.brought(p.name)} for p in plugins.plugins()],
         "disabled": [_fields(p) for p in plugins.disabled()],
         "broken": broken,
         "backend": None if selection is None else selection.chosen.name,
         "candidates": [] if selection is None else _candidates(selection),
         "problems": problems,
+        "notes": notes,
     }
 
 
@@ -108,6 +128,7 @@ def _candidates(selection: Selection) -> list[dict[str, Any]]:
             "score": c.verdict.score,
             "reason": c.verdict.reason,
             "remedy": c.verdict.remedy,
+            "seconds": c.seconds,
             "chosen": c is selection.chosen,
         }
         for c in selection.candidates
@@ -154,11 +175,12 @@ def _print(report: dict[str, Any]) -> None:
             f"\nLaunch: {e['launcher']}, rank {e['rank']} of {e['world_size']} on {e['hosts']} "
             f"host(s), {e['cores']} cores"
         )
-    plugins = table("\nPlugins", "plugin", "distribution", "version", "state")
+    plugins = table("\nPlugins", "plugin", "distribution", "version", "state", "brings")
     for state in ("plugins", "disabled", "broken"):
         for p in report[state]:
             word = {"plugins": "ok", "disabled": "disabled", "broken": "[red]broken[/]"}[state]
-            plugins.add_row(p["name"], p["distribution"], p["version"], word)
+            brings = "; ".join(f"{kind} {', '.join(names)}" for kind, names in p.get("brings", {}).items())
+            plugins.add_row(p["name"], p["distribution"], p["version"], word, escape(brings))
     console.print(plugins)
     if report["candidates"]:
         backends = table("\nBackends", "", "backend", "from", "score", "why")
@@ -173,6 +195,10 @@ def _print(report: dict[str, Any]) -> None:
     for b in report["broken"]:
         console.print(f"\n[red]broken:[/] {escape(b['name'])} of {escape(b['distribution'])}")
         console.print(escape(b["traceback"]))
+    if report["notes"]:
+        console.print("\nNotes")
+        for note in report["notes"]:
+            console.print(f"- {escape(note)}")
     if report["problems"]:
         console.print("\n[red]Problems[/]")
         for problem in report["problems"]:

@@ -2,7 +2,10 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -30,11 +33,9 @@ class _Tp(TyperGroup):
         self._waiting: dict[str, Contribution[Command]] = {
             _OWN.name: Contribution(_OWN, "tp-core", "tp-core", "")
         }
-        for contribution in _commands(plugins):
-            if contribution.item.name == _OWN.name:
-                _warn(f"command {_OWN.name!r} of {contribution.distribution} is tp's own; left out")
-            else:
-                self._waiting[contribution.item.name] = contribution
+        self._waiting |= {contribution.item.name: contribution for contribution in plugins.commands()}
+        for conflict in plugins.conflicts(Command):
+            _warn(str(conflict))
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - its signature
         """Return the names of all commands that can be loaded."""
@@ -44,12 +45,20 @@ class _Tp(TyperGroup):
         """Return a command, loaded; ``None`` if there is none of the name, or it is broken."""
         return self._load(cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments begin with; the error for an unknown one suggests others."""
+        known = {*self._waiting, *self.commands}
+        if args[0] not in known and (meant := get_close_matches(args[0], sorted(known), n=1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def _load(self, name: str) -> Any:
         if name not in self.commands and name in self._waiting:
             contribution = self._waiting[name]
             try:
-                self.commands[name] = _loaded(contribution.item)
-            except Exception as error:  # noqa: BLE001 - a stranger's code must not take tp down
+                with redirect_stdout(sys.stderr):  # what it prints is not output of the command
+                    self.commands[name] = _loaded(contribution.item)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
                 _warn(
                     f"command {name!r} of {contribution.distribution} "
                     f"{contribution.version} is broken: {type(error).__name__}: {error}"
@@ -67,8 +76,7 @@ def build_app(plugins: PluginRegistry = registry) -> TyperGroup:
         plugins,
         name="tp",
         help="Parallelism for PyTorch that one installs.",
-        no_args_is_help=True,
-        rich_markup_mode="rich",
+        params=_options(),
     )
 
 
@@ -86,12 +94,28 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _commands(plugins: PluginRegistry) -> tuple[Contribution[Command], ...]:
-    try:
-        return plugins.commands()
-    except TpError as error:
-        _warn(str(error))
-        return ()
+def _options() -> list[Any]:
+    """Return the options of ``tp`` itself, made by typer as those of every command are."""
+    app = typer.Typer(add_completion=False)
+
+    @app.callback()
+    def tp(
+        *,
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", is_eager=True, callback=_say_version, help="Show the version and exit."
+            ),
+        ] = False,
+    ) -> None: ...
+
+    return list(typer.main.get_command(app).params)
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"tp-core {version('tp-core')}")
+        raise typer.Exit
 
 
 def _loaded(command: Command) -> Any:

@@ -33,11 +33,14 @@ class PluginInfo:
         name: Its entry point's name, or the name it was registered under.
         distribution: The distribution it is part of; the name again for a registered one.
         version: The version of that distribution; empty for a registered one.
+        contract: The version of the hook contract that it declares (``tp_contract``);
+            ``None`` if it does not say, and before it is loaded.
     """
 
     name: str
     distribution: str
     version: str
+    contract: int | None = None
 
     def __str__(self) -> str:
         origin = f"{self.distribution} {self.version}".rstrip()

@@ -1,36 +1,32 @@
 """The registry in which the packages meet."""
 
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
-from types import SimpleNamespace
+from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pluggy
 
-from tp_core._backend import Backend
-from tp_core._collate import CollateAdapter
-from tp_core._engine import Engine
+from tp_core._contracts._backend import Backend
+from tp_core._contracts._collate import CollateAdapter
+from tp_core._contracts._engine import Engine
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
+from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
 from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
-from tp_core.plugins._discovery import find_entry_points
-from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl
-from tp_core.plugins._spec import Command, HookSpecs
+from tp_core.plugins._discovery import find_entry_points, load
+from tp_core.plugins._kinds import HOOK_OF, WORD_OF, as_plugin, name_of, validated
+from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME
+from tp_core.plugins._spec import OWN_COMMANDS, Command, HookSpecs
 
 __all__ = ["PluginRegistry", "registry"]
 
-DISABLE_VARIABLE = "TP_DISABLE_PLUGINS"
-
 T = TypeVar("T")
 
-_HOOK_OF: Mapping[type, str] = {
-    Backend: "tp_backends",
-    CollateAdapter: "tp_collate_adapters",
-    Engine: "tp_engines",
-    Command: "tp_commands",
-}
+_TP_CORE = PluginInfo("tp-core", "tp-core", "")
 
 
 class PluginRegistry:
@@ -38,7 +34,8 @@ class PluginRegistry:
 
     Nothing is looked for before the first question. A plugin that fails to import or breaks the
     contract is left out and kept in :meth:`broken`; it never takes the host down. One method per
-    hook gives what the plugins bring, with its origin, sorted by name.
+    hook gives what the plugins bring, with its origin, sorted by name. Where several bring one name,
+    that of this project keeps it, and of others none has it: see :meth:`conflicts`.
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
@@ -55,13 +52,14 @@ class PluginRegistry:
         self._broken: dict[str, BrokenPlugin] = {}
         self._disabled: list[PluginInfo] = []
         self._cache: dict[type, tuple[Contribution[Any], ...]] = {}
+        self._conflicts: dict[type, tuple[NameConflict, ...]] = {}
 
     # -- joining ------------------------------------------------------------------------------
 
     def register(self, plugin: object, *, name: str | None = None) -> None:
         """Add a plugin of this process: a module or object with hook implementations.
 
-        A backend, adapter, engine or command by itself is welcome too.
+        A bare backend, adapter, engine or command is accepted, too.
 
         Args:
             plugin: What joins.
@@ -69,13 +67,18 @@ class PluginRegistry:
 
         Raises:
             ContractError: The plugin breaks the hook contract.
-            DuplicateNameError: A plugin of that name is there already.
+            DuplicateNameError: A plugin of that name is there already, or what it brings has the name
+                of what another one brings.
         """
-        plugin, name = _as_plugin(plugin, name)
+        plugin, name = as_plugin(plugin, name)
         info = PluginInfo(name, name, "")
         with self._lock:
             self._discover()
             self._join(info, plugin)
+            conflict = self._first_conflict(name)
+            if conflict is not None:
+                self._remove(name)
+                raise DuplicateNameError(str(conflict))
             self._registered.append((info, plugin))
 
     def unregister(self, name: str) -> None:
@@ -91,9 +94,7 @@ class PluginRegistry:
                 msg = f"no plugin {name!r} was registered by this process; registered: {names}"
                 raise PluginError(msg)
             self._registered = kept
-            self._manager.unregister(name=name)
-            del self._infos[name]
-            self._cache.clear()
+            self._remove(name)
 
     def refresh(self) -> None:
         """Look for installed plugins again: after a ``pip install`` in a notebook, say."""
@@ -106,24 +107,20 @@ class PluginRegistry:
 
     # -- asking -------------------------------------------------------------------------------
 
-    def backends(self) -> tuple[Contribution[Backend], ...]:
-        """Return the backends, sorted by name.
-
-        Raises:
-            DuplicateNameError: Two plugins bring a backend of the same name.
-        """
+    def backends(self) -> tuple[Contribution[Backend[Any]], ...]:
+        """Return the backends, sorted by name."""
         return self._collect(Backend)  # type: ignore[type-abstract]  # only compared against
 
     def collate_adapters(self) -> tuple[Contribution[CollateAdapter], ...]:
-        """Return the collate adapters, sorted by name; raises as :meth:`backends` does."""
+        """Return the collate adapters, sorted by name."""
         return self._collect(CollateAdapter)  # type: ignore[type-abstract]  # only compared against
 
     def engines(self) -> tuple[Contribution[Engine], ...]:
-        """Return the engines, sorted by name; raises as :meth:`backends` does."""
+        """Return the engines, sorted by name."""
         return self._collect(Engine)  # type: ignore[type-abstract]  # only compared against
 
     def commands(self) -> tuple[Contribution[Command], ...]:
-        """Return the sub-commands of ``tp``, sorted by name; raises as :meth:`backends` does."""
+        """Return the sub-commands of ``tp``, sorted by name."""
         return self._collect(Command)
 
     def plugins(self) -> tuple[PluginInfo, ...]:
@@ -138,13 +135,29 @@ class PluginRegistry:
         Every hook is asked first, so that one that raises only then is here too.
         """
         with self._lock:
-            for kind in _HOOK_OF:
-                try:
-                    self._collect(kind)
-                except DuplicateNameError as error:
-                    info = PluginInfo(f"two of one name among {_HOOK_OF[kind]}", "", "")
-                    self._note_broken(info, error)
+            for kind in HOOK_OF:
+                self._collect(kind)
             return tuple(self._broken[name] for name in sorted(self._broken))
+
+    def conflicts(self, kind: type | None = None) -> tuple[NameConflict, ...]:
+        """Return the names that several plugins bring, and which plugins were left out.
+
+        Args:
+            kind: `Backend`, `CollateAdapter`, `Engine` or `Command`; ``None`` asks every hook.
+        """
+        with self._lock:
+            kinds = list(HOOK_OF) if kind is None else [kind]
+            for asked in kinds:
+                self._collect(asked)
+            return tuple(conflict for asked in kinds for conflict in self._conflicts[asked])
+
+    def brought(self, plugin: str) -> dict[str, tuple[str, ...]]:
+        """Return the names of what a plugin brings, by kind: ``{"backend": ("mine",)}``."""
+        found = {}
+        for kind, word in WORD_OF.items():
+            answers: tuple[Contribution[Any], ...] = self._collect(kind)
+            found[word] = tuple(name_of(answer.item) for answer in answers if answer.plugin == plugin)
+        return {word: names for word, names in found.items() if names}
 
     def disabled(self) -> tuple[PluginInfo, ...]:
         """Return the plugins that ``TP_DISABLE_PLUGINS`` blocked, sorted by name."""
@@ -153,10 +166,14 @@ class PluginRegistry:
             return tuple(self._disabled)
 
     def require(self, name: str) -> None:
-        """Make sure that a plugin called ``name`` is not one of the broken ones.
+        """Make sure that ``name`` is not missing because something was left out.
+
+        Args:
+            name: The name of a plugin or distribution, or of what was asked for and is not there.
 
         Raises:
-            PluginError: It is broken, or it was blocked; the cause is chained.
+            PluginError: The plugin is broken, or it was blocked; the cause is chained.
+            DuplicateNameError: Several plugins bring something of that name.
         """
         with self._lock:
             self._discover()
@@ -168,6 +185,10 @@ class PluginRegistry:
                 if name in {info.name, info.distribution}:
                     msg = f"plugin {info} is blocked by {DISABLE_VARIABLE}; unset it to use {name!r}"
                     raise PluginError(msg)
+            for conflicts in self._conflicts.values():
+                for conflict in conflicts:
+                    if conflict.name == name and conflict.kept is None:
+                        raise DuplicateNameError(str(conflict))
 
     # -- the machinery ------------------------------------------------------------------------
 
@@ -182,8 +203,8 @@ class PluginRegistry:
                 self._disabled.append(info)
                 continue
             try:
-                self._join(info, _load(point))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module
+                self._join(info, load(point))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
                 self._note_broken(info, error)
 
     def _join(self, info: PluginInfo, plugin: object) -> None:
@@ -195,8 +216,8 @@ class PluginRegistry:
                 f"{info.distribution!r}; uninstall one, or block it with {DISABLE_VARIABLE}"
             )
             raise DuplicateNameError(msg)
-        built_for = getattr(plugin, "tp_contract", CONTRACT_VERSION)
-        if built_for != CONTRACT_VERSION:
+        built_for = getattr(plugin, "tp_contract", None)
+        if built_for not in {None, CONTRACT_VERSION}:
             msg = (
                 f"plugin {info} was built for version {built_for} of the hook contract, and this "
                 f"tp-core has version {CONTRACT_VERSION}; install versions that match"
@@ -207,86 +228,59 @@ class PluginRegistry:
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
             self._manager.unregister(name=info.name)
-            hooks = ", ".join(_HOOK_OF.values())
+            hooks = ", ".join(HOOK_OF.values())
             msg = f"plugin {info} breaks the hook contract: {error}; the hooks are {hooks}"
             raise ContractError(msg) from error
-        self._infos[info.name] = info
+        self._infos[info.name] = replace(info, contract=built_for)
+        self._forget_answers()
+
+    def _remove(self, name: str) -> None:
+        self._manager.unregister(name=name)
+        del self._infos[name]
+        self._forget_answers()
+
+    def _forget_answers(self) -> None:
         self._cache.clear()
+        self._conflicts.clear()
 
     def _collect(self, kind: type[T]) -> tuple[Contribution[T], ...]:
         with self._lock:
             self._discover()
             if kind not in self._cache:
-                self._cache[kind] = self._ask(kind)
+                own = dict.fromkeys(OWN_COMMANDS, _TP_CORE) if kind is Command else {}
+                found = settle(WORD_OF[kind], self._ask(kind), own=own)
+                self._cache[kind], self._conflicts[kind] = found
             return self._cache[kind]
 
-    def _ask(self, kind: type[T]) -> tuple[Contribution[T], ...]:
-        # Each implementation is called by itself: through pluggy's own call of all of them, one
-        # that raises would take the others' answers with it.
-        found: dict[str, Contribution[T]] = {}
-        caller = getattr(self._manager.hook, _HOOK_OF[kind])
+    def _first_conflict(self, plugin: str) -> NameConflict | None:
+        """Return a name that ``plugin`` brings and another one has."""
+        for kind, hook in HOOK_OF.items():
+            callers = getattr(self._manager.hook, hook).get_hookimpls()
+            if any(implementation.plugin_name == plugin for implementation in callers):
+                for conflict in self.conflicts(kind):
+                    if any(info.name == plugin for info in conflict.left_out):
+                        return conflict
+        return None
+
+    def _ask(self, kind: type[T]) -> list[Contribution[T]]:
+        # Each implementation is called separately: in pluggy's own call of all of them, one that
+        # raises would discard the others' answers.
+        found: list[Contribution[T]] = []
+        caller = getattr(self._manager.hook, HOOK_OF[kind])
         for implementation in caller.get_hookimpls():
             info = self._infos[implementation.plugin_name]
             try:
-                items = [_validated(item, kind, info) for item in implementation.function()]
-            except Exception as error:  # noqa: BLE001 - a stranger's code
+                with redirect_stdout(sys.stderr):  # stdout may be read by machines
+                    items = [validated(item, kind, info) for item in implementation.function()]
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
                 self._note_broken(info, error)
                 continue
-            for item in items:
-                name = _name_of(item)
-                new = Contribution(item, info.name, info.distribution, info.version)
-                if name in found:
-                    msg = (
-                        f"two {_HOOK_OF[kind].removeprefix('tp_')} are called {name!r}: one of "
-                        f"{found[name].distribution!r}, one of {new.distribution!r}; uninstall "
-                        f"one, or block its plugin with {DISABLE_VARIABLE}={new.plugin}"
-                    )
-                    raise DuplicateNameError(msg)
-                found[name] = new
-        return tuple(found[name] for name in sorted(found))
+            found += [Contribution(item, info.name, info.distribution, info.version) for item in items]
+        return found
 
     def _note_broken(self, info: PluginInfo, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))
         self._broken.setdefault(str(info), BrokenPlugin(info, error, trace))
-
-
-def _load(point: EntryPoint) -> object:
-    plugin: object = point.load()
-    return plugin
-
-
-def _as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
-    """Wrap a bare contribution in a plugin that brings it; return it with its name."""
-    bare = plugin() if isinstance(plugin, type) and issubclass(plugin, tuple(_HOOK_OF)) else plugin
-    for kind, hook in _HOOK_OF.items():
-        if isinstance(bare, kind):
-            implementation = hookimpl(specname=hook)(lambda: [bare])
-            return SimpleNamespace(**{hook: implementation}), name or _name_of(bare)
-    return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
-
-
-def _validated(item: object, kind: type[T], info: PluginInfo) -> T:
-    if isinstance(item, type) and issubclass(item, kind):
-        item = item()
-    if not isinstance(item, kind):
-        msg = (
-            f"{_HOOK_OF[kind]} of plugin {info} must return {kind.__name__} objects, "
-            f"got {type(item).__name__}: {item!r}"
-        )
-        raise ContractError(msg)
-    name = getattr(item, "name", None)
-    if not isinstance(name, str) or not name:
-        msg = (
-            f"{kind.__name__} {type(item).__name__} of plugin {info} needs a name: a class "
-            f"attribute `name` that is a string and not empty, got {name!r}"
-        )
-        raise ContractError(msg)
-    return item
-
-
-def _name_of(item: object) -> str:
-    name: str = item.name  # type: ignore[attr-defined]  # every kind of contribution has one
-    return name
 
 
 registry = PluginRegistry()

@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tp_core._backend import Backend
-from tp_core._collate import CollateAdapter
-from tp_core._engine import Engine
+from tp_core._contracts._backend import Backend
+from tp_core._contracts._collate import CollateAdapter
+from tp_core._contracts._engine import Engine
 from tp_core.plugins._markers import hookspec
 
-__all__ = ["Command", "HookSpecs"]
+__all__ = ["OWN_COMMANDS", "Command", "HookSpecs"]
+
+OWN_COMMANDS = frozenset({"doctor"})
+"""Sub-commands that `tp` has without any plugin; no plugin's command can have their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class HookSpecs:
     """
 
     @hookspec
-    def tp_backends(self) -> Iterable[Backend]:  # type: ignore[empty-body]  # a declaration
+    def tp_backends(self) -> Iterable[Backend[Any]]:  # type: ignore[empty-body]  # a declaration
         """Return the backends that this plugin brings."""
 
     @hookspec

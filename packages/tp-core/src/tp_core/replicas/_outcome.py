@@ -1,6 +1,6 @@
 """How the calls of the replicas ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,24 @@ class Outcome:
     result: Any = None
     error: BaseException | None = None
 
+    def fill(self, task: Callable[[], Any]) -> None:
+        """Run ``task`` here and keep how it ends."""
+        try:
+            self.result = task()
+        except BaseException as error:  # noqa: BLE001 - raised again when all parts are done
+            self.error = error
+
     @property
     def interrupted(self) -> bool:
-        """Whether it ended with an exception that is no error: Ctrl-C, an exit."""
+        """Whether it ended with an exception that is not an error: Ctrl-C, an exit."""
         return self.error is not None and not isinstance(self.error, Exception)
 
 
 def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
     """Raise the error of the first part that has one, if any has.
 
-    An interrupt comes before errors of the ordinary kind. The type stays what it was, so that
-    callers catch what the module raises; a note tells where it happened, and what else failed.
+    Interrupts come before errors. The type is kept, so that callers catch what the module raises; a
+    note tells where it happened, and what else failed.
     """
     failed = [i for i, o in enumerate(outcomes) if o.error is not None]
     if not failed:

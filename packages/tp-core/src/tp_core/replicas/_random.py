@@ -1,29 +1,32 @@
 """Random numbers: independent for each replica, and a function of the caller's seed.
 
-Replica 0 draws from its device's generator, as the module by itself would. Every other replica
-draws from a stream that follows from the state of that generator when the call began and from the
-replica's number. So one seed gives one run, whatever the threads' timing, and no two replicas drop
-the same units.
+Replica 0 draws from its device's generator, as the plain module would. Every other replica draws
+from a stream that is a function of that generator's state at the beginning of the call and of the
+replica's number. So one seed gives one result, whatever the threads' timing, and no two replicas
+drop the same units.
 
 torch has one default generator per device, shared by all threads. Where a replica is alone on its
-accelerator, that generator is set for the time of the call. Where replicas share one (the CPU's
-always is), each drawing function is run alone, with the replica's state put into the generator.
+accelerator, that generator is seeded for the time of the call. Where replicas share one (the CPU's
+always is), each drawing function is run alone, with the replica's state put into the generator; and
+activation checkpoints are given that state, to draw from it again in backward.
 """
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tp_core.replicas._drawing import draws
+from tp_core.replicas._checkpoints import correct_checkpoints
+from tp_core.replicas._random_ops import is_random_op
 
-__all__ = ["Streams"]
+__all__ = ["SerializedRng", "Streams"]
 
 
 class Streams:
@@ -36,8 +39,8 @@ class Streams:
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._home = _generator(devices[0])
         self._start = None if self._home is None else self._home.get_state()
-        self._shared = len(set(devices)) < len(devices) or any(d.type == "cpu" for d in devices)
-        self._lock = threading.Lock()
+        self._shared = {d for d in devices if d.type == "cpu" or devices.count(d) > 1}
+        self._lock = _drawing_lock()
         self._devices = devices
         self._drew = False
 
@@ -46,9 +49,9 @@ class Streams:
         generator = _generator(self._devices[number])
         if generator is None:
             return nullcontext()
-        if self._shared:
-            return _Turns(self, generator, number)
-        return nullcontext() if number == 0 else _Set(self, generator, number)
+        if self._devices[number] in self._shared:
+            return SerializedRng(self, generator, number)
+        return nullcontext() if number == 0 else OwnRng(self, generator, number)
 
     def close(self) -> None:
         """Make sure that the next call finds another state, if replica 0 drew nothing."""
@@ -68,13 +71,13 @@ class Streams:
         self._drew = True
 
     @property
-    def lock(self) -> threading.Lock:
+    def lock(self) -> AbstractContextManager[Any]:
         """Held while a replica draws."""
         return self._lock
 
 
-class _Turns(TorchFunctionMode):
-    """Lets replicas that share a generator draw one after the other, each from its own state."""
+class SerializedRng(TorchFunctionMode):
+    """Serializes the random operations of replicas that share a generator, each with its own state."""
 
     def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
         super().__init__()
@@ -90,13 +93,14 @@ class _Turns(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not draws(func, args, kwargs):
+        if not is_random_op(func, args, kwargs):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        generator = self._generator
         with self._streams.lock:
             if self._number == 0:
+                correct_checkpoints(generator)
                 return func(*args, **kwargs)
-            generator = self._generator
             saved = generator.get_state()
             if self._state is None:
                 generator.manual_seed(self._streams.seed(self._number))
@@ -104,14 +108,15 @@ class _Turns(TorchFunctionMode):
             else:
                 generator.set_state(self._state)
             try:
+                correct_checkpoints(generator)
                 return func(*args, **kwargs)
             finally:
                 self._state = generator.get_state()
                 generator.set_state(saved)
 
 
-class _Set:
-    """Lets a replica that is alone on its accelerator draw from its own stream."""
+class OwnRng:
+    """Seeds the generator of a replica that is alone on its accelerator."""
 
     def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
         self._streams = streams
@@ -134,10 +139,27 @@ class _Set:
         self._generator.set_state(self._saved)
 
 
+def _drawing_lock() -> AbstractContextManager[Any]:
+    """Return the lock under which the generators are drawn from.
+
+    The compiler restores their states after each compilation, with what was drawn meanwhile forgotten
+    or a replica's state left in place. It holds a lock then; torch has no public name for it.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return (
+        threading.Lock() if compiler is None else cast("AbstractContextManager[Any]", compiler.compile_lock)
+    )
+
+
 def _generator(device: torch.device) -> torch.Generator | None:
-    """Return the default generator of a device, or ``None`` where torch does not give it away."""
+    """Return the default generator of a device, or ``None`` where torch does not expose it.
+
+    While a CUDA graph is captured it does not: random numbers are then drawn with each replay.
+    """
     if device.type == "cpu":
         return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
     module = getattr(torch, device.type, None)
     generators: Any = getattr(module, "default_generators", None)
     if not generators or device.index is None:

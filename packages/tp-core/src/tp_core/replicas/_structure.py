@@ -1,43 +1,61 @@
-"""What a tree of modules looks like, and whether it still looks like that."""
+"""The modules below a root, and whether they are still what replicas were made of."""
 
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from tp_core._job import is_sharded
+from tp_core._tensors._sharding import is_sharded
 from tp_core.errors import ModelError
+from tp_core.replicas._contents import Contents, same_objects
 
-__all__ = ["Structure"]
+__all__ = ["Original", "Structure", "is_scripted"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """One module as it was when the structure was read."""
+class Original:
+    """One of the real modules.
 
-    module: nn.Module
-    cls: type[nn.Module]
-    children: dict[str, nn.Module | None]
-    attributes: int
+    Args:
+        module: The module.
 
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Seen":
-        children = {} if is_scripted(module) else dict(module._modules)
-        return cls(module, type(module), children, len(module.__dict__))
+    Attributes:
+        module: The module.
+        version: Grows when its attributes have changed.
+    """
+
+    __slots__ = ("_contents", "module", "version")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.version = 0
+        self._contents = Contents([vars(module)])
+
+    def look(self) -> None:
+        """Note whether attributes have changed."""
+        if not self._contents.is_same():
+            self._contents.read()
+            self.version += 1
 
 
 class Structure:
     """The modules below a root, each once, in the order of ``root.modules()``.
 
-    torch offers no look at a module's own children and parameters without a walk, so that their
-    dictionaries (``_modules``, ``_parameters``, ``_buffers``) are read directly here and in the
-    modules beside; torch's own ``replicate`` does the same.
+    torch has no public way to a module's own children and parameters without a walk, so their
+    dictionaries (``_modules``, ``_parameters``, ``_buffers``) are read directly, here and in the other
+    modules of this package; torch's own ``replicate`` does the same.
 
     Args:
         root: The module to read.
         home: The device on which everything must be.
+
+    Attributes:
+        root: That module.
+        home: That device.
+        originals: The modules.
+        version: Grows when attributes of any of them have changed.
 
     Raises:
         ModelError: A parameter or buffer is not on ``home``, has no shape yet, or is one rank's
@@ -47,8 +65,21 @@ class Structure:
     def __init__(self, root: nn.Module, home: torch.device) -> None:
         self.root = root
         self.home = home
-        self.seen: list[_Seen] = []
-        self._collect(root, set())
+        self.version = 0
+        modules: list[nn.Module] = []
+        _collect(root, modules, set())
+        self.originals = [Original(m) for m in modules]
+        self._plain = [m for m in modules if not is_scripted(m)]
+        self._has_scripts = len(self._plain) < len(modules)
+        self._classes = list(map(type, self._plain))
+        self._rows = self._read_rows()
+        self._attributes = Contents(map(vars, self._plain))
+        self._children = Contents(m._modules for m in self._plain)
+        self._slots = Contents(m._parameters for m in self._plain)
+        self._hooks: list[Any] = [h for m in self._plain for h in _hooks_of(m)]
+        everywhere = nn.modules.module
+        self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+        self._parameters = list(root.parameters())
         self.check()
 
     def check(self) -> None:
@@ -56,34 +87,65 @@ class Structure:
         for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
             _check(name, tensor, self.home)
 
-    def _collect(self, module: nn.Module, ids: set[int]) -> None:
-        if id(module) in ids:
-            return
-        ids.add(id(module))
-        entry = _Seen.of(module)
-        self.seen.append(entry)
-        for child in entry.children.values():
-            if child is not None:
-                self._collect(child, ids)
-
     def is_current(self) -> bool:
-        """Whether no module was replaced, added, or given other attributes since."""
-        for entry in self.seen:
-            module = entry.module
-            if type(module) is not entry.cls or len(module.__dict__) != entry.attributes:
+        """Return whether no module was replaced, added, or given another class since.
+
+        Other changes of attributes increase the versions.
+        """
+        if not self._attributes.is_same():
+            self._attributes.read()
+            if not same_objects(self._read_rows(), self._rows):
                 return False
-            # Modules compare by identity, so this is fast and cannot call user code.
-            if not is_scripted(module) and module._modules != entry.children:
-                return False
-        return True
+            self.version += 1
+            for original in self.originals:
+                original.look()
+        return self._children.is_same() and same_objects(list(map(type, self._plain)), self._classes)
+
+    def is_hooked(self) -> bool:
+        """Return whether a hook runs before or after the forward of any module."""
+        return any(self._hooks)
+
+    def _read_rows(self) -> list[dict[str, Any]]:
+        """Return the dictionaries that are compared."""
+        rows = ((vars(m), m._modules, m._parameters, m._buffers, *_hooks_of(m)) for m in self._plain)
+        return list(chain.from_iterable(rows))
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, each once: the same list as long as they are the same.
+
+        Raises:
+            ModelError: A parameter that was added or replaced cannot be replicated.
+        """
+        if self._has_scripts or not self._slots.is_same():
+            found = list(self.root.parameters())
+            if not same_objects(found, self._parameters):
+                self.check()
+                self._parameters = found
+            self._slots.read()
+        return self._parameters
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _collect(module: nn.Module, found: list[nn.Module], ids: set[int]) -> None:
+    """Append the module and those below it, each once, without the children of TorchScript modules."""
+    if id(module) in ids:
+        return
+    ids.add(id(module))
+    found.append(module)
+    for child in () if is_scripted(module) else module._modules.values():
+        if child is not None:
+            _collect(child, found, ids)
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether the module is TorchScript, whose insides are not Python's."""
+    """Return whether the module is TorchScript, whose parameters cannot be replaced from Python."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def _check(name: str, tensor: Any, home: torch.device) -> None:
+def _check(name: str, tensor: Tensor, home: torch.device) -> None:
     if is_lazy(tensor):
         msg = f"parameter {name!r} has no shape yet: run one forward of the lazy module before it is wrapped"
         raise ModelError(msg)

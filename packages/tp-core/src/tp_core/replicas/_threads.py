@@ -1,148 +1,154 @@
-"""Persistent threads that run one task at a time."""
+"""The threads of the replicas beyond the first, and how the tasks of a call are spread over them."""
 
-import statistics
-import threading
+import math
 import time
-from collections import deque
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Worker"]
+import torch
 
-_LOOK_S = 0.01
-"""How often a thread looks for tasks that it was not woken for."""
-_REST_S = 1.0
-"""After so long without one it looks no more."""
+from tp_core.replicas._outcome import Outcome
+from tp_core.replicas._thread import ReplicaThread
 
-_ROUND_TRIPS = 7
+__all__ = ["ReplicaThreads"]
+
+_Task = Callable[[], Any]
+
+_ROUND_TRIPS = 2
+"""Waking a thread costs more than the round trip: both threads want the interpreter meanwhile."""
+_CALLS = 16
 
 
-class Worker:
-    """A thread that waits for a task, runs it, and keeps its outcome until it is asked for.
+class ReplicaThreads:
+    """Runs the tasks of a call: the first in the caller's thread, others in persistent threads.
 
-    The thread knows this object and nothing else, so that it keeps nobody's memory alive.
+    On CPUs the caller runs all of them, one after the other, while they take less than waking a thread.
 
     Args:
-        name: The thread's name, for people and debuggers.
-
-    Attributes:
-        busy: Whether a task was given whose outcome was not taken yet.
-        thread: The thread itself.
+        devices: The devices of the replicas.
     """
 
-    __slots__ = (
-        "_done",
-        "_error",
-        "_go",
-        "_is_looking",
-        "_offered_at",
-        "_result",
-        "_tasks",
-        "busy",
-        "thread",
-    )
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._threads: list[ReplicaThread] = []
+        self._heuristic = InlineHeuristic(0.0)
+        cleanup = weakref.finalize(self, _stop, self._threads)
+        cleanup.atexit = False  # daemon threads need no cleanup at exit
 
-    def __init__(self, name: str) -> None:
-        # Two locks used as signals: a queue or an event takes several times as long.
-        self._go = threading.Lock()
-        self._go.acquire()
-        self._done = threading.Lock()
-        self._done.acquire()
-        self._tasks: deque[Callable[[], Any] | None] = deque()  # one at most; None ends the thread
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._is_looking = False
-        self._offered_at = 0.0
-        self.busy = False
-        self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
-        self.thread.start()
+    def __contains__(self, ident: int) -> bool:
+        return any(thread.thread.ident == ident for thread in self._threads)
 
-    def start(self, task: Callable[[], Any]) -> None:
-        """Run ``task`` in the thread; `wait` and `take` must follow."""
-        self.busy = True
-        self._tasks.append(task)
-        self._wake()
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread is still at a task of an earlier call: an interrupt was not waited out."""
+        return any(thread.busy for thread in self._threads)
 
-    def offer(self, task: Callable[[], Any]) -> None:
-        """Let the thread find ``task`` by itself, in a hundredth of a second; `take_back` must follow.
+    def leave(self) -> None:
+        """Abandon the threads; the next call starts others."""
+        _stop(self._threads)
 
-        It is not woken, which takes longer than a short task does. But should the caller hang in its
-        own task until this one runs, it will.
+    def forget(self) -> None:
+        """Forget the threads in a forked process, where they do not exist."""
+        self._threads.clear()
+
+    def run(self, first: _Task, others: Sequence[_Task], *, in_turn: bool) -> list[Outcome]:
+        """Run all tasks and return how they ended.
+
+        After an interrupt the threads are waited for. A second one abandons them and is raised.
+
+        Args:
+            first: The task of the caller's thread.
+            others: The tasks of the other threads.
+            in_turn: Run those in the caller's thread, too, one after the other.
         """
-        self.busy = True
-        self._offered_at = time.monotonic()
-        self._tasks.append(task)
-        if not self._is_looking:
-            self._is_looking = True
-            self._wake()
-
-    def take_back(self) -> Callable[[], Any] | None:
-        """Return the task that was offered, for the caller to run, or ``None``: it has begun."""
+        outcomes = [Outcome() for _ in range(1 + len(others))]
+        if in_turn:
+            for task, outcome in zip((first, *others), outcomes, strict=True):
+                if not any(o.interrupted for o in outcomes):
+                    outcome.fill(task)
+            return outcomes
+        threads = self._first_threads(len(others))
+        runs_inline = self._heuristic.runs_inline
         try:
-            task = self._tasks.popleft()
-        except IndexError:
-            return None
-        self.busy = False
-        return task
-
-    def wait(self) -> None:
-        """Wait until the task is over; an exception in the waiting thread leaves it running."""
-        self._done.acquire()
-
-    def take(self) -> tuple[Any, BaseException | None]:
-        """Return the outcome of the task: its result, or what it raised."""
-        result, error = self._result, self._error
-        self._result = self._error = None
-        self.busy = False
-        return result, error
-
-    def round_trip_s(self) -> float:
-        """Return how long it takes to wake the thread and to wait for it: the median of some times."""
-        times = []
-        for _ in range(_ROUND_TRIPS):
+            for thread, task in zip(threads, others, strict=True):
+                give = thread.offer if runs_inline else thread.start
+                give(task)
             began = time.perf_counter()
-            self.start(_nothing)
-            self.wait()
-            self.take()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+            outcomes[0].result = first()
+            if not runs_inline:
+                self._heuristic.note(len(others) * (time.perf_counter() - began))
+        except BaseException as error:  # noqa: BLE001 - raised again when the others are done
+            outcomes[0].error = error
+        if runs_inline:
+            self._run_offered(threads, outcomes)
+        self._await(threads, outcomes)
+        return outcomes
 
-    def stop(self) -> None:
-        """Let the thread end when its task, if it has one, is over."""
-        self._tasks.append(None)
-        self._wake()
+    def _first_threads(self, count: int) -> list[ReplicaThread]:
+        for number in range(len(self._threads) + 1, count + 1):
+            self._threads.append(ReplicaThread(f"tp-replica-{number}-{self._devices[number]}"))
+            if number == 1 and all(d.type == "cpu" for d in self._devices):
+                self._heuristic = InlineHeuristic(self._threads[0].round_trip_s())
+        return self._threads[:count]
 
-    def serve(self) -> bool:
-        """Run one task, if there is one; say whether there may be another."""
-        self._go.acquire(timeout=_LOOK_S if self._is_looking else -1)
-        try:
-            task = self._tasks.popleft()
-        except IndexError:
-            if self._is_looking and time.monotonic() - self._offered_at > _REST_S:
-                self._is_looking = False
-                self._is_looking = bool(self._tasks)  # offered in this moment, and nobody was woken
-            return True
-        if task is None:
-            return False
-        try:
-            self._result = task()
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller
-            self._error = error
-        del task  # before the caller goes on: it may count on the memory
-        self._done.release()
-        return True
+    def _run_offered(self, threads: Sequence[ReplicaThread], outcomes: Sequence[Outcome]) -> None:
+        """Run in the caller's thread what no other has taken, unless there was an interrupt."""
+        began = time.perf_counter()
+        for thread, outcome in zip(threads, outcomes[1:], strict=True):
+            task = thread.take_back() if thread.busy else None
+            if task is not None and not any(o.interrupted for o in outcomes):
+                outcome.fill(task)
+        # A part that its thread has taken meanwhile waited for long: so the first one was not short.
+        was_taken = any(thread.busy for thread in threads)
+        self._heuristic.note(math.inf if was_taken else time.perf_counter() - began)
 
-    def _wake(self) -> None:
-        try:
-            self._go.release()
-        except RuntimeError:  # it was woken already, and has not looked yet
-            return
-
-
-def _serve(worker: Worker) -> None:
-    while worker.serve():
-        pass
+    def _await(self, threads: Sequence[ReplicaThread], outcomes: Sequence[Outcome]) -> None:
+        interrupted = outcomes[0].interrupted
+        for thread, outcome in zip(threads, outcomes[1:], strict=True):
+            while thread.busy:
+                try:
+                    thread.wait()
+                except BaseException as error:  # KeyboardInterrupt, as a rule
+                    if interrupted:
+                        self.leave()
+                        raise
+                    interrupted = True
+                    outcomes[0].error = error
+                else:
+                    outcome.result, outcome.error = thread.take()
 
 
-def _nothing() -> None:
-    """Do nothing."""
+class InlineHeuristic:
+    """Decides whether parts are so short that waking threads takes longer than running them.
+
+    Args:
+        round_trip_s: Seconds to wake a thread and to wait for it.
+
+    Attributes:
+        runs_inline: Whether the parts should run serially in the caller's thread: after some short
+            calls in a row, until two are long.
+    """
+
+    def __init__(self, round_trip_s: float) -> None:
+        self.runs_inline = False
+        self._inline_s = _ROUND_TRIPS * round_trip_s
+        self._short_calls = 0
+
+    def note(self, seconds: float) -> None:
+        """Note the seconds that the parts beyond the first take in the caller's thread."""
+        if seconds < self._inline_s:
+            self._short_calls = min(self._short_calls + 1, _CALLS)
+        else:
+            self._short_calls //= 2
+        if self._short_calls == _CALLS:
+            self.runs_inline = True
+        elif self._short_calls < _CALLS // 2:
+            self.runs_inline = False
+
+
+def _stop(threads: list[ReplicaThread]) -> None:
+    """End the threads; a module-level function, so that it keeps their owner's memory free."""
+    for thread in threads:
+        thread.stop()
+    threads.clear()

@@ -26,7 +26,7 @@ def fake_distribution(
 
     Writes the distribution's metadata and modules below ``folder`` and puts that on the module
     search path. Modules that the block imported from there are forgotten afterwards. A registry
-    that looked for plugins before has to be told: ``registry.refresh()``.
+    that looked for plugins before has to look again: ``registry.refresh()``.
 
     Args:
         folder: An empty folder, such as pytest's ``tmp_path``.

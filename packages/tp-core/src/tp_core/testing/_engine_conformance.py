@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tp_core._devices import resolve_devices
-from tp_core._engine import Engine, Pool
-from tp_core._verdict import Verdict
+from tp_core._contracts._engine import Engine, Pool
+from tp_core._contracts._verdict import Verdict
+from tp_core._devices._resolve import resolve_devices
 from tp_core.errors import ConfigError, TpError
 
 __all__ = ["EngineConformance"]

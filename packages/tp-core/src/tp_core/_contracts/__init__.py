@@ -1,0 +1,1 @@
+"""What backends, sessions, collate adapters and engines promise."""

@@ -1,0 +1,88 @@
+"""The contract of a backend: it assesses a job, and opens a session that runs it."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
+
+from tp_core._contracts._verdict import Verdict
+from tp_core.errors import ConfigError
+
+if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
+    from tp_core._contracts._job import Job
+    from tp_core._contracts._session import Session
+
+__all__ = ["Backend", "NoOptions"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of a backend that has none."""
+
+
+OptionsT = TypeVar("OptionsT")
+
+
+class Backend(abc.ABC, Generic[OptionsT]):
+    """One way to run a training job, with options of the type ``OptionsT``.
+
+    A subclass needs a name, :meth:`assess` and :meth:`open`; :class:`Session` has a correct
+    single-device default for everything else.
+
+    Attributes:
+        name: What users write to ask for this backend.
+        options_type: A frozen dataclass whose fields are the backend's options and their defaults; by
+            default one without fields.
+
+    Example:
+        >>> class Mine(Backend[NoOptions]):
+        ...     name = "mine"
+        ...     def assess(self, job):
+        ...         return Verdict.fits(60, "it is mine")
+        ...     def open(self, job):
+        ...         return Session(job)
+    """
+
+    name: ClassVar[str]
+    options_type: type[OptionsT] = cast("type[OptionsT]", NoOptions)
+
+    @abc.abstractmethod
+    def assess(self, job: "Job") -> Verdict:
+        """Return whether this backend can run ``job``: cheap, and without side effects.
+
+        Nothing is started and nothing is written: every installed backend is asked, and only one
+        is taken.
+        """
+
+    @abc.abstractmethod
+    def open(self, job: "Job") -> "Session":
+        """Start what the job needs (process groups, replicas) and return the session.
+
+        Raises:
+            tp_core.errors.TpError: Something that it needs cannot be started.
+        """
+
+    def parse_options(self, job: "Job") -> OptionsT:
+        """Return this backend's options in ``job``, which has them as an object or by name.
+
+        Raises:
+            ConfigError: The options are of another type, or there is none of a given name.
+        """
+        given = job.options.get(self.name, {})
+        if isinstance(given, self.options_type):
+            return given
+        if not isinstance(given, Mapping):
+            msg = (
+                f"the options of backend {self.name!r} must be a {self.options_type.__name__} or a mapping "
+                f"of its fields, got {type(given).__name__}: {given!r}"
+            )
+            raise ConfigError(msg)
+        known = [field.name for field in dataclasses.fields(cast("type[NoOptions]", self.options_type))]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            msg = (
+                f"backend {self.name!r} has no option {', '.join(map(repr, unknown))}; "
+                f"it has: {', '.join(known) or 'none'}"
+            )
+            raise ConfigError(msg)
+        return self.options_type(**given)

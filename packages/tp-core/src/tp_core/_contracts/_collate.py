@@ -1,0 +1,42 @@
+"""The contract of what turns one collate function into one that makes a batch per device."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from tp_core._contracts._verdict import Verdict
+from tp_core._data._parts import Parts
+
+__all__ = ["CollateAdapter"]
+
+
+class CollateAdapter(abc.ABC):
+    """Makes a user's collate function return one batch per device.
+
+    Attributes:
+        name: What users write to ask for this adapter.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def assess(self, sample: Any, parts: int) -> Verdict:
+        """Return whether lists of items like ``sample`` can be split into ``parts`` batches."""
+
+    @abc.abstractmethod
+    def adapt(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        *,
+        parts: int,
+        weights: Sequence[float] | None = None,
+        cost: Callable[[Any], float] | None = None,
+    ) -> Callable[[list[Any]], Parts]:
+        """Return a collate function that takes the same list of items and returns :class:`Parts`.
+
+        Args:
+            collate_fn: The user's own collate function.
+            parts: How many parts to make at most; fewer items make fewer parts.
+            weights: The share of each part, e.g. ``[2, 1]`` for a fast and a slow device.
+            cost: The cost of an item; parts then have nearly equal total cost.
+        """

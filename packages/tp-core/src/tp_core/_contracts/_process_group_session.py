@@ -1,0 +1,253 @@
+"""The session of a process that trains with others: what all backends over torch's groups have."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from tp_core._contracts._job import Job
+from tp_core._contracts._session import ReduceOp, Session, StepOutput
+from tp_core._data._batches import Share
+from tp_core._steps._backward import backward_of_nothing
+from tp_core.errors import DisagreementError
+
+__all__ = ["ProcessGroupSession"]
+
+T = TypeVar("T")
+
+
+class ProcessGroupSession(Session):
+    """One rank of a job whose processes have joined torch's default process group.
+
+    Ranks that read different samples form a data group, all ranks by default; over it gradients are
+    averaged by DistributedDataParallel and values reduced. A backend that splits models over ranks
+    says which those are.
+
+    Args:
+        job: What is to be done.
+        data_group: The ranks that read different samples; ``None`` for all.
+        data_rank: This process among them; by default that in ``data_group``.
+        data_size: How many they are; by default that in ``data_group``.
+        leave: Leaves the process group: what `join_process_group` returned. It is called when the
+            session is closed; ``None`` if other code does that.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        data_group: ProcessGroup | None = None,
+        data_rank: int | None = None,
+        data_size: int | None = None,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(job)
+        # Asked in every step by the loop above; asking torch each time would cost more.
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._data_group = data_group
+        self._data_rank = dist.get_rank(data_group) if data_rank is None else data_rank
+        self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
+        self._leave = leave
+        self._factor = 1.0
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among all, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run the job."""
+        return self._world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among those of its host, from 0."""
+        return self.job.environment.local_rank
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data is this process's, from 0."""
+        return self._data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the data is split."""
+        return self._data_size
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def check_same_parameters(
+        self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """Make sure that all ranks have the same model.
+
+        Args:
+            model: The plain module.
+            shapes: The whole shapes of parameters of which each rank has a part, by name.
+
+        Raises:
+            DisagreementError: On every rank, if parameters differ in name, shape or type.
+
+        Collectives: one all-gather of the parameters' descriptions.
+        """
+        whole = shapes or {}
+        mine = [
+            f"{name}: {whole.get(name, tuple(p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for name, p in model.named_parameters()
+        ]
+        everyones = self.gather_objects(mine)
+        for rank, theirs in enumerate(everyones):
+            if theirs == everyones[0]:
+                continue
+            here = [line for line in everyones[0] if line not in theirs][:1] or ["nothing of it"]
+            there = [line for line in theirs if line not in everyones[0]][:1] or ["nothing of it"]
+            msg = (
+                f"ranks disagree on the model's parameters: rank 0 has {here[0]}, rank {rank} has "
+                f"{there[0]} ({len(everyones[0])} and {len(theirs)} parameters); build the same model "
+                "on every rank"
+            )
+            raise DisagreementError(msg)
+
+    def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return the model in what averages its gradients over the data group.
+
+        A model without any is returned as it is, and so is that of a data group of one.
+
+        Args:
+            model: The plain module, on its device.
+            **options: As DistributedDataParallel takes them.
+
+        Collectives: a broadcast of the weights of the group's first rank.
+        """
+        if self._data_size == 1 or not any(p.requires_grad for p in model.parameters()):
+            return model  # torch refuses to wrap a model without gradients
+        return DistributedDataParallel(
+            model,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            process_group=self._data_group,
+            **options,
+        )
+
+    def take_share(self, share: Share | None) -> None:
+        """Note the share, and what it makes of a loss whose gradients are averaged."""
+        self.share = share
+        if self.job.loss == "sum":
+            self._factor = float(self._data_size) if share is None or share.samples else 0.0
+        elif share is None:
+            self._factor = 1.0
+        else:
+            self._factor = share.samples * self._data_size / share.total
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step on this rank's share of the batch.
+
+        Without gradients the plain module runs: DDP's forward exchanges buffers, and ranks may
+        evaluate different numbers of batches.
+        """
+        return step(model if torch.is_grad_enabled() else self.unwrap(model), batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the loss over the whole global batch.
+
+        DDP averages over the ranks; each rank's mean loss counts as much as it has samples. That of a
+        stand-in counts as nothing, even if it is NaN.
+
+        Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
+        """
+        if self._factor == 0.0:
+            backward_of_nothing(loss, lambda nothing: _backward(nothing * 0.0))
+        else:
+            _backward(loss if self._factor == 1.0 else loss * self._factor)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return DDP's own context that leaves the gradients on the ranks."""
+        if isinstance(model, DistributedDataParallel):
+            context: AbstractContextManager[None] = model.no_sync()
+            return context
+        return super().no_sync(model)
+
+    # -- between ranks ------------------------------------------------------------------------
+
+    def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return ``value`` reduced over the data group, on all ranks; the argument is kept.
+
+        Collectives: one all-reduce.
+        """
+        result = value.detach().to(self.device, copy=True)
+        if self._data_size > 1:
+            kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+            dist.all_reduce(result, kinds.get(op, dist.ReduceOp.SUM), group=self._data_group)
+            if op == "mean":
+                result = result / self._data_size  # gloo has no average
+        return result.to(value.device)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the data group's tensors concatenated along dim 0; their lengths may differ.
+
+        Collectives: an all-gather of the lengths, an all-gather of the padded tensors.
+        """
+        mine = value.detach().to(self.device)
+        mine = mine.reshape(1) if mine.dim() == 0 else mine.contiguous()
+        if self._data_size == 1:
+            return mine.to(value.device)
+        length = torch.tensor([mine.size(0)], device=self.device)
+        lengths = [torch.empty_like(length) for _ in range(self._data_size)]
+        dist.all_gather(lengths, length, group=self._data_group)
+        sizes = [int(n) for n in lengths]
+        padded = mine.new_zeros((max(sizes), *mine.shape[1:]))
+        padded[: mine.size(0)] = mine
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self._data_group)
+        return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]).to(value.device)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's object, in the order of the ranks."""
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T, *, src: int = 0) -> T:
+        """Return the object of rank ``src``, on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=src)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module of a prepared model."""
+        if isinstance(model, DistributedDataParallel):
+            inner: nn.Module = model.module
+            return inner
+        return model
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give the data group its first rank's buffers, such as batch norm's running statistics.
+
+        Collectives: one broadcast for each buffer.
+        """
+        if self._data_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer.data, group_src=0, group=self._data_group)
+
+    def close(self) -> None:
+        """Leave the process group, if it is for this session to do."""
+        if not self.closed and self._leave is not None:
+            self._leave()
+        super().close()
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()

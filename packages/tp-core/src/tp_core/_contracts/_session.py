@@ -1,0 +1,389 @@
+"""The contract of a session: how a running job steps, reduces and keeps its state."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tp_core._contracts._job import Job
+from tp_core._data._batches import Share
+from tp_core._data._loader import PreparedLoader
+from tp_core._devices._transfer import recursive_to
+from tp_core._tensors._sharding import is_dtensor, is_sharded
+from tp_core._tensors._slices import TensorSlice
+from tp_core.errors import DisagreementError, ModelError
+
+__all__ = ["ReduceOp", "Session", "StepOutput"]
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "min", "max"]
+StepOutput = Tensor | Mapping[str, Any]
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+class Session:
+    """A job that runs. Every method has a correct default for one device in one process.
+
+    A backend overrides only what differs. A session is a context manager; leaving it closes it.
+
+    *Rank and world size* count processes. *Data rank and data size* tell which share of the data
+    is this process's: the ranks of one tensor-parallel group read the same samples.
+
+    Args:
+        job: What is to be done.
+        device: Where this process computes; the job's first device by default.
+
+    Attributes:
+        job: What is to be done.
+        device: Where this process computes.
+        share: How many samples of the current global batch this process has, as the prepared
+            loader reported last; ``None`` before the first batch and where it is not known.
+        runs_step_in_parts: Whether :meth:`run` calls the step on several parts of the batch, which do
+            not see each other.
+    """
+
+    runs_step_in_parts: bool = False
+
+    def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
+        self.job = job
+        self.device = job.devices[0] if device is None else device
+        self.share: Share | None = None
+        self.closed = False
+
+    # -- identity -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among all, from 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run the job."""
+        return 1
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among those of its host, from 0."""
+        return 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data is this process's, from 0."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the data is split."""
+        return self.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and speaks to the terminal."""
+        return self.rank == 0
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move ``model`` to the device and wrap it in what the backend needs.
+
+        Raises:
+            ModelError: ``model`` is not a module, or it is wrapped already.
+        """
+        self.check_plain(model)
+        return model.to(self.device)
+
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile a prepared model in place, where the backend gains most from it.
+
+        In place, because names in the state and the identity of the module then stay.
+        """
+        model.compile()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Copy a prepared model again, where the backend keeps copies of it.
+
+        For changes that cannot be noticed: writes through ``parameter.data`` without an optimizer's step.
+        Without copies there is nothing to do.
+        """
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return an optimizer over the prepared model's parameters."""
+        return optimizer
+
+    def prepare_loader(
+        self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
+    ) -> PreparedLoader:
+        """Return a loader of this process's share of every batch, on its device.
+
+        The batch size of ``loader`` is that of the whole job: each data rank gets its share of
+        every batch, so that the same script takes the same steps on any number of devices.
+
+        Args:
+            loader: A ``DataLoader``; where the data is not split, any iterable of batches.
+            training: Whether every rank must take the steps of one device, with a stand-in sample
+                where it has none. In evaluation each sample is met once: a last batch with fewer
+                samples than ranks is joined to the one before it.
+            shard: Whether to split the batches over the data ranks. With ``False`` the loader
+                already gives each rank its own samples.
+
+        Raises:
+            LoaderError: The loader cannot be split over the data ranks.
+        """
+        return PreparedLoader(
+            loader,
+            seed=self.job.seed,
+            rank=self.data_rank,
+            size=self.data_size,
+            training=training,
+            shard=shard,
+            move=self.move_batch if self.device.type != "cpu" else None,
+            on_share=self.take_share,
+            agree=self.check_agreement if self.data_size > 1 else None,
+        )
+
+    def move_batch(self, batch: Any) -> Any:
+        """Move a batch to where the step will run."""
+        return recursive_to(batch, self.device, non_blocking=True)
+
+    def take_share(self, share: Share | None) -> None:
+        """Note the share of the batch that the loader is about to yield."""
+        self.share = share
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run ``step(model, batch)`` on every device of this process and return one output.
+
+        A backend that runs it on several parts of the batch combines their outputs: each part counts as
+        much as the "weight" that it returned (`read_weight`), else as many as it has samples; a metric
+        may be a pair ``(mean, weight)`` (`split_weight`). Weights of ranks are not its concern.
+        """
+        return step(model, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, over all data ranks, to the parameters.
+
+        The gradient is that of the loss over the whole global batch, however unevenly its samples
+        lie on the ranks.
+
+        Collectives: the backend's gradient reduction, unless inside :meth:`no_sync`.
+        """
+        loss.backward()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
+        """Return a context in which gradients are added up locally and not reduced over ranks."""
+        return nullcontext()
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``.
+
+        Args:
+            model: The prepared model.
+            max_norm: The largest norm; with ``inf`` nothing is scaled.
+            norm_type: As in :meth:`grad_norm`, which a backend overrides where gradients are split.
+
+        Returns:
+            The norm before scaling: a scalar tensor, equal on all ranks.
+
+        Collectives: those of :meth:`grad_norm`.
+        """
+        norm = self.grad_norm(model, norm_type=norm_type)
+        if max_norm != math.inf:
+            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
+
+    def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
+        """Return the global norm of the gradients: a scalar tensor, equal on all ranks.
+
+        Every element of the whole model's gradient counts once, whichever ranks hold it.
+
+        Args:
+            model: The prepared model.
+            norm_type: Which norm; ``inf`` for the largest absolute value.
+        """
+        grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        return nn.utils.get_total_norm(grads, norm_type)
+
+    def clip_grad_value(self, model: nn.Module, limit: float) -> None:
+        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+        nn.utils.clip_grad_value_(model.parameters(), limit)
+
+    @torch.no_grad()
+    def scale_gradients(self, model: nn.Module, factor: float) -> None:
+        """Multiply the gradients: to take back the scale of a loss, or to weigh several batches."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @torch.no_grad()
+    def find_nonfinite(self, model: nn.Module) -> str | None:
+        """Return a parameter that is trained and holds NaN or infinity on this rank, or ``None``.
+
+        Its name is that in the user's own module. It is a question to one rank: no collectives.
+        """
+        named = self.unwrap(model).named_parameters()
+        trained = [(n, _local_part(p)) for n, p in named if p.requires_grad]
+        held = [(n, p) for n, p in trained if p.numel()]
+        if not held or torch.isfinite(nn.utils.get_total_norm([p for _, p in held], math.inf)):
+            return None
+        from tp_core.state import plain_name
+
+        return next(plain_name(n) for n, p in held if not torch.isfinite(p).all())
+
+    # -- between ranks ------------------------------------------------------------------------
+
+    def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:  # noqa: ARG002 - contract
+        """Return ``value`` reduced over the data ranks, on all of them; the argument is kept.
+
+        Collectives: one all-reduce over the data ranks.
+        """
+        return value
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the data ranks' tensors concatenated along dim 0; their lengths may differ.
+
+        Collectives: all-gathers over the data ranks.
+        """
+        return value
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's object, in the order of the ranks.
+
+        Collectives: one all-gather of pickled objects over all ranks.
+        """
+        return [value]
+
+    def broadcast(self, value: T, *, src: int = 0) -> T:  # noqa: ARG002 - contract
+        """Return the object of rank ``src``, on all ranks.
+
+        Collectives: one broadcast of a pickled object over all ranks.
+        """
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every rank is here.
+
+        Collectives: one barrier over all ranks.
+        """
+
+    def check_agreement(self, what: str, value: object) -> None:
+        """Make sure that all ranks have the same ``value``.
+
+        Args:
+            what: The words for it in the message.
+            value: Something small that pickles and compares.
+
+        Raises:
+            DisagreementError: On every rank, if they differ.
+
+        Collectives: those of :meth:`gather_objects`.
+        """
+        values = self.gather_objects(value)
+        other = next((r for r, v in enumerate(values) if v != values[0]), None)
+        if other is not None:
+            msg = (
+                f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {other} has "
+                f"{values[other]!r}; start every rank with the same script and arguments"
+            )
+            raise DisagreementError(msg)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module of a prepared model."""
+        return model
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give all data ranks the same buffers, before an evaluation or a save."""
+
+    def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:  # noqa: ARG002 - contract
+        """Return which part of a whole tensor ``value`` is, for a checkpoint.
+
+        Args:
+            parameter: A parameter or buffer of the model.
+            value: A tensor of its shape: its own values, or a part of the optimizer's state. Where the
+                parameter is a DTensor, what this rank holds of such a tensor.
+
+        Returns:
+            ``value`` itself where each rank has the whole, or a slice around it.
+        """
+        return value
+
+    def model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state, with the user's own module's names, on every rank.
+
+        Collectives: where parameters are DTensors, those that put them together.
+        """
+        from tp_core.state import plain_state, whole
+
+        return {n: whole(v) for n, v in plain_state(self.unwrap(model).state_dict()).items()}
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Load a state that :meth:`model_state` of any backend returned.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit the model (torch's own error).
+        """
+        from tp_core.state import load_whole_state
+
+        load_whole_state(self.unwrap(model), state)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release what the session started; calling it again does nothing."""
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def check_plain(model: object, *, may_be_split: bool = False) -> None:
+        """Make sure that ``model`` is a module that is not wrapped, with whole parameters.
+
+        Args:
+            model: What is to be prepared.
+            may_be_split: Whether parameters may be marked as shards; DTensors never pass.
+
+        Raises:
+            ModelError: ``model`` is not a module, is wrapped, or has a parameter that is a shard.
+        """
+        if not isinstance(model, nn.Module):
+            msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
+            raise ModelError(msg)
+        if isinstance(model, _WRAPPERS):
+            msg = (
+                f"the model is already wrapped in {type(model).__name__}; give the plain module "
+                "(model.module): the selected backend wraps it"
+            )
+            raise ModelError(msg)
+        for name, parameter in model.named_parameters():
+            if is_dtensor(parameter):
+                msg = (
+                    f"the model's {name!r} is a DTensor (of fully_shard or distribute_tensor), which this "
+                    "backend cannot train: give the plain model to a backend that shards it, or train it "
+                    "in a loop without the trainer"
+                )
+                raise ModelError(msg)
+            if is_sharded(parameter) and not may_be_split:
+                msg = (
+                    f"the model's {name!r} is one rank's shard of a larger parameter, which this backend "
+                    "would take for the whole; the backend 'shard' trains it: pip install tp-shard"
+                )
+                raise ModelError(msg)
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor; another tensor as it is."""
+    # Not by its class, whose import costs most of a second.
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

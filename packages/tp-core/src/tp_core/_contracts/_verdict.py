@@ -1,0 +1,64 @@
+"""Whether a candidate fits a job: how well and why, or why not."""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from tp_core.errors import ConfigError
+
+__all__ = ["Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of an ``assess()``: made by :meth:`fits` or :meth:`unfit`, never directly.
+
+    Attributes:
+        score: How well the candidate fits, higher is better; ``None`` when it does not fit.
+        reason: One sentence for people, without a full stop at its end.
+        remedy: What to install or change to be chosen, or to do better; may be empty.
+
+    Example:
+        >>> Verdict.fits(50, "one device").is_fit
+        True
+        >>> Verdict.unfit("needs 2 devices", remedy="devices=2").is_fit
+        False
+    """
+
+    score: float | None
+    reason: str
+    remedy: str = ""
+
+    @classmethod
+    def fits(cls, score: float, reason: str, *, remedy: str = "") -> Self:
+        """Return the verdict that the candidate can do the job; scores are by convention from 0 to 100.
+
+        Raises:
+            ConfigError: ``score`` is not a finite number, or ``reason`` is empty.
+        """
+        if not math.isfinite(score):
+            msg = f"a score must be a finite number, got {score!r}"
+            raise ConfigError(msg)
+        _require_reason(reason)
+        return cls(float(score), reason, remedy)
+
+    @classmethod
+    def unfit(cls, reason: str, *, remedy: str = "") -> Self:
+        """Return the verdict that the candidate cannot do the job.
+
+        Raises:
+            ConfigError: ``reason`` is empty.
+        """
+        _require_reason(reason)
+        return cls(None, reason, remedy)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the candidate can do the job."""
+        return self.score is not None
+
+
+def _require_reason(reason: str) -> None:
+    if not reason:
+        msg = "a verdict needs a reason: one sentence that tells a user why"
+        raise ConfigError(msg)

@@ -1,0 +1,1 @@
+"""Batches: their order, their shares, their loaders."""

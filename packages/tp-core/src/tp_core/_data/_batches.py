@@ -1,0 +1,188 @@
+"""The batches of one epoch, in an order that follows from (seed, epoch), and one rank's share of each."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any
+
+from torch.utils.data import BatchSampler, get_worker_info
+
+from tp_core._data._seeding import seed_generators, seeded, seeded_own
+from tp_core.errors import LoaderError
+
+__all__ = ["EpochBatches", "Share", "split_evenly", "tell_epoch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many samples of a global batch one data rank has.
+
+    Attributes:
+        samples: Samples of this rank; 0 for a stand-in that must not count.
+        total: Samples of all data ranks together.
+    """
+
+    samples: int
+    total: int
+
+
+def split_evenly(length: int, parts: int) -> list[slice]:
+    """Cut ``length`` into ``parts`` slices whose sizes differ by at most one, larger ones first.
+
+    Example:
+        >>> split_evenly(5, 2)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
+    size, extra = divmod(length, parts)
+    bounds = [i * size + min(i, extra) for i in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
+
+
+class _Batch(list[Any]):
+    """The indices of one batch. A loader's worker that begins to load them seeds its generators.
+
+    So what a worker draws follows from the seed, the epoch and the batch, and not from how many
+    batches it has loaded before: it is the same when an epoch is resumed in its middle.
+    """
+
+    key: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            seed_generators(self.key)
+        return super().__iter__()
+
+
+class EpochBatches:
+    """A batch sampler that gives one rank its share of the epoch's batches.
+
+    In evaluation, where gradients do not tie batches to steps, a batch of torch's own sampler that has
+    fewer samples than there are ranks is joined to those before it: so every rank has a sample of each
+    batch, and no rank needs a stand-in. A batch of another sampler is skipped by ranks without a sample.
+    """
+
+    def __init__(self, inner: Any, *, seed: int, rank: int, size: int, training: bool) -> None:
+        self.inner = inner
+        self.seed = seed
+        self.order: list[list[Any]] = []
+        self.shares: deque[Share] = deque()
+        self._first = 0
+        self._epoch = 0
+        self._digest = ""
+        self._is_found = False  # by `find`, and not iterated yet
+        self._rank, self._size, self._training = rank, size, training
+
+    @property
+    def _joins(self) -> bool:
+        return not self._training and self._size > 1 and type(self.inner) is BatchSampler
+
+    def __len__(self) -> int:
+        if not self._joins:
+            return len(self.inner)
+        sampler, size = self.inner, self.inner.batch_size
+        full, rest = divmod(len(sampler.sampler), size)
+        last = [] if sampler.drop_last or not rest else [rest]
+        return len(_joined_ends([size] * full + last, self._size))
+
+    def start(self, epoch: int, *, first: int = 0) -> None:
+        """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
+        self._first = first
+        if self._is_found and epoch == self._epoch:
+            self._is_found = False  # asked again, a sampler that keeps count would give the next one
+            return
+        tell_epoch(self.inner, epoch)
+        own = getattr(getattr(self.inner, "sampler", None), "generator", None)
+        with seeded(self.seed, epoch), seeded_own(own, self.seed, epoch):
+            # The length bounds samplers that never end.
+            self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
+        if self._joins:
+            ends = [0, *_joined_ends(list(map(len, self.order)), self._size)]
+            self.order = [list(chain.from_iterable(self.order[a:b])) for a, b in pairwise(ends)]
+        self._epoch, self._digest, self._is_found = epoch, "", False
+
+    @property
+    def digest(self) -> str:
+        """A digest of the samples of the epoch, in their order."""
+        if not self._digest:
+            samples = repr(list(chain.from_iterable(self.order)))
+            self._digest = hashlib.blake2b(samples.encode(), digest_size=8).hexdigest()
+        return self._digest
+
+    def find(self, epoch: int, samples: int, *, order: str | None = None) -> int:
+        """Return how many batches of the epoch hold its first ``samples`` samples.
+
+        Args:
+            epoch: Which epoch; the next iteration is to be of it.
+            samples: How many samples of it are done.
+            order: The digest that it had, where the order may not follow from seed and epoch alone.
+
+        Raises:
+            LoaderError: None do: it is in the middle of a batch; or the order is another one.
+        """
+        self.start(epoch)
+        self._is_found = True
+        ends = list(accumulate(map(len, self.order), initial=0))
+        if samples not in ends:
+            msg = (
+                f"sample {samples} of epoch {epoch}, where the checkpoint stands, is not the end of a "
+                f"batch of this loader (its first batches end at {ends[1:4]}); give the loader the "
+                "batch size and the sampler that it had"
+            )
+            raise LoaderError(msg)
+        if samples and order is not None and order != self.digest:
+            msg = (
+                f"the loader's sampler gives epoch {epoch} another order than when it stood at sample "
+                f"{samples} of it, so it cannot go on there; let the order follow from the epoch "
+                "(set_epoch) or from torch's, numpy's or Python's generator, which are seeded for it, or "
+                "go on from the end of an epoch"
+            )
+            raise LoaderError(msg)
+        return ends.index(samples)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.shares.clear()
+        known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
+        for number in range(self._first, len(self.order)):
+            batch = self.order[number]
+            total = len(batch)
+            if total not in known:
+                part = split_evenly(total, self._size)[self._rank]
+                known[total] = part, Share(part.stop - part.start, total)
+            part, share = known[total]
+            if share.samples == 0:
+                if not self._training:
+                    continue
+                # Every rank must take this step, or the others would wait for its gradients: a
+                # stand-in sample, whose loss counts nothing.
+                part = slice(1)
+            self.shares.append(share)
+            mine = _Batch(batch[part])
+            mine.key = (self.seed, self._epoch, number, self._rank)
+            yield mine
+
+
+def _joined_ends(sizes: list[int], least: int) -> list[int]:
+    """Return where groups of batches end that have ``least`` samples each, if there are so many at all.
+
+    Example:
+        >>> _joined_ends([8, 8, 1], 2), _joined_ends([1, 1, 1], 2), _joined_ends([1], 2)
+        ([1, 3], [3], [1])
+    """
+    ends, samples = [], 0
+    for i, size in enumerate(sizes, start=1):
+        samples += size
+        if samples >= least:
+            ends.append(i)
+            samples = 0
+    if samples:
+        ends = [*ends[:-1], len(sizes)]
+    return ends
+
+
+def tell_epoch(holder: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader or batch sampler, and of its sampler, where there is one."""
+    for listener in (holder, getattr(holder, "sampler", None)):
+        if listener is not None and hasattr(listener, "set_epoch"):
+            listener.set_epoch(epoch)

@@ -1,0 +1,72 @@
+"""A batch in parts: one for each device of a process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from tp_core.errors import ConfigError, StepError
+
+__all__ = ["Parts"]
+
+
+class Parts(tuple[Any, ...]):
+    """One batch for each device that takes part, and how many samples each part holds.
+
+    Attributes:
+        counts: Samples in each part, in the order of the parts.
+        order: Where each sample of the concatenated parts stood in the original list, or ``None``
+            when the parts keep the order.
+    """
+
+    counts: tuple[int, ...]
+    order: tuple[int, ...] | None
+
+    def __new__(
+        cls,
+        parts: Sequence[Any],
+        *,
+        counts: Sequence[int],
+        order: Sequence[int] | None = None,
+    ) -> Self:
+        """Make the parts.
+
+        Raises:
+            ConfigError: The number of counts is not the number of parts.
+        """
+        if len(parts) != len(counts):
+            msg = f"{len(parts)} parts need as many sample counts, got {len(counts)}: {counts!r}"
+            raise ConfigError(msg)
+        self = super().__new__(cls, parts)
+        self.counts = tuple(counts)
+        self.order = None if order is None else tuple(order)
+        return self
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """Return parts, of this type and these counts, with ``function(part)`` for each part."""
+        mapped = [function(tuple.__getitem__(self, i)) for i in range(len(self))]
+        return type(self)(mapped, counts=self.counts, order=self.order)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part by its number.
+
+        Raises:
+            StepError: The parts were taken for the batch: that is in each of them.
+        """
+        if isinstance(index, str):
+            raise StepError(self._taken_for_a_batch(f"has no {index!r}"))
+        return tuple.__getitem__(self, index)
+
+    def _taken_for_a_batch(self, what: str) -> str:
+        """Return the message for code that uses parts as if they were one batch."""
+        return (
+            f"this batch is in {len(self)} parts, one for each device, and {what}: give it as it is to "
+            "trainer.run(step, model, batch), which calls step(model, part) on each device; or take a "
+            "backend whose batches are whole: Trainer(backend='dp-gather'), or one process per device"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Batches cross process boundaries when a loader has workers.
+        return _rebuild_parts, (self[:], self.counts, self.order)
+
+
+def _rebuild_parts(parts: tuple[Any, ...], counts: tuple[int, ...], order: tuple[int, ...] | None) -> Parts:
+    return Parts(parts, counts=counts, order=order)

@@ -1,0 +1,73 @@
+"""Random generators seeded by a key, such as a seed, an epoch and a rank.
+
+torch is imported where its generators are seeded: processes without torch make seeds of keys, too.
+"""
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["seed_generators", "seed_of", "seeded", "seeded_own"]
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Run a block with Python's, numpy's (if loaded) and torch's CPU generators seeded by ``key``.
+
+    Their states are restored afterwards.
+    """
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(key)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def seeded_own(generator: "torch.Generator | None", *key: int) -> Iterator[None]:
+    """Run a block with a generator of the user's seeded by ``key`` and its own initial seed.
+
+    Its state is restored afterwards.
+    """
+    if generator is None:
+        yield
+        return
+    state = generator.get_state()
+    generator.manual_seed(seed_of((generator.initial_seed(), *key)))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def seed_generators(key: tuple[int, ...]) -> None:
+    """Seed Python's, numpy's (if loaded) and torch's CPU generators by ``key``."""
+    import torch
+
+    seed = seed_of(key)
+    # Not torch.manual_seed, which would also reseed the accelerators.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def seed_of(key: tuple[int, ...]) -> int:
+    """Return a seed of 63 bits that is a function of ``key``."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed

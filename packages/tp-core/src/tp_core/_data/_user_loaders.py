@@ -1,0 +1,89 @@
+"""What can be known of a user's loader, and copies of it with other batches."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from tp_core._data._batches import EpochBatches
+
+__all__ = ["cannot_shard", "copy_loader", "is_indexed", "order_is_ours", "position_holder"]
+
+_TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def position_holder(loader: object) -> Any:
+    """Return what of a loader knows its own position, or ``None``: itself, or its dataset.
+
+    The dataset of a loader with workers does not know: its copies in the workers do.
+    """
+    holders = [loader]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:
+        holders.append(loader.dataset)
+    for holder in holders:
+        if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+            return holder
+    return None
+
+
+def is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Return whether ``loader`` takes batches of indices, so that we can choose them."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+        and hasattr(loader.batch_sampler, "__len__")
+    )
+
+
+def copy_loader(
+    loader: DataLoader[Any],
+    batches: EpochBatches | None,
+    collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None,
+) -> DataLoader[Any]:
+    """Copy a loader with other batches, or its own: whatever its class and options, all else stays.
+
+    Building a new one from its arguments would lose those that torch has no attribute for and
+    those of subclasses.
+    """
+    copied = copy.copy(loader)
+    # DataLoader refuses these by assignment once it is initialized.
+    if batches is not None:
+        copied.__dict__["batch_sampler"] = batches
+    copied.__dict__["_iterator"] = None  # a persistent iterator belongs to the original
+    if collate is not None:
+        copied.__dict__["collate_fn"] = collate(loader.collate_fn)
+    return copied
+
+
+def order_is_ours(batch_sampler: Any) -> bool:
+    """Return whether the order follows from the seed and epoch alone, with nothing of the user's in it."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    return (
+        type(batch_sampler) is BatchSampler
+        and type(sampler) in _TORCH_SAMPLERS
+        and getattr(sampler, "generator", None) is None
+    )
+
+
+def cannot_shard(loader: object, size: int) -> str:
+    """Return the message for a loader without sample indices on several ranks."""
+    what = type(loader).__name__
+    if isinstance(loader, DataLoader):
+        what += f" over {type(loader.dataset).__name__}"
+        if loader.batch_sampler is None:
+            what += " with batch_size=None"
+    return (
+        f"the batches of a loader without sample indices ({what}) cannot be split over {size} "
+        "ranks; give a DataLoader over a dataset with length and a batch size, or give each rank "
+        "its own samples (data_rank, data_size) and pass shard=False"
+    )

@@ -1,0 +1,1 @@
+"""Devices, and moving nested batches to them."""

@@ -1,0 +1,1 @@
+"""What launched this process, and how the processes of a job meet."""

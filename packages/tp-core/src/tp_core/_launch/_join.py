@@ -1,0 +1,92 @@
+"""Joining torch's group of all processes of a job, and leaving it."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # torch does not export it
+
+from tp_core._launch._environment import LaunchEnvironment
+from tp_core._launch._store import rendezvous_store
+
+__all__ = ["join_process_group"]
+
+_joined = count()
+
+
+def join_process_group(
+    environment: LaunchEnvironment,
+    *,
+    device: torch.device | None = None,
+    backend: str = "",
+    timeout_s: float = 600.0,
+) -> Callable[[], None]:
+    """Join torch's default process group, unless this process has done so; return what leaves it.
+
+    A session calls it when it is opened and what it returns when it is closed. A process may join
+    again after it has left: each time the ranks meet in a part of their own of the launcher's store,
+    where plain ``torch.distributed.init_process_group`` would hang among the first one's
+    keys. Where a script has joined already, nothing is joined, and leaving does nothing.
+
+    Args:
+        environment: What launched this process. One process without a launcher is a group of one.
+        device: Where this process computes. An accelerator becomes the current device and chooses
+            the communication backend; with ``None`` torch brings one for each kind of device.
+        backend: torch's name of the communication backend; empty chooses by the device.
+        timeout_s: How long a collective waits for the other ranks.
+
+    Returns:
+        A function that leaves the group; calling it again does nothing.
+
+    Raises:
+        LaunchEnvironmentError: Several processes, and no address where they meet.
+        RankFailedError: The other ranks did not come in time.
+
+    Collectives: the ranks' rendezvous; every rank has to join, and every rank has to leave.
+
+    Example:
+        >>> leave = join_process_group(LaunchEnvironment.read({}), device=torch.device("cpu"))
+        >>> torch.distributed.get_world_size()
+        1
+        >>> leave()
+    """
+    if device is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    if dist.is_initialized():
+        return _leave_nothing
+    if not backend and device is not None:
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        backend or None,
+        # A second group of this process must not meet the first one's keys.
+        store=PrefixStore(f"tp/group/{next(_joined)}", _meeting_point(environment, timeout_s)),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device is not None and device.type == "cuda" else None,
+    )
+    group = dist.group.WORLD
+
+    def leave() -> None:
+        # Another one may have left for us, and joined again.
+        if dist.is_initialized() and dist.group.WORLD is group:
+            # A DDP module keeps the group alive, and its end joins gloo's threads while it holds
+            # the interpreter's lock. A thread that has yet to release a tensor of the last
+            # collective needs that lock: a deadlock. Asleep, we let it finish.
+            time.sleep(0.05)
+            dist.destroy_process_group()
+
+    return leave
+
+
+def _meeting_point(environment: LaunchEnvironment, timeout_s: float) -> Store:
+    if environment.world_size == 1 and environment.master_address is None:
+        return HashStore()
+    return rendezvous_store(environment, timeout_s=timeout_s)
+
+
+def _leave_nothing() -> None:
+    """Do nothing: whoever joined the group leaves it."""

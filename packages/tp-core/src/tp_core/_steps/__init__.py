@@ -1,0 +1,1 @@
+"""What a training step returns, and the backward pass of one that counts as nothing."""

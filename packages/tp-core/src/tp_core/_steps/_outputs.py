@@ -1,0 +1,186 @@
+"""What a training step returns: its weight, and one output from those of the parts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from tp_core._data._parts import Parts
+from tp_core.errors import ConfigError, StepError
+
+__all__ = ["LossReduction", "combine_outputs", "read_weight", "restore_order", "split_weight"]
+
+LossReduction = Literal["mean", "sum"]
+"""How a loss is made from those of its samples."""
+
+T = TypeVar("T")
+
+
+def combine_outputs(
+    outputs: Sequence[Any], parts: Parts, *, loss: LossReduction, device: torch.device
+) -> Any:
+    """Return what the step would have returned for the whole batch.
+
+    Losses that are means are averaged; sums are added. Other numbers and scalars are averaged, pairs
+    ``(mean, weight)`` by their own weights; other tensors are concatenated, in the order that the
+    samples had before they were split. ``None`` stays ``None``.
+
+    A part counts as much as the "weight" that it returned, else as many as it has samples. One of weight
+    0 counts as nothing: nothing flows back into it, whatever its loss is.
+
+    Raises:
+        StepError: The parts returned different things, or what cannot be combined.
+    """
+    first = outputs[0]
+    if not isinstance(first, Mapping):
+        combining = _Combining(parts, [float(n) for n in parts.counts], loss, device)
+        return combining.value("loss", list(outputs))
+    for i, output in enumerate(outputs):
+        if not isinstance(output, Mapping) or output.keys() != first.keys():
+            msg = f"the step returned {_describe(first)} for part 0 and {_describe(output)} for part {i}"
+            raise StepError(msg)
+    if "weight" not in first:
+        combining = _Combining(parts, [float(n) for n in parts.counts], loss, device)
+        return {key: combining.value(key, [o[key] for o in outputs]) for key in first}
+    weights = [read_weight(o["weight"]) for o in outputs]
+    combining = _Combining(parts, weights, loss, device)
+    combined = {key: combining.value(key, [o[key] for o in outputs]) for key in first if key != "weight"}
+    return combined | {"weight": sum(weights)}
+
+
+def restore_order(values: T, order: Sequence[int] | None) -> T:
+    """Put concatenated outputs back into the order that the items had before a split by cost.
+
+    Args:
+        values: A tensor (rows along dim 0) or a list, with one row per item.
+        order: ``.order`` of the parts; ``None`` if the split kept the order.
+
+    Example:
+        >>> restore_order(["b", "c", "a"], (1, 2, 0))
+        ['a', 'b', 'c']
+    """
+    if order is None:
+        return values
+    length = len(values)  # type: ignore[arg-type]  # a tensor or a list
+    if length != len(order):
+        msg = f"the order is one of {len(order)} rows, and there are {length}"
+        raise ConfigError(msg)
+    place = sorted(range(len(order)), key=order.__getitem__)
+    if isinstance(values, Tensor):
+        return values[torch.tensor(place, device=values.device)]  # type: ignore[return-value]  # T is Tensor
+    return type(values)(values[i] for i in place)  # type: ignore[call-arg,index]  # as above
+
+
+@dataclass(frozen=True, slots=True)
+class _Combining:
+    """How the values of parts become one.
+
+    Attributes:
+        parts: What was split.
+        weights: How much each part counts.
+        loss: Whether losses are means or sums.
+        device: Where tensors go.
+    """
+
+    parts: Parts
+    weights: Sequence[float]
+    loss: LossReduction
+    device: torch.device
+
+    def value(self, name: str, values: list[Any]) -> Any:
+        """Return one value of all parts' values of that name."""
+        is_total = name == "loss" and self.loss == "sum"
+        if all(v is None for v in values):
+            return None
+        if all(isinstance(v, Tensor) for v in values):
+            moved = [v.to(self.device) for v in values]
+            if name == "loss" or all(v.numel() == 1 for v in moved):
+                return _average(moved, self.weights, total=is_total)
+            if all(v.dim() for v in moved):
+                joined = torch.cat(moved)
+                in_order = len(joined) == sum(self.parts.counts)
+                return restore_order(joined, self.parts.order) if in_order else joined
+        elif all(isinstance(v, Real) for v in values):
+            return _average(values, self.weights, total=is_total)
+        elif all(isinstance(v, tuple) for v in values):
+            pairs = [split_weight(name, v) for v in values]
+            weights = [w for _, w in pairs if w is not None]
+            means = [m.to(self.device) if isinstance(m, Tensor) else m for m, _ in pairs]
+            if all(isinstance(m, Real) or (isinstance(m, Tensor) and m.numel() == 1) for m in means):
+                return _average(means, weights, total=False), sum(weights)
+        kinds = ", ".join(_describe(v) for v in values)
+        msg = (
+            f"the step's {name!r} must be a number or a tensor on every part, of one rank, got {kinds}; "
+            "return the loss, or a dict with 'loss' and what to log"
+        )
+        raise StepError(msg)
+
+
+def _average(values: list[Any], weights: Sequence[float], *, total: bool) -> Any:
+    whole = sum(weights)
+    if not whole:
+        return values[0]  # as one device's would be: of nothing, and to count as nothing
+    counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
+    terms = [v if total else v * (w / whole) for v, w in counted]
+    return sum(terms[1:], terms[0])
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict of {sorted(map(str, value))}"
+    return f"{type(value).__name__} {value!r:.40}"
+
+
+def read_weight(value: Any, *, name: str = "weight") -> float:
+    """Return a weight that a step has returned as a number.
+
+    A tensor on an accelerator is waited for.
+
+    Args:
+        value: A number, or a tensor of one element.
+        name: What the step called it, for the message.
+
+    Raises:
+        StepError: ``value`` is not a number or scalar tensor, or is negative, NaN or infinite.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        number = float(value.item())
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        msg = (
+            f"the step's {name!r} must be a number or a scalar tensor, over how many units (tokens, pixels, "
+            f"samples) its loss and metrics are means; got {what:.200}"
+        )
+        raise StepError(msg)
+    if not 0.0 <= number < math.inf:
+        msg = (
+            f"the step's {name!r} is {number}, and must be a finite number from 0: over how many units "
+            "(tokens, pixels, samples) its loss and metrics are means"
+        )
+        raise StepError(msg)
+    return number
+
+
+def split_weight(name: str, value: Any) -> tuple[Any, float | None]:
+    """Return a metric of a step, and its own weight if it has one: ``(mean, weight)``.
+
+    Raises:
+        StepError: ``value`` is a tuple, but not a pair of a mean and a weight.
+    """
+    if not isinstance(value, tuple):
+        return value, None
+    if len(value) != 2:
+        msg = (
+            f"the step's {name!r} must be a number, a scalar tensor, or a pair (mean, weight), got a tuple "
+            f"of {len(value)}"
+        )
+        raise StepError(msg)
+    return value[0], read_weight(value[1], name=f"weight of {name}")

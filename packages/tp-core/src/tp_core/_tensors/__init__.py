@@ -1,0 +1,1 @@
+"""Named tensors in files, and which part of a whole tensor one is."""

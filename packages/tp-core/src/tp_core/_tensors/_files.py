@@ -1,0 +1,116 @@
+"""Named tensors in a folder, whole or in slices, in the format of torch.distributed.checkpoint.
+
+A file of unknown origin runs no code: the index is read by an unpickler of few types, and the tensors
+themselves with ``weights_only=True``.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tp_core._tensors._slices import TensorInfo, TensorSlice
+from tp_core.errors import StateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["read_tensors", "tensor_infos", "write_tensors"]
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor | TensorSlice],
+    folder: str | os.PathLike[str],
+    *,
+    group: "ProcessGroup | None" = None,
+    together: bool = False,
+) -> None:
+    """Write tensors into ``folder``.
+
+    Args:
+        tensors: By name. With ``together`` each rank gives its slices, and whole tensors that are
+            the same on all ranks, which one of them writes.
+        folder: Where; it is made if it is not there.
+        group: The ranks that write together; all by default.
+        together: Whether all ranks of the group call this, or one alone.
+
+    Raises:
+        OSError: The disk is full, or writing is not allowed.
+        StateError: torch could not write for another reason.
+
+    Collectives: with ``together`` those of ``torch.distributed.checkpoint.save``.
+    """
+    from tp_core._tensors._format import write
+
+    write(tensors, Path(folder), group=group, together=together)
+
+
+def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """Return what is written in ``folder``, by name, in the order of the names.
+
+    Raises:
+        FileNotFoundError: ``folder`` has no checkpoint.
+        StateError: Its index is damaged.
+    """
+    from tp_core._tensors._format import read_index
+
+    return _infos(read_index(Path(folder)))
+
+
+def _infos(index: "Metadata") -> dict[str, TensorInfo]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return {
+        name: TensorInfo(tuple(entry.size), entry.properties.dtype)
+        for name, entry in sorted(index.state_dict_metadata.items())
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str | os.PathLike[str]) -> None:
+    """Fill ``targets`` with what is written in ``folder``; each rank for itself, without the others.
+
+    Slices need not be those that were written: each rank reads what lies in its own.
+
+    Args:
+        targets: Tensors to be filled, by name.
+        folder: What :func:`write_tensors` wrote.
+
+    Raises:
+        FileNotFoundError: ``folder`` has no checkpoint.
+        StateError: A tensor is missing there, or has another shape; or a file is damaged. What has
+            another name or shape is found before any target is touched.
+    """
+    from tp_core._tensors._format import read_index, read_into
+
+    folder = Path(folder)
+    index = read_index(folder)
+    _check_files(folder, index)
+    infos = _infos(index)
+    for name, target in targets.items():
+        if name not in infos:
+            msg = f"{folder} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
+            raise StateError(msg)
+        shape = tuple(target.shape)
+        if shape != infos[name].shape:
+            msg = f"{folder} has {name!r} of shape {infos[name].shape}, not {shape}"
+            raise StateError(msg)
+    read_into(targets, folder)
+
+
+def _check_files(folder: Path, index: "Metadata") -> None:
+    """Make sure that each file is as long as its tensors need.
+
+    Raises:
+        StateError: A file is missing or truncated; the message names a tensor in it.
+    """
+    for part, stored in index.storage_data.items():
+        file = folder / stored.relative_path
+        size = file.stat().st_size if file.is_file() else -1
+        if size < stored.offset + stored.length:
+            what = "is not there" if size < 0 else f"is cut off at {size} bytes"
+            msg = f"{file} {what}: it has (a part of) {part.fqn} up to byte {stored.offset + stored.length}"
+            raise StateError(msg)

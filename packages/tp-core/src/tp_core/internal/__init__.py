@@ -1,0 +1,50 @@
+"""What the tp packages share among themselves: it may change with any version."""
+
+from typing import TYPE_CHECKING
+
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core._data._batches import split_evenly
+    from tp_core._data._seeding import seed_of, seeded
+    from tp_core._devices._containers import Container, PerType, containers
+    from tp_core._devices._resolve import device_of_rank
+    from tp_core._launch._store import LEFT_KEY, has_left, rendezvous_store
+    from tp_core._steps._backward import backward_of_nothing
+    from tp_core._tensors._atomic import sync_folder, write_atomically
+    from tp_core.plugins._select import KNOWN_BACKENDS, check_backend_name
+
+__all__ = [
+    "KNOWN_BACKENDS",
+    "LEFT_KEY",
+    "Container",
+    "PerType",
+    "backward_of_nothing",
+    "check_backend_name",
+    "containers",
+    "device_of_rank",
+    "has_left",
+    "lazy_exports",
+    "rendezvous_store",
+    "seed_of",
+    "seeded",
+    "split_evenly",
+    "sync_folder",
+    "write_atomically",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "._data._batches": ["split_evenly"],
+            "._data._seeding": ["seed_of", "seeded"],
+            "._devices._containers": ["Container", "PerType", "containers"],
+            "._devices._resolve": ["device_of_rank"],
+            "._launch._store": ["LEFT_KEY", "has_left", "rendezvous_store"],
+            "._lazy": ["lazy_exports"],
+            "._steps._backward": ["backward_of_nothing"],
+            "._tensors._atomic": ["sync_folder", "write_atomically"],
+            ".plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
+        },
+    )

@@ -1,0 +1,70 @@
+"""The kinds of things that plugins bring: one for each hook."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TypeVar
+
+from tp_core._contracts._backend import Backend
+from tp_core._contracts._collate import CollateAdapter
+from tp_core._contracts._engine import Engine
+from tp_core.errors import ContractError
+from tp_core.plugins._contribution import PluginInfo
+from tp_core.plugins._markers import hookimpl
+from tp_core.plugins._spec import Command
+
+__all__ = ["HOOK_OF", "WORD_OF", "as_plugin", "name_of", "validated"]
+
+T = TypeVar("T")
+
+HOOK_OF: Mapping[type, str] = {
+    Backend: "tp_backends",
+    CollateAdapter: "tp_collate_adapters",
+    Engine: "tp_engines",
+    Command: "tp_commands",
+}
+WORD_OF: Mapping[type, str] = {
+    Backend: "backend",
+    CollateAdapter: "collate adapter",
+    Engine: "engine",
+    Command: "command",
+}
+
+
+def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
+    """Wrap a bare contribution in a plugin that brings it; return it with its name."""
+    bare = plugin() if isinstance(plugin, type) and issubclass(plugin, tuple(HOOK_OF)) else plugin
+    for kind, hook in HOOK_OF.items():
+        if isinstance(bare, kind):
+            implementation = hookimpl(specname=hook)(lambda: [bare])
+            return SimpleNamespace(**{hook: implementation}), name or name_of(bare)
+    return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
+
+
+def validated(item: object, kind: type[T], info: PluginInfo) -> T:
+    """Return what a plugin brought, an instance where it is a class.
+
+    Raises:
+        ContractError: ``item`` is of another kind, or has no name.
+    """
+    if isinstance(item, type) and issubclass(item, kind):
+        item = item()
+    if not isinstance(item, kind):
+        msg = (
+            f"{HOOK_OF[kind]} of plugin {info} must return {kind.__name__} objects, "
+            f"got {type(item).__name__}: {item!r}"
+        )
+        raise ContractError(msg)
+    name = getattr(item, "name", None)
+    if not isinstance(name, str) or not name:
+        msg = (
+            f"{kind.__name__} {type(item).__name__} of plugin {info} needs a name: a class "
+            f"attribute `name` that is a string and not empty, got {name!r}"
+        )
+        raise ContractError(msg)
+    return item
+
+
+def name_of(item: object) -> str:
+    """Return the name of what a plugin brought."""
+    name: str = item.name  # type: ignore[attr-defined]  # every kind of contribution has one
+    return name

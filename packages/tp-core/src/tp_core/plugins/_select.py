@@ -1,0 +1,228 @@
+"""Which backend runs a job, and why not another one."""
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from time import perf_counter
+from typing import Any
+
+from tp_core._contracts._backend import Backend
+from tp_core._contracts._job import Job
+from tp_core._contracts._verdict import Verdict
+from tp_core.errors import PluginError, SelectionError
+from tp_core.plugins._contribution import Contribution
+
+__all__ = ["KNOWN_BACKENDS", "Candidate", "Selection", "check_backend_name", "select"]
+
+BACKEND_VARIABLE = "TP_BACKEND"
+
+KNOWN_BACKENDS: Mapping[str, str] = {
+    "ddp": "tp-trainer",
+    "dp-gather": "tp-dp-gather",
+    "shard": "tp-shard",
+    "single": "tp-trainer",
+    "tuple": "tp-tuple",
+}
+"""Backends of this project and the distribution that brings each: for messages alone."""
+
+SLOW_S = 1.0
+"""An ``assess()`` that takes longer is not cheap: every installed backend is asked for every job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend, where it came from, and its verdict on the job.
+
+    Attributes:
+        backend: The backend itself.
+        distribution: The distribution that brings it, or the name it was registered under.
+        version: The version of that distribution; empty for one that a script registered.
+        verdict: Its verdict on the job.
+        error: What ``assess()`` raised, if it did; the verdict is then unfit.
+        seconds: How long ``assess()`` took.
+    """
+
+    backend: Backend[Any]
+    distribution: str
+    version: str
+    verdict: Verdict
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether ``assess()`` took longer than a question that every job asks may take."""
+        return self.seconds > SLOW_S
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self.backend.name
+
+    @property
+    def origin(self) -> str:
+        """The distribution and its version, for messages."""
+        return f"{self.distribution} {self.version}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The backend that runs the job, and the verdicts of all candidates.
+
+    ``str()`` of it is a table for people.
+
+    Attributes:
+        chosen: The candidate that runs the job.
+        candidates: All of them, best first, unfit ones last.
+        asked_by: What decided: "auto", or where the name came from.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    asked_by: str
+
+    @property
+    def backend(self) -> Backend[Any]:
+        """The chosen backend."""
+        return self.chosen.backend
+
+    def __str__(self) -> str:
+        head = f"backend {self.chosen.name!r} ({self.asked_by}): {self.chosen.verdict.reason}"
+        return "\n".join([head, *format_candidates(self.candidates, chosen=self.chosen.name)])
+
+
+def select(
+    job: Job,
+    backends: Iterable[Contribution[Backend[Any]]],
+    *,
+    name: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Selection:
+    """Choose the backend that runs ``job``.
+
+    A ``name`` wins over the variable ``TP_BACKEND``, which wins over "auto": the best-scored
+    fit, ties by name. Every candidate is assessed and keeps its verdict.
+
+    Args:
+        job: What is to be done.
+        backends: The installed backends, as the registry gives them.
+        name: The backend that the user asked for; ``None`` or "auto" leaves it to the variable
+            and then to the scores.
+        environ: Where to look for ``TP_BACKEND``; the process's environment by default.
+
+    Raises:
+        SelectionError: No backend of that name is installed, it does not fit, or none does. The
+            message has every candidate's reason, and what to install or change.
+        PluginError: The backend that was asked for raised while it assessed the job.
+    """
+    candidates = tuple(sorted((_assess(job, c) for c in backends), key=_rank))
+    wanted, asked_by = _wanted(name, os.environ if environ is None else environ)
+    if wanted is None:
+        chosen = next((c for c in candidates if c.verdict.is_fit), None)
+        if chosen is None:
+            msg = "\n".join(["no installed backend fits this job", *_advice(candidates)])
+            raise SelectionError(msg)
+        return Selection(chosen, candidates, asked_by)
+    chosen = next((c for c in candidates if c.name == wanted), None)
+    if chosen is None:
+        raise SelectionError(_unknown(wanted, asked_by, {c.name for c in candidates}))
+    if chosen.error is not None:
+        msg = f"backend {wanted!r} ({asked_by}) of {chosen.origin} cannot be used: {chosen.verdict.reason}"
+        raise PluginError(msg) from chosen.error
+    if not chosen.verdict.is_fit:
+        remedy = f"; {chosen.verdict.remedy}" if chosen.verdict.remedy else ""
+        msg = f"backend {wanted!r} ({asked_by}) does not fit: {chosen.verdict.reason}{remedy}"
+        raise SelectionError(msg)
+    return Selection(chosen, candidates, asked_by)
+
+
+def check_backend_name(
+    name: str | None, installed: Collection[str], *, environ: Mapping[str, str] | None = None
+) -> None:
+    """Make sure that the backend which was asked for is installed, before any job is known.
+
+    Args:
+        name: As :func:`select` takes it.
+        installed: The names of the installed backends.
+        environ: Where to look for ``TP_BACKEND``; the process's environment by default.
+
+    Raises:
+        SelectionError: The backend is not installed; the message suggests a similar name.
+    """
+    wanted, asked_by = _wanted(name, os.environ if environ is None else environ)
+    if wanted is not None and wanted not in installed:
+        raise SelectionError(_unknown(wanted, asked_by, installed))
+
+
+def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) -> Iterator[str]:
+    """Yield one line for each candidate: mark, name, origin, score, reason and remedy."""
+    rows = [
+        (
+            "*" if c.name == chosen else "-",
+            c.name,
+            c.origin,
+            "unfit" if c.verdict.score is None else f"{c.verdict.score:g}",
+            c.verdict.reason
+            + (f"; {c.verdict.remedy}" if c.verdict.remedy else "")
+            + (f" (its assess() took {c.seconds:.1f} s)" if c.is_slow else ""),
+        )
+        for c in candidates
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
+        yield "  " + "  ".join([*cells, row[4]])
+
+
+def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
+    backend = contribution.item
+    error: BaseException | None = None
+    began = perf_counter()
+    try:
+        verdict = backend.assess(job)
+    except (Exception, SystemExit) as e:  # noqa: BLE001 - a plugin may raise anything
+        verdict, error = Verdict.unfit(f"assess() raised {type(e).__name__}: {e}"), e
+    else:
+        if not isinstance(verdict, Verdict):
+            error = TypeError(f"assess() must return a Verdict, got {type(verdict).__name__}")
+            verdict = Verdict.unfit(str(error))
+    seconds = perf_counter() - began
+    return Candidate(backend, contribution.distribution, contribution.version, verdict, error, seconds)
+
+
+def _rank(candidate: Candidate) -> tuple[float, str]:
+    score = candidate.verdict.score
+    return (float("inf") if score is None else -score, candidate.name)
+
+
+def _wanted(name: str | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    if name not in {None, "auto"}:
+        return name, "asked for"
+    variable = environ.get(BACKEND_VARIABLE, "")
+    if variable not in {"", "auto"}:
+        return variable, f"asked for by {BACKEND_VARIABLE}"
+    return None, "auto"
+
+
+def _unknown(wanted: str, asked_by: str, installed: Collection[str]) -> str:
+    names = ", ".join(map(repr, sorted(installed))) or "none"
+    lines = [f"backend {wanted!r} ({asked_by}) is not installed; installed: {names}"]
+    missing = {name: source for name, source in KNOWN_BACKENDS.items() if name not in installed}
+    known = sorted({*installed, *KNOWN_BACKENDS})
+    if wanted in missing:
+        lines.append(f"to get it: pip install {missing[wanted]}")
+    elif meant := get_close_matches(str(wanted), known, n=1):
+        source = f" (pip install {missing[meant[0]]})" if meant[0] in missing else ""
+        lines.append(f"did you mean {meant[0]!r}{source}?")
+    elif missing:
+        offers = ", ".join(f"{n!r} (pip install {d})" for n, d in sorted(missing.items()))
+        lines.append(f"this project also offers: {offers}")
+    return "\n".join(lines)
+
+
+def _advice(candidates: tuple[Candidate, ...]) -> Iterator[str]:
+    if candidates:
+        yield from format_candidates(candidates, chosen=None)
+    else:
+        yield "none is installed; one device and DDP come with: pip install tp-trainer"

@@ -1,0 +1,211 @@
+"""The base of modules that wrap replicas: devices, names in states, torch's extension points."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tp_core._devices._resolve import DeviceSpec, resolve_devices
+from tp_core._devices._transfer import recursive_to
+from tp_core.errors import ConfigError
+from tp_core.replicas._replicas import Replicas
+
+__all__ = ["ReplicaWrapper"]
+
+Device = int | str | torch.device
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class ReplicaWrapper(nn.DataParallel[nn.Module]):
+    """A base for modules that run the replicas of another one.
+
+    It is an ``nn.DataParallel``, so that other code sees that it wraps ``module``, and a subclass may
+    override ``replicate`` and ``parallel_apply`` as those of ``nn.DataParallel`` do. States are loaded
+    with and without ``module.`` in front of their names.
+
+    Args:
+        module: The module; with one device it is moved there.
+        device_ids: One device per replica, as `tp_core.resolve_devices` takes them; every accelerator by
+            default, or the CPU where there is none.
+        output_device: Where outputs go, if anywhere; -1 is the CPU, the first device the default.
+
+    Attributes:
+        module: The module.
+        device_ids: The devices, as ``torch.device``.
+        output_device: Where outputs go.
+
+    Raises:
+        DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: DeviceSpec = None,
+        output_device: Device | None = None,
+    ) -> None:
+        # torch's own constructor knows accelerators alone.
+        nn.Module.__init__(self)
+        self.module = module
+        devices = resolve_devices(device_ids)
+        self.device_ids: list[Any] = list(devices)
+        self.output_device: Any = devices[0] if output_device is None else self._device_of(output_device)
+        self.src_device_obj = devices[0]
+        if len(devices) == 1:
+            module.to(devices[0])
+        self._replicas = Replicas(module, list(devices))
+        self.register_load_state_dict_pre_hook(_take_both_names)  # type: ignore[no-untyped-call]
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the module."""
+        replicas: Replicas = self.__dict__["_replicas"]
+        if replicas.module is not self._modules["module"]:
+            replicas = self._replicas = Replicas(self.module, list(replicas.devices))
+        return replicas
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state whose names have ``module.`` in front, or do not."""
+        state: OrderedDict[str, Any] = OrderedDict(state_dict)
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None:
+            inner = {f"module.{name}".rstrip("."): version for name, version in versions.items()}
+            state._metadata = {**inner, **versions}  # type: ignore[attr-defined]  # as torch does
+        return super().load_state_dict(state, strict=strict, assign=assign)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module, each replica separately, but not the code that splits and joins.
+
+        ``torch.compile(wrapper)`` compiles nothing of the module: torch cannot trace into threads.
+
+        Args:
+            *args: None; it is torch's signature.
+            **kwargs: As :func:`torch.compile` takes them.
+        """
+        self.replicas.compile(*args, **kwargs)
+
+    def refresh(self) -> None:
+        """Copy all parameters again: after changes through ``.data``, which cannot be noticed."""
+        self.replicas.refresh()
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
+        """Return a replica of ``module`` on each device, the first of which it is on.
+
+        Replicas of the wrapped module are the same objects in every call, brought up to date. An
+        override of this method is called before each forward.
+
+        Raises:
+            ModelError: The module cannot be replicated as it is.
+        """
+        devices = resolve_devices(device_ids)
+        replicas = self.replicas
+        if module is not replicas.module or devices != replicas.devices[: len(devices)]:
+            replicas = Replicas(module, list(devices))
+        return replicas.modules(len(devices))
+
+    def parallel_apply(
+        self,
+        replicas: Sequence[nn.Module],
+        inputs: Sequence[Any],
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Return ``replica(*args, **kwargs)`` for each replica, on its device, all at once.
+
+        Args:
+            replicas: Modules, on the first of the devices; those of `replicate`, as a rule.
+            inputs: For each its positional arguments, or the only one.
+            kwargs: For each its keyword arguments.
+
+        Raises:
+            ConfigError: The number of inputs is not the number of replicas.
+        """
+        pairs = self._pair_up(inputs, kwargs)
+        if len(pairs) != len(replicas):
+            msg = f"expected inputs for {len(replicas)} replicas, got {len(pairs)}"
+            raise ConfigError(msg)
+        own = self.replicas
+        parts = [(*pair, device) for pair, device in zip(pairs, own.devices, strict=False)]
+        return own.run(_move_and_call, parts, modules=replicas)
+
+    @staticmethod
+    def _device_of(device: Device) -> torch.device:
+        """Return the device; -1 is the CPU, as in torch's older functions."""
+        (found,) = resolve_devices(["cpu" if type(device) is int and device == -1 else device])
+        return found
+
+    @staticmethod
+    def _pair_up(inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None) -> list[Arguments]:
+        """Return the arguments of each part, from the two lists in which torch's methods have them.
+
+        Raises:
+            ConfigError: ``inputs`` and ``kwargs`` have different lengths.
+        """
+        keywords = [{} for _ in inputs] if kwargs is None else [k or {} for k in kwargs]
+        if len(keywords) != len(inputs):
+            msg = f"expected keyword arguments for {len(inputs)} parts, got those of {len(keywords)}"
+            raise ConfigError(msg)
+        rows = [i if isinstance(i, tuple | list) else (i,) for i in inputs]
+        return list(zip(rows, keywords, strict=True))
+
+    def _overrides(self, base: type[nn.Module], *names: str) -> bool:
+        """Whether the object has other methods under one of the names than ``base`` has."""
+        cls = type(self)
+        if cls is not base and any(getattr(cls, name) is not getattr(base, name) for name in names):
+            return True
+        return any(name in self.__dict__ for name in names)
+
+    @classmethod
+    def _refuse(cls, options: Mapping[str, Any], successors: Mapping[str, str]) -> None:
+        """Raise an error if there are unknown options of the constructor.
+
+        Args:
+            options: The unknown options.
+            successors: What to do instead, for names of options of other wrappers.
+
+        Raises:
+            ConfigError: There are unknown options.
+        """
+        if options:
+            hints = [
+                f"{name}={value!r:.40} ({successors.get(name, 'unknown')})" for name, value in options.items()
+            ]
+            msg = f"{cls.__name__} does not have the option {', '.join(hints)}"
+            raise ConfigError(msg)
+
+    def _run(self, arguments: Sequence[Arguments], *, move: bool = True) -> list[Any]:
+        """Run the replicas, through the methods of a subclass where it has them."""
+        replicas = self.replicas
+        parts = [(*pair, device) for pair, device in zip(arguments, replicas.devices, strict=False)]
+        if len(replicas) == 1 or not self._overrides(ReplicaWrapper, "replicate", "parallel_apply"):
+            return replicas.run(_move_and_call, parts)
+        moved = [_moved(part) for part in parts] if move else arguments
+        modules = self.replicate(self.module, self.device_ids[: len(parts)])
+        outputs = self.parallel_apply(modules, [args for args, _ in moved], [kwargs for _, kwargs in moved])
+        return list(outputs)
+
+
+def _move_and_call(module: nn.Module, part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Any:
+    """Call ``module`` with arguments that are moved to a device first."""
+    args, kwargs = _moved(part)
+    return module(*args, **kwargs)
+
+
+def _moved(part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Arguments:
+    args, kwargs, device = part
+    # A copy to the CPU that is not waited for would be read before it is there.
+    return recursive_to((tuple(args), dict(kwargs)), device, non_blocking=device.type != "cpu")
+
+
+def _take_both_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state be loaded that has names with or without ``module.`` in front."""
+    module: nn.Module = wrapper._modules["module"]  # type: ignore[assignment]  # never None here
+    own = module.state_dict().keys()
+    if all(f"{prefix}module.{name}" in state for name in own):
+        return  # a child may be called "module" too: its names would be taken for the module's own
+    plain = [f"{prefix}{name}" for name in own if f"{prefix}{name}" in state]
+    values = {key: state.pop(key) for key in plain}  # all of them, before one takes another's place
+    state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in values.items()})

@@ -1,0 +1,142 @@
+"""The tensors of a state on the disk: one file, or a folder that several ranks have written together.
+
+What ranks split goes through torch.distributed.checkpoint; for a whole state that takes ten times as
+long, and half a second to import.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_core._tensors._digests import DigestingFile, FileRecord
+from tp_core._tensors._files import read_tensors, tensor_infos
+from tp_core._tensors._slices import TensorInfo, TensorSlice
+from tp_core.errors import StateError
+from tp_core.state._places import fill_from_whole
+
+__all__ = ["TENSORS_FILE", "TENSORS_FOLDER", "StoredTensors", "load_state", "open_tensors", "write_whole"]
+
+TENSORS_FILE = "tensors.pt"
+"""The name of the file in a trainer's checkpoint."""
+TENSORS_FOLDER = "tensors"
+"""The name of the folder in a trainer's checkpoint, where ranks have split the state."""
+
+
+_DIGEST_THREADS = 2  # a tensor often lies in two pieces
+
+
+class StoredTensors(ABC):
+    """Tensors by name, on the disk.
+
+    Attributes:
+        path: Where they are.
+        infos: What is known of each tensor, in the order of the names.
+    """
+
+    path: Path
+    infos: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        """Fill whole tensors, or a rank's slices of them.
+
+        Raises:
+            StateError: A tensor is missing or has another shape, which is found before any target is
+                touched; or a file is damaged.
+        """
+
+
+class _Folder(StoredTensors):
+    def __init__(self, path: Path) -> None:
+        self.path, self.infos = path, tensor_infos(path)
+
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        read_tensors(dict(targets), self.path)
+
+
+class _File(StoredTensors):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: Mapping[str, Tensor] = load_state(path, mapped=True)  # what is not used is not read
+        for name, value in self._tensors.items():
+            if not isinstance(value, Tensor):
+                msg = f"{path} has {name!r}, which is {type(value).__name__} and not a tensor"
+                raise StateError(msg)
+        self.infos = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in sorted(self._tensors.items())}
+
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        for name, target in targets.items():
+            if name not in self.infos:
+                msg = f"{self.path} lacks {name!r}; it has {', '.join(list(self.infos)[:5])} ..."
+                raise StateError(msg)
+            if tuple(target.shape) != self.infos[name].shape:
+                msg = f"{self.path} has {name!r} of shape {self.infos[name].shape}, not {tuple(target.shape)}"
+                raise StateError(msg)
+        for name, target in targets.items():
+            fill_from_whole(target, self._tensors[name])
+
+
+def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
+    """Return the tensors of a state: of a file, of a folder, or of a trainer's checkpoint.
+
+    Raises:
+        FileNotFoundError: The folder has no tensors.
+        StateError: The file, or the index of the folder, is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _File(path)
+    if not (path / ".metadata").is_file():
+        if (path / TENSORS_FILE).is_file():
+            return _File(path / TENSORS_FILE)
+        if (path / TENSORS_FOLDER).is_dir():
+            return _Folder(path / TENSORS_FOLDER)
+    return _Folder(path)
+
+
+def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
+    """Write tensors that this rank has whole into one file, and bring it onto the disk.
+
+    Returns:
+        The size and the digest of what was given to the system, whatever it has made of it.
+
+    Raises:
+        OSError: The disk is full, or writing is not allowed.
+    """
+    # torch writes whole storages: a view would bring all of a larger one with it.
+    own = {
+        name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+    with path.open("wb") as file, ThreadPoolExecutor(_DIGEST_THREADS) as pool:
+        digesting = DigestingFile(file, pool)
+        torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
+        digesting.flush()
+        os.fsync(file.fileno())
+    return digesting.record()
+
+
+def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping[str, Any]:
+    """Read what ``torch.save`` wrote, onto the CPU or mapped; foreign code is never run.
+
+    Raises:
+        OSError: The file does not exist, or may not be read.
+        StateError: The file is damaged, or holds something else than tensors and plain values.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError:
+        raise
+    except Exception as error:  # torch has a dozen errors for a damaged file
+        msg = f"{Path(path)} cannot be read as saved state: {error}"
+        raise StateError(msg) from error
+    if not isinstance(state, Mapping):
+        msg = f"{Path(path)} holds {type(state).__name__}, and a state is a dict of tensors"
+        raise StateError(msg)
+    return state

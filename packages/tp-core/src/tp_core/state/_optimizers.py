@@ -1,0 +1,294 @@
+"""An optimizer's state by the names of the parameters, and not by the order in which they came.
+
+``torch.optim.Optimizer.state_dict`` numbers parameters. Made again from the same parameters in another
+order, an optimizer would take the momentum of one layer for another's.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tp_core.errors import ConfigError, ModelError, StateError
+from tp_core.state._names import named_parameters
+from tp_core.state._nested import Get, Put, joined, split, tensors_in
+
+__all__ = [
+    "OptimizerValues",
+    "check_fits",
+    "check_optimizer",
+    "named_state",
+    "numbered_state",
+    "optimizer_names",
+    "parameters_as_saved",
+]
+
+_PARAMETERS = frozenset({"params", "param_names"})
+"""Keys of a group that name its parameters, rather than how they are optimized."""
+_OF_SCHEDULERS = frozenset({"initial_lr"})
+"""Keys that a scheduler adds to a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerValues:
+    """What an optimizer's state has besides tensors, with what stands for those.
+
+    Attributes:
+        groups: The names of the parameters of each group, and its settings.
+        state: What is kept of each parameter, by its name.
+        others: What is kept under other keys, as pairs.
+        extra: What else ``state_dict()`` has, by its key.
+        in_order: Whether something is kept of all parameters at once, in their order.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[str, Any]
+    others: list[list[Any]]
+    extra: dict[str, Any]
+    in_order: bool
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Make sure that an optimizer's state can be saved.
+
+    Raises:
+        ConfigError: ``optimizer`` is a ``ZeroRedundancyOptimizer``: each rank has other parameters' state.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        msg = (
+            "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps that of "
+            "its own share of the parameters; take the optimizer that it wraps (its optimizer_class), or a "
+            "backend that splits parameters and state, or train without checkpoint="
+        )
+        raise ConfigError(msg)
+
+
+def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the plain names of the optimizer's parameters, in its groups and order.
+
+    Raises:
+        ModelError: A parameter is not the model's.
+    """
+    known: dict[int, str] = {}
+    for name, parameter in named_parameters(model).items():
+        known.setdefault(id(parameter), name)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = next((p for p in parameters if id(p) not in known), None)
+    if foreign is not None:
+        msg = (
+            f"the optimizer has a parameter of shape {tuple(foreign.shape)} that is not the model's; make "
+            "it from model.parameters(), after the model was converted"
+        )
+        raise ModelError(msg)
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerValues:
+    """Return an optimizer's state by names; ``put`` gets its tensors.
+
+    Raises:
+        ConfigError: The state cannot be saved.
+        ModelError: A parameter is not the model's.
+    """
+    check_optimizer(optimizer)
+    names = optimizer_names(model, optimizer)
+    packed = optimizer.state_dict()
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    flat = [name for group in names for name in group]
+    owners = dict(zip(keys, zip(flat, _parameters(optimizer), strict=True), strict=True))
+    total = sum(p.numel() for p in _parameters(optimizer))
+    in_order = False
+    state: dict[str, Any] = {}
+    others: list[list[Any]] = []
+    for key, value in packed["state"].items():
+        if key in owners:
+            name, parameter = owners[key]
+            state[name] = split(value, name, parameter, put)
+            spans = (t.dim() == 1 and t.numel() == total != parameter.numel() for t in tensors_in(value))
+            in_order = in_order or any(spans)
+        else:
+            others.append([key, split(value, f"others.{key}", None, put)])
+    groups = [
+        {
+            "params": group_names,
+            "settings": {
+                key: split(value, f"groups.{i}.{key}", None, put)
+                for key, value in group.items()
+                if key not in _PARAMETERS
+            },
+        }
+        for i, (group_names, group) in enumerate(zip(names, packed["param_groups"], strict=True))
+    ]
+    extra = {
+        key: split(value, f"extra.{key}", None, put)
+        for key, value in packed.items()
+        if key not in {"state", "param_groups"}
+    }
+    return OptimizerValues(groups, state, others, extra, in_order)
+
+
+def check_fits(
+    model: nn.Module, optimizer: Optimizer, saved: OptimizerValues, path: Path, *, same_groups: bool
+) -> None:
+    """Make sure that an optimizer has the parameters, and the kind of groups, that were saved.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer, whose groups may have another order, or be split otherwise.
+        saved: What :func:`named_state` returned, with the tensors of its groups.
+        path: Where it comes from, for messages.
+        same_groups: Whether the groups must be those that were saved, in their order.
+
+    Raises:
+        ModelError: A parameter is not the model's.
+        StateError: The optimizers do not go together; the first difference is named.
+    """
+    names = _names_as_saved(model, optimizer, saved)
+    _check_parameters(names, saved, path)
+    _check_order(names, saved, path, optimizer)
+    origins = _origins(names, saved)
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(index, group, names[index], saved, path, optimizer)
+    if same_groups and (len(names) != len(saved.groups) or any(o - {i} for i, o in enumerate(origins))):
+        msg = (
+            f"{path}: the optimizer's parameter groups come in another order, or hold other parameters, than "
+            "those that were saved, and the scheduler keeps its numbers in the order of the groups; make "
+            "them as the run did"
+        )
+        raise StateError(msg)
+
+
+def numbered_state(
+    model: nn.Module, optimizer: Optimizer, saved: OptimizerValues, get: Get
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, in the order of this optimizer's parameters.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer, which :func:`check_fits` has seen.
+        saved: What :func:`named_state` returned, with the tensors of its groups.
+        get: Returns the tensors of the state.
+    """
+    names = _names_as_saved(model, optimizer, saved)
+    packed = optimizer.state_dict()
+    groups = []
+    for group, origins in zip(packed["param_groups"], _origins(names, saved), strict=True):
+        settings = saved.groups[min(origins)]["settings"] if origins else {}
+        groups.append(group | {key: _like_old(group.get(key), value) for key, value in settings.items()})
+    flat = [name for group in names for name in group]
+    parameters = dict(zip(flat, _parameters(optimizer), strict=True))
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    numbers = dict(zip(flat, keys, strict=True))
+    state: dict[Any, Any] = {numbers[n]: joined(v, parameters[n], get) for n, v in saved.state.items()}
+    state |= {key: joined(value, None, get) for key, value in saved.others}
+    extra = {key: joined(value, None, get) for key, value in saved.extra.items()}
+    return {**extra, "state": state, "param_groups": groups}
+
+
+def parameters_as_saved(model: nn.Module, optimizer: Optimizer, saved: OptimizerValues) -> dict[str, Tensor]:
+    """Return the optimizer's parameters by the names under which their state was saved."""
+    flat = [name for group in _names_as_saved(model, optimizer, saved) for name in group]
+    return dict(zip(flat, _parameters(optimizer), strict=True))
+
+
+def _names_as_saved(model: nn.Module, optimizer: Optimizer, saved: OptimizerValues) -> list[list[str]]:
+    """Return the optimizer's names; of a tied parameter the one under which it was saved."""
+    by_name = named_parameters(model)
+    before = {id(by_name[n]): n for group in saved.groups for n in group["params"] if n in by_name}
+    names = optimizer_names(model, optimizer)
+    return [
+        [before.get(id(p), name) for name, p in zip(group_names, group["params"], strict=True)]
+        for group_names, group in zip(names, optimizer.param_groups, strict=True)
+    ]
+
+
+def _origins(names: Sequence[Sequence[str]], saved: OptimizerValues) -> list[set[int]]:
+    """Return from which saved groups the parameters of each group come; empty groups stand for each other."""
+    origin = {name: i for i, group in enumerate(saved.groups) for name in group["params"]}
+    empty = iter([i for i, group in enumerate(saved.groups) if not group["params"]])
+    return [{origin[n] for n in group} if group else set(islice(empty, 1)) for group in names]
+
+
+def _check_parameters(names: Sequence[Sequence[str]], saved: OptimizerValues, path: Path) -> None:
+    now = {name for group in names for name in group}
+    before = {name for group in saved.groups for name in group["params"]}
+    for these, has in (
+        (sorted(before - now), "an optimizer with {}, which this one lacks"),
+        (sorted(now - before), "an optimizer without {}, which this one has"),
+    ):
+        if these:
+            what = f"the parameter {these[0]!r}" + (f" (and {len(these) - 1} more)" if len(these) > 1 else "")
+            msg = f"{path} is of {has.format(what)}; make the optimizer from the parameters that it had"
+            raise StateError(msg)
+
+
+def _check_order(
+    names: Sequence[Sequence[str]], saved: OptimizerValues, path: Path, optimizer: Optimizer
+) -> None:
+    flat = [name for group in names for name in group]
+    before = [name for group in saved.groups for name in group["params"]]
+    if saved.in_order and flat != before:
+        first = next(i for i, pair in enumerate(zip(flat, before, strict=True)) if pair[0] != pair[1])
+        msg = (
+            f"{path}: {type(optimizer).__name__} keeps its state of all parameters at once, in their order, "
+            f"and parameter {first} was {before[first]!r} and is {flat[first]!r} now; give the parameters in "
+            "the order that they had"
+        )
+        raise StateError(msg)
+
+
+def _check_group(
+    index: int,
+    group: Mapping[str, Any],
+    names: Sequence[str],
+    saved: OptimizerValues,
+    path: Path,
+    optimizer: Optimizer,
+) -> None:
+    """Make sure that a group's parameters had the same settings, and those of this kind of optimizer."""
+    settings_of = {name: g["settings"] for g in saved.groups for name in g["params"]}
+    for name in names:
+        settings, other = settings_of[names[0]], settings_of[name]
+        if settings is other:
+            continue
+        key = next((k for k in settings if k not in other or not _equal(settings[k], other[k])), None)
+        if key is not None:
+            msg = (
+                f"{path}: parameter group {index} has {names[0]!r} and {name!r}, which were in groups of "
+                f"different {key!r}: {settings[key]!r} and {other.get(key)!r}; make the groups as the run did"
+            )
+            raise StateError(msg)
+    # Other versions of torch may lack some that this one has.
+    foreign = sorted(settings_of[names[0]].keys() - group.keys() - _OF_SCHEDULERS) if names else []
+    if foreign:
+        msg = (
+            f"{path} is of another kind of optimizer: it has {', '.join(map(repr, foreign))}, which "
+            f"{type(optimizer).__name__} lacks; resume with the one that the run had"
+        )
+        raise StateError(msg)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _like_old(old: Any, value: Any) -> Any:
+    """Give a setting the form that it has in the optimizer: a tensor, or a number."""
+    if isinstance(old, Tensor):
+        if isinstance(value, Tensor):
+            return value.to(device=old.device, dtype=old.dtype)
+        return torch.full_like(old, value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

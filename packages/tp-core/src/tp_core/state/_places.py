@@ -1,0 +1,105 @@
+"""Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_core._tensors._sharding import is_dtensor
+from tp_core._tensors._slices import TensorSlice
+from tp_core.errors import StateError
+
+__all__ = ["Cut", "Place", "fill_from_whole", "is_cut", "slice_of", "whole"]
+
+Cut = Callable[[Tensor, Tensor | TensorSlice], Tensor | TensorSlice]
+"""``cut(parameter, value)`` tells which part of a whole tensor ``value`` is: ``Session.as_slice``."""
+
+
+def slice_of(cut: Cut, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:
+    """Return ``value``, which has its parameter's shape, with where it lies in the whole: views, no copies.
+
+    Raises:
+        StateError: A DTensor is a sum that is yet to be made.
+    """
+    if not is_dtensor(value):
+        return cut(parameter, value)
+    return _within(cut, parameter, value, value.to_local())  # type: ignore[attr-defined]  # a DTensor's
+
+
+def is_cut(cut: Cut, parameter: Tensor) -> bool:
+    """Whether this rank has a part of the parameter only."""
+    return is_dtensor(parameter) or isinstance(cut(parameter, parameter), TensorSlice)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor's whole value, another tensor as it is.
+
+    Collectives: those of ``DTensor.full_tensor``.
+    """
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # as above
+
+
+class Place:
+    """Memory for what this rank holds of a tensor, on the CPU, to be filled and then taken.
+
+    Args:
+        cut: Which part of a whole tensor this rank's is.
+        like: A parameter, or an entry of the model's state: its shape, its cut and its mesh are taken over.
+        dtype: The type of the memory.
+    """
+
+    def __init__(self, cut: Cut, like: Tensor, dtype: torch.dtype) -> None:
+        self._like = like
+        if is_dtensor(like):
+            self._memory = torch.empty(like.to_local().shape, dtype=dtype)  # type: ignore[attr-defined]  # as above
+            self.target: Tensor | TensorSlice = _within(cut, like, like, self._memory)
+        else:
+            self._memory = torch.empty(like.shape, dtype=dtype)
+            self.target = cut(like, self._memory)
+
+    def take(self) -> Tensor:
+        """Return the tensor: a DTensor where ``like`` is one."""
+        like: Any = self._like
+        if not is_dtensor(like):
+            return self._memory
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            self._memory.to(like.to_local().device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
+    """Fill a tensor, or a rank's slice of it, with its part of the whole ``value``."""
+    parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
+    for start, part in parts:
+        place = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
+        part.copy_(value[place])
+
+
+def _within(cut: Cut, parameter: Tensor, dtensor: Any, local: Tensor) -> Tensor | TensorSlice:
+    """Return which part of the whole this rank's part of a DTensor is; ``local`` has that part's shape."""
+    parts = _parts(dtensor, local) if dtensor.numel() else []
+    found = cut(parameter, TensorSlice(tuple(dtensor.shape), parts))
+    if not torch.Size(found.shape).numel():  # no rank would write it
+        return torch.empty(found.shape, dtype=local.dtype)
+    return found
+
+
+def _parts(dtensor: Any, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return where this rank's part of a DTensor begins, with ``local``, which has its shape."""
+    if any(placement.is_partial() for placement in dtensor.placements):
+        msg = (
+            f"a DTensor of shape {tuple(dtensor.shape)} has the placements {dtensor.placements}: a sum that "
+            "is yet to be made cannot be saved; redistribute it first"
+        )
+        raise StateError(msg)
+    # What torch.distributed.checkpoint asks DTensors for, by the same name as on our slices.
+    (chunk,) = dtensor.__create_chunk_list__()
+    return [(tuple(chunk.offsets), local)] if local.numel() else []

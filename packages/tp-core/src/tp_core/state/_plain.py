@@ -1,0 +1,98 @@
+"""Plain values as JSON, and back as they were: tuples, sets, counters, keys that are not strings.
+
+JSON would make lists of tuples and text of numbers that are keys, and a scheduler that looks its steps
+up by number would find none. What JSON lacks becomes an object with one key that names its type.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tp_core.errors import StateError
+
+__all__ = ["StoredTensor", "from_json", "to_json"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What stands for a tensor among plain values.
+
+    Attributes:
+        name: Under which name the tensor is stored.
+        like_parameter: Whether it has the shape of the parameter that it belongs to, and is cut alike.
+    """
+
+    name: str
+    like_parameter: bool
+
+
+_ATOMS = frozenset({type(None), bool, int, float, str})
+_MARK = "$"
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$dict": dict,
+    "$tensor": lambda value: StoredTensor(*value),
+    "$counter": lambda items: Counter(dict(items)),
+}
+
+
+def to_json(what: str, value: Any, *, indent: int | None = None) -> str:
+    """Return plain values as JSON.
+
+    Args:
+        what: The words for the value in the message.
+        value: Numbers, text, booleans, ``None``; lists, tuples, sets, dicts and counters of them.
+        indent: For people, where values are few: that takes ten times as long.
+
+    Raises:
+        StateError: ``value`` has something else in it.
+    """
+    try:
+        return json.dumps(_encoded(value), indent=indent)
+    except (TypeError, ValueError) as error:
+        msg = f"{what} holds what a checkpoint does not, plain values only: {error}"
+        raise StateError(msg) from error
+
+
+def from_json(text: str) -> Any:
+    """Return what :func:`to_json` was given.
+
+    Raises:
+        ValueError: ``text`` is not JSON.
+    """
+    return json.loads(text, object_hook=_decoded)
+
+
+def _encoded(value: Any) -> Any:
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, list):
+        return value if all(type(v) in _ATOMS for v in value) else [_encoded(v) for v in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encoded(v) for v in value]}
+    if isinstance(value, dict):
+        if isinstance(value, Counter):
+            return {"$counter": _pairs(value.items())}
+        if all(type(key) is str and not key.startswith(_MARK) for key in value):
+            return {key: _encoded(v) for key, v in value.items()}
+        return {"$dict": _pairs(value.items())}
+    if isinstance(value, StoredTensor):
+        return {"$tensor": [value.name, value.like_parameter]}
+    if isinstance(value, set | frozenset):
+        return {"$set": [_encoded(v) for v in value]}
+    return value  # a number of another type; or for json to refuse
+
+
+def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
+    return [[_encoded(key), _encoded(value)] for key, value in items]
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    if len(found) == 1:
+        ((kind, values),) = found.items()
+        if kind in _DECODERS:
+            return _DECODERS[kind](values)
+    return found

@@ -1,0 +1,244 @@
+"""A model's and its optimizer's state as named tensors: what a checkpoint of a trainer and of tp-shard holds.
+
+::
+
+    model.<name>                  an entry of the model's state, under its plain name
+    optimizer.<name>.<key>        what the optimizer keeps of a parameter
+    optimizer.values              JSON, as bytes: the version of this format, and what is not a tensor
+
+The same names stand for the same tensors however they are split, so that any number of ranks reads what
+others wrote. Names, and not the order in which parameters came, decide whose state is whose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tp_core._tensors._sharding import is_dtensor
+from tp_core._tensors._slices import TensorInfo, TensorSlice
+from tp_core.errors import StateError
+from tp_core.state._files import StoredTensors
+from tp_core.state._names import plain_name, plain_state
+from tp_core.state._nested import Get, joined, refs_in
+from tp_core.state._optimizers import (
+    OptimizerValues,
+    check_fits,
+    named_state,
+    numbered_state,
+    parameters_as_saved,
+)
+from tp_core.state._places import Cut, Place, fill_from_whole, is_cut, slice_of
+from tp_core.state._plain import StoredTensor, from_json, to_json
+
+__all__ = ["collect_state", "load_whole_state", "restore_state"]
+
+FORMAT = 1
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+_VALUES = "optimizer.values"
+
+
+def collect_state(
+    model: nn.Module, optimizer: Optimizer | None, *, cut: Cut
+) -> dict[str, Tensor | TensorSlice]:
+    """Return the state of a model, and of an optimizer over it, as named tensors: no copies.
+
+    Args:
+        model: The user's own module.
+        optimizer: An optimizer over its parameters, or ``None``.
+        cut: ``cut(parameter, value)`` tells which part of the whole a value of the parameter's shape is, as
+            ``Session.as_slice`` does; DTensors tell it themselves.
+
+    Raises:
+        ConfigError: The optimizer's state cannot be saved.
+        ModelError: The optimizer has a parameter that is not the model's.
+        StateError: The state has something that is neither a tensor nor a plain value; or an entry of a split
+            parameter of which it is not known how it would be split.
+    """
+    tensors: dict[str, Tensor | TensorSlice] = {
+        f"{_MODEL}{name}": slice_of(cut, tensor, tensor.detach())
+        for name, tensor in plain_state(_model_tensors(model)).items()
+    }
+
+    def put(name: str, value: Tensor, parameter: Tensor | None) -> StoredTensor:
+        name = f"{_OPTIMIZER}{name}"
+        while name in tensors or name == _VALUES:
+            name += "_"
+        like = parameter is not None and value.shape == parameter.shape
+        if parameter is not None and like:
+            tensors[name] = slice_of(cut, parameter, value.detach())
+        else:
+            splits = parameter is not None and value.numel() > 1 and is_cut(cut, parameter)
+            if splits or is_dtensor(value):
+                shapes = "" if parameter is None else f", of which this rank has {tuple(parameter.shape)}"
+                msg = (
+                    f"the optimizer keeps {name.removeprefix(_OPTIMIZER)} of shape {tuple(value.shape)} of a "
+                    f"split parameter{shapes}: how it would be cut is not known"
+                )
+                raise StateError(msg)
+            tensors[name] = value.detach()
+        return StoredTensor(name, like)
+
+    if optimizer is not None:
+        found = named_state(model, optimizer, put)
+        values = {"format": FORMAT} | {field.name: getattr(found, field.name) for field in fields(found)}
+        text = to_json("the state of the optimizer", values).encode()
+        tensors[_VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensors
+
+
+def restore_state(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    stored: StoredTensors,
+    *,
+    cut: Cut,
+    same_groups: bool = False,
+) -> None:
+    """Load what :func:`collect_state` returned, on this or another number of ranks.
+
+    Everything is read before anything is changed: after an error the model and the optimizer are as they
+    were.
+
+    Args:
+        model: The user's own module.
+        optimizer: An optimizer over its parameters, to be loaded too; they may come in another order.
+        stored: Where the state is.
+        cut: As in :func:`collect_state`.
+        same_groups: Whether the optimizer's parameter groups must be those that were saved, in their order.
+
+    Raises:
+        ModelError: The optimizer has a parameter that is not the model's.
+        StateError: Something is missing, new or has another shape, and is named; or a file is damaged.
+    """
+    current = plain_state(_model_tensors(model))
+    infos = stored.infos
+    surplus = next((n for n in infos if n.startswith(_MODEL) and n.removeprefix(_MODEL) not in current), None)
+    if surplus is not None:
+        msg = f"{stored.path} has {surplus.removeprefix(_MODEL)!r}, which the model lacks"
+        raise StateError(msg)
+    places = {f"{_MODEL}{name}": Place(cut, tensor, tensor.dtype) for name, tensor in current.items()}
+    saved = None
+    if optimizer is not None:
+        saved = _optimizer_values(stored)
+        check_fits(model, optimizer, saved, stored.path, same_groups=same_groups)
+        parameters = parameters_as_saved(model, optimizer, saved)
+        for name, value in saved.state.items():
+            for ref in refs_in(value):
+                if ref.like_parameter:
+                    places[ref.name] = Place(cut, parameters[name], infos[ref.name].dtype)
+                else:
+                    places[ref.name] = _whole_place(infos[ref.name])
+        for ref in refs_in([saved.others, saved.extra]):
+            places[ref.name] = _whole_place(infos[ref.name])
+    stored.fill({name: place.target for name, place in places.items()})
+    taken = {name: place.take() for name, place in places.items()}
+    names = {name: f"{_MODEL}{plain_name(name)}" for name in _model_tensors(model)}
+    model.load_state_dict({name: taken[stored_name] for name, stored_name in names.items()})
+    if optimizer is not None and saved is not None:
+        _load_optimizer(model, optimizer, saved, taken, infos)
+
+
+def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a whole state into a model, whose parameters may be DTensors and whose parts may be compiled.
+
+    Raises:
+        RuntimeError: Names or shapes do not fit the model (torch's own error).
+    """
+    current = model.state_dict(keep_vars=True)
+    actual = {plain_name(name): name for name in current}
+    given: dict[str, Any] = {}
+    for name, value in plain_state(state).items():
+        own = actual.get(name, name)
+        like = current.get(own)
+        if isinstance(like, Tensor) and is_dtensor(like) and like.shape == value.shape:
+            place = Place(_uncut, like, value.dtype)
+            fill_from_whole(place.target, value)
+            value = place.take()  # noqa: PLW2901 - the same value, as this rank holds it
+        given[own] = value
+    model.load_state_dict(given)
+
+
+def _load_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: OptimizerValues,
+    taken: Mapping[str, Tensor],
+    infos: Mapping[str, TensorInfo],
+) -> None:
+    optimizer.load_state_dict(numbered_state(model, optimizer, saved, lambda ref, _: taken[ref.name]))
+    # torch gives every tensor the type of its parameter, a counter that of a weight, and takes text apart.
+    for name, parameter in parameters_as_saved(model, optimizer, saved).items():
+        entries, kept = saved.state.get(name), optimizer.state.get(parameter)
+        before = infos.get(f"{_MODEL}{name}")
+        if not isinstance(entries, dict) or not isinstance(kept, dict):
+            continue
+        same_type = before is not None and before.dtype == parameter.dtype
+        for key in entries.keys() & kept.keys():
+            entry, now = entries[key], kept[key]
+            if not any(refs_in(entry)):
+                kept[key] = entry
+            elif same_type and isinstance(entry, StoredTensor) and isinstance(now, Tensor):
+                if now.dtype != infos[entry.name].dtype:
+                    kept[key] = taken[entry.name].to(now.device)
+            elif same_type:
+                kept[key] = joined(entry, None, _taken_to(parameter.device, taken))
+
+
+def _taken_to(device: torch.device, taken: Mapping[str, Tensor]) -> Get:
+    return lambda ref, _: taken[ref.name].to(device)
+
+
+def _optimizer_values(stored: StoredTensors) -> OptimizerValues:
+    """Return what was saved of an optimizer besides the tensors of its state.
+
+    Raises:
+        StateError: The state is missing, damaged, or of another format.
+    """
+    info = stored.infos.get(_VALUES)
+    if info is None:
+        msg = f"{stored.path} has no state of an optimizer: it lacks {_VALUES}"
+        if any(name.startswith(_OPTIMIZER) for name in stored.infos):
+            msg += "; what it has of one was written by another program, or by an earlier version of this one"
+        raise StateError(msg)
+    text = torch.empty(info.shape, dtype=info.dtype)
+    stored.fill({_VALUES: text})
+    try:
+        values = dict(from_json(bytes(text.tolist()).decode()))
+        version = values.pop("format")
+    except (ValueError, TypeError, KeyError) as error:
+        msg = f"{stored.path} is damaged: {_VALUES} cannot be read: {error}"
+        raise StateError(msg) from error
+    if version != FORMAT:
+        msg = f"{stored.path} has an optimizer's state in format {version!r}, and this version reads {FORMAT}"
+        raise StateError(msg)
+    found = OptimizerValues(**values)
+    settings = {ref.name: _whole_place(stored.infos[ref.name]) for ref in refs_in(found.groups)}
+    stored.fill({name: place.target for name, place in settings.items()})
+    groups: list[dict[str, Any]] = joined(found.groups, None, lambda ref, _: settings[ref.name].take())
+    return replace(found, groups=groups)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            msg = (
+                f"the model's state has {plain_name(name)!r}, a {type(value).__name__}; a checkpoint holds "
+                "tensors: let get_extra_state() return one"
+            )
+            raise StateError(msg)
+    return dict(state)
+
+
+def _whole_place(info: TensorInfo) -> Place:
+    return Place(_uncut, torch.empty(info.shape), info.dtype)
+
+
+def _uncut(_parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
+    return value

@@ -1,0 +1,114 @@
+"""A backend's sessions open, fail, close and follow each other as they should."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tp_core.errors import ConfigError, ModelError
+from tp_core.testing._bodies import (
+    State,
+    assert_same,
+    batch_loss,
+    data,
+    loss_of,
+    make_job,
+    open_session,
+    prepared,
+    whole,
+)
+from tp_core.testing._gradient_checks import GradientChecks
+
+__all__ = ["SessionChecks"]
+
+
+class SessionChecks(GradientChecks):
+    """Errors, and beginnings and ends."""
+
+    def test_a_step_that_raises_is_raised_in_the_caller(self) -> None:
+        for message in self.everywhere(_raising_step):
+            assert "the step's own words" in message
+
+    def test_a_wrapped_model_is_refused(self) -> None:
+        for message in self.everywhere(_wrapped_model):
+            assert "already wrapped" in message
+
+    def test_an_unknown_option_is_refused(self) -> None:
+        for message, is_joined in self.everywhere(_unknown_option):
+            assert "no option 'no_such_option'" in message
+            assert not is_joined, "the options must be looked at before anything is started"
+
+    def test_closing_twice_does_nothing(self) -> None:
+        assert all(self.everywhere(_closed_twice))
+
+    def test_closing_leaves_the_process_group_as_it_was_found(self) -> None:
+        for before, after in self.everywhere(_groups):
+            assert before == after
+
+    def test_a_second_session_in_one_process_works_as_the_first(self) -> None:
+        model = self.make_reference()
+        loss_of(batch_loss()(model, data(8).tensors)).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for gradients in self.everywhere(_two_sessions):
+            for found in gradients:
+                assert_same(found, expected)
+
+
+# -- on every rank --------------------------------------------------------------------------------
+
+
+def _is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _raising_step(kit: SessionChecks) -> str:
+    def step(_model: nn.Module, _batch: Any) -> Tensor:
+        msg = "the step's own words"
+        raise ValueError(msg)
+
+    with prepared(kit) as (session, model):
+        batch = next(iter(session.prepare_loader(DataLoader(data(4), batch_size=4))))
+        with pytest.raises(Exception, match="the step's own words") as caught:
+            session.run(step, model, batch)
+        return str(caught.value)
+
+
+def _wrapped_model(kit: SessionChecks) -> str:
+    with open_session(kit) as session, pytest.raises(ModelError) as caught:
+        session.prepare_model(nn.DataParallel(kit.make_model()))
+    return str(caught.value)
+
+
+def _unknown_option(kit: SessionChecks) -> tuple[str, bool]:
+    options = {kit.backend.name: {**kit.options, "no_such_option": 1}}
+    was_joined = _is_joined()
+    with pytest.raises(ConfigError) as caught:
+        kit.backend().open(make_job(kit, options=options)).close()
+    return str(caught.value), _is_joined() and not was_joined
+
+
+def _closed_twice(kit: SessionChecks) -> bool:
+    session = open_session(kit, model=kit.make_model())
+    session.close()
+    session.close()
+    return True
+
+
+def _groups(kit: SessionChecks) -> tuple[bool, bool]:
+    model = kit.make_model()  # one that is split may need the group before
+    before = _is_joined()
+    with open_session(kit, model=model) as session:
+        session.reduce(torch.ones(1, device=session.device))
+    return before, _is_joined()
+
+
+def _two_sessions(kit: SessionChecks) -> list[State]:
+    found = []
+    for _ in range(2):
+        with prepared(kit) as (session, model):
+            session.backward(loss_of(session.run(batch_loss(), model, whole(session))))
+            found.append(kit.gradients(session, model))
+    return found

@@ -1,0 +1,100 @@
+"""A backend's state is the whole model's, and comes back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tp_core.testing._bodies import State, assert_same, on_cpu, prepared
+from tp_core.testing._kit import PooledKit
+
+__all__ = ["StateChecks"]
+
+
+class StateChecks(PooledKit):
+    """Parameters and buffers, with the names of the user's own module."""
+
+    def test_model_state_has_the_plain_names_and_buffers_and_comes_back(self) -> None:
+        expected = self.make_reference().state_dict()
+        for state, restored in self.everywhere(_state_round_trip):
+            assert_same(state, expected)
+            assert_same(restored, expected)
+
+    def test_a_state_of_one_device_is_loaded(self) -> None:
+        expected = _of_one_device(self)
+        for state in self.everywhere(_loaded):
+            assert_same(state, expected)
+
+    @pytest.mark.parametrize("fault", ["missing", "surplus", "another shape"])
+    def test_a_state_that_does_not_fit_is_refused(self, fault: str) -> None:
+        for error in self.everywhere(_loaded_wrong, fault):
+            assert error, f"a state with a tensor that is {fault} was loaded"
+
+    def test_weights_that_are_tied_stay_tied(self) -> None:
+        for before, after in self.everywhere(_count_of_weights):
+            assert before == after
+
+    def test_buffers_are_those_of_the_first_data_rank_after_they_are_synced(self) -> None:
+        found = self.everywhere(_synced_buffers)
+        for buffers in found:
+            assert_same(buffers, _buffers(self.make_reference()))
+
+
+def _of_one_device(kit: StateChecks) -> State:
+    return {n: t + 1 for n, t in kit.make_reference().state_dict().items()}
+
+
+def _buffers(model: nn.Module) -> State:
+    return on_cpu(dict(model.named_buffers()))
+
+
+# -- on every rank --------------------------------------------------------------------------------
+
+
+def _state_round_trip(kit: StateChecks) -> tuple[State, State]:
+    with prepared(kit) as (session, model):
+        state = on_cpu(session.model_state(model))
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.zero_()
+        session.load_model_state(model, state)
+        return state, on_cpu(session.model_state(model))
+
+
+def _loaded(kit: StateChecks) -> State:
+    with prepared(kit) as (session, model):
+        session.load_model_state(model, _of_one_device(kit))
+        return on_cpu(session.model_state(model))
+
+
+def _loaded_wrong(kit: StateChecks, fault: str) -> str:
+    with prepared(kit) as (session, model):
+        state: dict[str, Any] = dict(kit.make_reference().state_dict())
+        if fault == "missing":
+            del state["0.bias"]
+        elif fault == "surplus":
+            state["0.other"] = torch.ones(1)
+        else:
+            state["0.bias"] = torch.ones(3, 3)
+        try:
+            session.load_model_state(model, state)
+        except Exception as error:  # noqa: BLE001 - each backend has its own
+            return repr(error)
+        return ""
+
+
+def _count_of_weights(kit: StateChecks) -> tuple[int, int]:
+    before = len(list(kit.make_model().parameters()))
+    with prepared(kit) as (session, model):
+        session.load_model_state(model, _of_one_device(kit))
+        return before, len(list(session.unwrap(model).parameters()))
+
+
+def _synced_buffers(kit: StateChecks) -> State:
+    with prepared(kit) as (session, model):
+        with torch.no_grad():
+            for buffer in session.unwrap(model).buffers():
+                buffer.add_(session.data_rank)
+        session.sync_buffers(model)
+        return _buffers(session.unwrap(model))

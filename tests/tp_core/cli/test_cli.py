@@ -1,0 +1,264 @@
+"""The command tp, its plugins' commands, and tp doctor."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from tp_core.cli._doctor import examine
+from tp_core.cli._main import build_app, run
+from tp_core.plugins import PluginRegistry, registry
+from tp_core.testing import fake_distribution
+
+COMMANDS = """
+    import typer
+    from tp_core.plugins import Command, hookimpl
+
+    def load_hello():
+        app = typer.Typer()
+        @app.command()
+        def hello(name: str):
+            print(f"hello {name}")
+        return app
+
+    def load_bad():
+        raise ImportError("no such library")
+
+    def load_ending():
+        raise SystemExit(3)
+
+    @hookimpl
+    def tp_commands():
+        return [Command("hello", "Say hello.", load_hello), Command("bad", "Fail.", load_bad),
+                Command("ending", "End.", load_ending),
+                Command("doctor", "Hide the doctor.", load_hello)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def looked_before():
+    """The registry of the process has looked before a made-up distribution is there, and keeps none."""
+    registry.plugins()
+
+
+def tp(*arguments, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "tp_core.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture
+def with_commands(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-hello", entry_points={"hello": "hello_plugin"}, modules={"hello_plugin": COMMANDS}
+    ):
+        yield PluginRegistry(environ={})
+
+
+def test_a_plugins_command_runs_and_loads_no_other_one(with_commands, capsys):
+    app = build_app(with_commands)
+    assert "the command 'doctor' of plugin hello (tp-hello 1.0) is left out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        app(args=["hello", "world"], prog_name="tp")
+    assert ended.value.code == 0
+    captured = capsys.readouterr()
+    assert "hello world" in captured.out
+    assert "bad" not in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bad"]])
+def test_a_broken_command_is_left_out_with_its_cause(with_commands, capsys, arguments):
+    with pytest.raises(SystemExit):
+        build_app(with_commands)(args=arguments, prog_name="tp")
+    assert "command 'bad' of tp-hello 1.0 is broken: ImportError: no such library" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands_with_their_lines(with_commands, capsys):
+    with pytest.raises(SystemExit):
+        build_app(with_commands)(args=["--help"], prog_name="tp")
+    out = capsys.readouterr().out
+    assert "Say hello." in out
+    assert "doctor" in out
+
+
+def test_a_command_that_ends_the_process_while_it_loads_is_left_out_too(with_commands, capsys):
+    with pytest.raises(SystemExit):
+        build_app(with_commands)(args=["--help"], prog_name="tp")
+    captured = capsys.readouterr()
+    assert "Say hello." in captured.out
+    assert "command 'ending' of tp-hello 1.0 is broken: SystemExit: 3" in captured.err
+
+
+def test_a_misspelled_command_gets_a_suggestion(capsys):
+    assert run(["lunch"]) == 2
+    assert "Did you mean 'launch'?" in capsys.readouterr().err
+
+
+def test_tp_says_its_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tp-core {version('tp-core')}\n"
+
+
+def test_looking_after_jobs_does_not_wait_for_torch(tmp_path):
+    code = (
+        "import sys; from tp_core.cli._main import run; assert run(['jobs']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250, env=environ)
+
+
+def test_an_unknown_command_ends_with_a_status(capsys):
+    assert run(["no-such-command"]) == 2
+
+
+def test_the_doctor_finds_nothing_broken_here(capsys):
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing is broken." in out
+    assert "cpu" in out
+
+
+def test_the_doctor_speaks_json(capsys):
+    assert run(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert {"python", "torch", "tp-core"} <= set(report["versions"])
+    assert report["environment"]["launcher"] == "plain"
+    assert all({"device", "free_bytes", "total_bytes", "utilization"} <= set(d) for d in report["devices"])
+
+
+def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys, monkeypatch):
+    with fake_distribution(
+        tmp_path, "tp-bad", version="0.3", entry_points={"bad": "bad_plugin"}, modules={"bad_plugin": "1 / 0"}
+    ):
+        plugins = PluginRegistry(environ={})
+        report = examine(plugins)
+        monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
+        assert run(["doctor"]) == 1
+    (broken,) = report["broken"]
+    assert (broken["name"], broken["distribution"], broken["version"]) == ("bad", "tp-bad", "0.3")
+    assert "ZeroDivisionError" in broken["traceback"]
+    assert report["problems"] == ["plugin bad of tp-bad: ZeroDivisionError: division by zero"]
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+TALKATIVE = """
+    print("loaded")
+    from tp_core.plugins import Backend, Session, Verdict
+    from tp_core.plugins import hookimpl
+
+    class Talkative(Backend):
+        name = "talkative"
+        def assess(self, job):
+            print("asked")
+            return Verdict.fits(1, "it talks")
+        def open(self, job):
+            return Session(job)
+
+    @hookimpl
+    def tp_backends():
+        print("hooked")
+        return [Talkative()]
+"""
+
+
+@pytest.fixture
+def talkative(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-talk", entry_points={"talk": "talk_plugin"}, modules={"talk_plugin": TALKATIVE}
+    ):
+        yield PluginRegistry(environ={})
+
+
+def test_what_a_plugin_prints_is_no_part_of_the_report(talkative, capsys, monkeypatch):
+    monkeypatch.setattr("tp_core.cli._doctor.registry", talkative)
+    assert run(["doctor", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["problems"] == []
+    assert all(word in captured.err for word in ("loaded", "hooked", "asked"))
+
+
+def test_what_a_plugin_prints_while_it_is_loaded_never_reaches_stdout(talkative, capsys):
+    talkative.broken()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "loaded" in captured.err
+
+
+def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys, monkeypatch):
+    brings = {p["name"]: p["brings"] for p in examine(with_commands)["plugins"]}
+    assert brings["hello"] == {"command": ("bad", "ending", "hello")}
+    assert brings["tp-runner"]["engine"] == ("inline", "process", "ray", "thread")
+    assert brings["tp-tuple"] == {"backend": ("tuple",), "collate adapter": ("tuple",)}
+    monkeypatch.setattr("tp_core.cli._doctor.registry", with_commands)
+    run(["doctor"])
+    assert "collate adapter" in capsys.readouterr().out
+
+
+def test_the_doctor_says_of_a_plugin_that_it_does_not_name_its_contract(with_commands):
+    report = examine(with_commands)
+    assert [n for n in report["notes"] if "plugin hello (tp-hello 1.0)" in n and "tp_contract = 1" in n]
+    assert not [n for n in report["notes"] if "tp-trainer" in n]
+
+
+def test_the_doctor_says_which_backend_takes_long_to_assess(talkative, monkeypatch):
+    clock = itertools.count(step=0.75)
+    monkeypatch.setattr("tp_core.plugins._select.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("tp_core.plugins._select.SLOW_S", 0.5)
+    notes = examine(talkative)["notes"]
+    assert [n for n in notes if "backend talkative of tp-talk 1.0: assess() took 0.8 s" in n]
+
+
+RAISING = """
+    from tp_core.plugins import Backend
+    from tp_core.plugins import hookimpl
+
+    class Raising(Backend):
+        name = "raising"
+        def assess(self, job):
+            raise RuntimeError("cannot look")
+        def open(self, job):
+            pass
+
+    @hookimpl
+    def tp_backends():
+        return [Raising()]
+"""
+
+
+def test_the_doctor_reports_a_backend_that_raises_while_it_looks(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-raise", entry_points={"raise": "raise_plugin"}, modules={"raise_plugin": RAISING}
+    ):
+        report = examine(PluginRegistry(environ={}))
+    assert any("assess() raised RuntimeError: cannot look" in p for p in report["problems"])
+
+
+def test_the_doctor_reports_a_half_set_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    report = examine(PluginRegistry(environ={}))
+    assert report["environment"] is None
+    assert any("WORLD_SIZE" in p for p in report["problems"])
+
+
+def test_without_its_libraries_tp_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
+    done = tp("doctor", env={"PYTHONPATH": str(tmp_path), "PATH": ""})
+    assert done.returncode == 1
+    assert "tp: the command line needs typer" in done.stderr
+    assert "pip install 'tp-core[cli]'" in done.stderr
+
+
+def test_tp_is_a_module_too():
+    done = tp("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []

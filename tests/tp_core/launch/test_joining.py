@@ -1,0 +1,64 @@
+"""Joining the process group of a job, leaving it, and joining again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tp_core import LaunchEnvironment
+from tp_core.errors import LaunchEnvironmentError
+from tp_core.plugins import ProcessGroupSession, join_process_group
+from tp_core.testing import make_job, run_ranks
+from tp_core.testing._kit import ConformanceKit
+
+ALONE = LaunchEnvironment.read({})
+CPU = torch.device("cpu")
+
+
+def test_one_process_without_a_launcher_is_a_group_of_one():
+    leave = join_process_group(ALONE, device=CPU)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    leave()
+    leave()
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_the_script_has_joined_is_the_scripts_to_leave():
+    leave_ours = join_process_group(ALONE, device=CPU)
+    leave = join_process_group(ALONE, device=CPU)
+    leave()
+    assert dist.is_initialized()
+    leave_ours()
+    assert not dist.is_initialized()
+
+
+def test_what_left_an_earlier_group_does_not_leave_a_later_one():
+    leave_first = join_process_group(ALONE, device=CPU)
+    dist.destroy_process_group()
+    leave_second = join_process_group(ALONE, device=CPU)
+    leave_first()
+    assert dist.is_initialized()
+    leave_second()
+
+
+def test_several_processes_without_an_address_are_told_how_to_start():
+    lost = LaunchEnvironment(rank=1, world_size=2)
+    with pytest.raises(LaunchEnvironmentError, match="tp launch -n N"):
+        join_process_group(lost, device=CPU)
+
+
+def joined_again_and_again():
+    sums = []
+    for _ in range(3):
+        leave = join_process_group(LaunchEnvironment.read(), device=CPU)
+        with ProcessGroupSession(make_job(Kit()), leave=leave) as session:
+            sums.append(session.reduce(torch.ones(1)).item())
+        assert not dist.is_initialized()
+    return sums
+
+
+class Kit(ConformanceKit):
+    class backend:  # noqa: N801 - the kit's attribute
+        name = "none"
+
+
+def test_a_process_joins_again_after_it_has_left():
+    assert run_ranks(joined_again_and_again, 2) == [[2.0] * 3] * 2

@@ -1,0 +1,139 @@
+"""Named tensors in a folder: whole, in slices, damaged, and of strangers."""
+
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tp_core.errors import StateError
+from tp_core.internal import split_evenly
+from tp_core.plugins import TensorSlice
+from tp_core.state import read_tensors, tensor_infos, write_tensors
+from tp_core.testing import run_ranks
+
+TENSORS = {
+    "a": torch.arange(12.0).reshape(3, 4),
+    "b": torch.tensor(7),
+    "c": torch.ones(5, dtype=torch.bfloat16),
+}
+
+
+def empty_like(tensors):
+    return {name: torch.empty_like(t) for name, t in tensors.items()}
+
+
+def test_what_is_written_is_read(tmp_path):
+    write_tensors(TENSORS, tmp_path / "new")
+    found = empty_like(TENSORS)
+    read_tensors(found, tmp_path / "new")
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    infos = tensor_infos(tmp_path / "new")
+    assert {n: (i.shape, i.dtype) for n, i in infos.items()} == {
+        n: (tuple(t.shape), t.dtype) for n, t in TENSORS.items()
+    }
+
+
+@given(rows=st.integers(1, 9), parts=st.integers(1, 4), dim=st.integers(0, 1))
+def test_any_slices_of_a_whole_can_be_read(tmp_path_factory, rows, parts, dim):
+    folder = tmp_path_factory.mktemp("slices")
+    whole = torch.arange(rows * 6.0).reshape(rows, 6)
+    write_tensors({"w": whole}, folder)
+    for part in split_evenly(whole.size(dim), min(parts, whole.size(dim))):
+        expected = whole.narrow(dim, part.start, part.stop - part.start)
+        offsets = (part.start, 0) if dim == 0 else (0, part.start)
+        target = torch.empty(expected.shape)
+        read_tensors({"w": TensorSlice(tuple(whole.shape), [(offsets, target)])}, folder)
+        assert torch.equal(target, expected)
+
+
+def test_a_slice_may_have_several_parts(tmp_path):
+    whole = torch.arange(12.0).reshape(6, 2)
+    mine = torch.empty(4, 2)  # rows 0, 1 and 4, 5
+    write_tensors({"w": whole}, tmp_path)
+    read_tensors({"w": TensorSlice((6, 2), [((0, 0), mine[:2]), ((4, 0), mine[2:])])}, tmp_path)
+    assert torch.equal(mine, whole[[0, 1, 4, 5]])
+
+
+def write_shards(folder):
+    dist.init_process_group("gloo")
+    rows = split_evenly(5, 2)[dist.get_rank()]
+    whole = torch.arange(10.0).reshape(5, 2)
+    mine = TensorSlice((5, 2), [((rows.start, 0), whole[rows].clone())])
+    write_tensors({"w": mine, "same": torch.ones(3)}, folder, together=True)
+    other = torch.empty(5, 1)
+    read_tensors({"w": TensorSlice((5, 2), [((0, dist.get_rank()), other)])}, folder)
+    return other.flatten().tolist()
+
+
+def test_ranks_write_slices_together_and_read_others(tmp_path):
+    columns = run_ranks(write_shards, 2, tmp_path)
+    assert columns == [[0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 9.0]]
+    found = {"w": torch.empty(5, 2), "same": torch.empty(3)}
+    read_tensors(found, tmp_path)
+    assert found["w"].flatten().tolist() == list(range(10))
+    assert found["same"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_missing_name_and_another_shape_are_named_before_anything_is_touched(tmp_path):
+    write_tensors(TENSORS, tmp_path)
+    target = torch.full((3, 4), -1.0)
+    with pytest.raises(StateError, match="lacks 'missing'"):
+        read_tensors({"a": target, "missing": torch.empty(1)}, tmp_path)
+    with pytest.raises(StateError, match=r"'b' of shape \(\), not \(2,\)"):
+        read_tensors({"a": target, "b": torch.empty(2)}, tmp_path)
+    assert (target == -1).all()
+
+
+def test_a_folder_without_an_index_and_a_cut_off_file_are_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        tensor_infos(tmp_path)
+    write_tensors(TENSORS, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(StateError, match=r"is cut off at 100 bytes: it has .* of"):
+        read_tensors(empty_like(TENSORS), tmp_path)
+    index = tmp_path / ".metadata"
+    index.write_bytes(index.read_bytes()[:50])
+    with pytest.raises(StateError, match=r"\.metadata is damaged"):
+        tensor_infos(tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_an_index_runs_no_code(tmp_path, capsys):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(StateError, match=r"names builtins\.print"):
+        tensor_infos(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("name", ["PosixPath", "WindowsPath"])
+def test_an_index_of_another_python_or_system_is_read(module, name, tmp_path, monkeypatch):
+    write_tensors(TENSORS, tmp_path)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    kind = type(name, (), {"__module__": module, "__reduce__": lambda self: (type(self), ("some", "folder"))})
+    with monkeypatch.context() as patch:  # Python 3.13 moved the classes of paths, and 3.14 moved them back
+        if module not in sys.modules:
+            patch.setitem(sys.modules, module, types.ModuleType(module))
+        patch.setattr(sys.modules[module], name, kind, raising=False)
+        index.storage_meta.checkpoint_id = kind()
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    found = empty_like(TENSORS)
+    read_tensors(found, tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_writing_and_reading_leave_the_filters_of_warnings_as_they_were(tmp_path):
+    before = list(warnings.filters)
+    write_tensors(TENSORS, tmp_path)
+    read_tensors(empty_like(TENSORS), tmp_path)
+    assert warnings.filters == before
