@@ -1,12 +1,14 @@
 """The backend: when it fits, and what its session does beyond the conformance kit."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tp_core import CollateAdapter, Job, LaunchEnvironment, Parts, Verdict
+from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.plugins import registry
+from tp_core.plugins import CollateAdapter, Job, Parts, Verdict, registry
 from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._backend import TupleBackend
 
@@ -148,7 +150,7 @@ def test_batches_without_parts_are_refused():
             next(iter(session.prepare_loader([[1, 2]])))
         with pytest.raises(LoaderError, match="loader yielded tuple"):
             session.run(squares, model, data()[:])
-        with pytest.raises(LoaderError, match="batch_size=None makes no lists of items"):
+        with pytest.raises(LoaderError, match="batch_size=None does not make lists of items"):
             session.prepare_loader(DataLoader(data(), batch_size=None))
 
 
@@ -220,3 +222,60 @@ def test_closing_lets_the_replicas_go():
     session.close()
     gc.collect()
     assert reference() is None
+
+
+def test_refreshing_a_model_lets_a_bare_write_reach_its_replicas():
+    model = nn.Linear(3, 1)
+    with opened(force_copies=True) as session, torch.no_grad():
+        prepared = session.prepare_model(model)
+        batch = Parts((torch.ones(2, 3), torch.ones(2, 3)), counts=(2, 2))
+        session.run(lambda m, x: {"sum": m(x).sum()}, prepared, batch)
+        model.weight.data.add_(1)
+        session.refresh(prepared)
+        seen = session.run(lambda m, x: {"sum": m(x).sum()}, prepared, batch)
+        assert seen["sum"].item() == pytest.approx(model(torch.ones(2, 3)).sum().item())
+
+
+# -- parts that are taken for a batch -----------------------------------------------------------------
+
+
+def _a_batch(batch):
+    """Return what a prepared loader yields for two devices."""
+    with opened() as session:
+        return next(iter(session.prepare_loader(DataLoader(batch, batch_size=4))))
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda batch: batch["x"], "has no 'x'"),
+        (lambda batch: [row for (row,) in [batch]], "cannot be unpacked"),
+        (lambda batch: torch.nn.functional.linear(batch, torch.ones(1, 1)), "is not a tensor"),
+        (torch.nn.Linear(1, 1), "is not a tensor"),
+    ],
+)
+def test_parts_that_are_used_as_a_batch_explain_themselves(use, what):
+    with pytest.raises(StepError, match=rf"in 2 parts, .*{what}.*trainer\.run\(step, model, batch\)"):
+        use(_a_batch([{"x": torch.ones(1)}] * 4))
+
+
+def test_an_attribute_that_parts_lack_is_explained():
+    batch = _a_batch([{"x": torch.ones(1)}] * 4)
+    assert not hasattr(batch, "to")
+    with pytest.raises(AttributeError, match=r"in 2 parts, .*has no attribute 'labels'"):
+        _ = batch.labels
+
+
+def test_parts_are_mapped_and_taken_by_number():
+    parts = Parts([[1], [2, 3]], counts=[1, 2], order=[2, 0, 1])
+    mapped = parts.map(len)
+    assert (mapped[0], mapped[1], mapped[-1]) == (1, 2, 2)
+    assert (mapped.counts, mapped.order) == ((1, 2), (2, 0, 1))
+    with pytest.raises(StepError, match="has no 'x'"):
+        _ = parts["x"]
+
+
+def test_a_batch_in_parts_is_pickled():
+    found = pickle.loads(pickle.dumps(_a_batch([{"x": torch.ones(1)}] * 4)))
+    assert found.counts == (2, 2)
+    assert torch.equal(found[1]["x"], torch.ones(2, 1))

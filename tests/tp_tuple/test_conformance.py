@@ -1,5 +1,6 @@
 """What every backend must do, by tp_core's kit."""
 
+import pytest
 from tp_core.testing import BackendConformance
 from tp_tuple._backend import TupleBackend
 
@@ -12,22 +13,24 @@ class TestTwoDevices(BackendConformance):
 class TestThreeDevicesWithCopies(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu", "cpu")
-    options = {"force_copies": True}  # noqa: RUF012 - the kit declares it
+    options = {"force_copies": True}
 
 
 class TestWeightedSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")
-    options = {"weights": [2, 1]}  # noqa: RUF012 - as above
+    options = {"weights": [2, 1]}
 
 
+@pytest.mark.slow
 class TestCostBalancedSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")
-    options = {"cost": lambda item: abs(float(item[0][0]))}  # noqa: RUF012 - as above
+    options = {"cost": lambda item: abs(float(item[0][0]))}
 
 
+@pytest.mark.slow
 class TestMeasuredSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")
-    options = {"weights": "auto"}  # noqa: RUF012 - as above
+    options = {"weights": "auto"}

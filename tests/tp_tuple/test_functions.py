@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tp_core.errors import ConfigError
-from tp_tuple import Batch, Tuplewise, cuda_attrs, cuda_fields, recursive_cuda, tuple_fn
+from tp_core.errors import ConfigError, TransferError
+from tp_tuple import Batch, Tuplewise, cuda_attrs, cuda_fields, recursive_cuda, tuple_fn, tuplewise
 
 
 class Graphs(Batch):
@@ -103,7 +103,7 @@ def test_tuple_fn_is_a_decorator_with_and_without_options():
 
 
 def test_parallel_parts_run_at_once_with_the_callers_grad_mode():
-    barrier = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=250)
 
     @tuple_fn(parallel=True)
     def meet(x):
@@ -123,3 +123,70 @@ def test_tuple_fn_refuses_unequal_parts():
         tuple_fn(lambda x: (x,) * x)((1, 2))
     with pytest.raises(ConfigError, match=r"got \[2, None\]"):
         tuple_fn(lambda x: (1, 2) if x else 3)((1, 0))
+    with pytest.raises(ConfigError, match="expected at least one argument"):
+        tuple_fn(lambda: 1)()
+
+
+def test_tuplewise_is_a_function_too():
+    assert tuplewise([(0, 1), (2, 3)])[1] == [1, 3]
+
+
+class Slotted(Batch):
+    __slots__ = ("__private", "unset", "x")
+
+    def __init__(self, x):
+        self.x = x
+        self.__private = {"edges": x}
+
+    def devices(self):
+        return self.x.device.type, self.__private["edges"].device.type
+
+
+class SlottedChild(Slotted):
+    __slots__ = "y"  # noqa: PLC0205 - Python allows one name alone
+
+    def __init__(self, x):
+        super().__init__(x)
+        self.y = x
+        self.z = x
+
+
+@pytest.mark.parametrize("cls", [Slotted, SlottedChild])
+def test_attributes_in_slots_move_too(cls):
+    batch = cls(torch.zeros(2))
+    there = batch.to("meta")
+    assert (there.devices(), batch.devices()) == (("meta",) * 2, ("cpu",) * 2)
+    assert batch.cuda("meta").devices() == ("meta",) * 2
+    if cls is SlottedChild:
+        assert (there.y.device.type, there.z.device.type) == ("meta", "meta")
+    assert cls(torch.zeros(2)).pin_memory().devices() == ("cpu",) * 2
+
+
+def test_an_object_without_attributes_is_refused():
+    with pytest.raises(TransferError, match="cannot move the attributes of a list: it has none"):
+        cuda_attrs([torch.zeros(1)], "meta")
+
+
+class OnlyCuda:
+    device = None
+
+    def cuda(self, device=None, **options):
+        self.device = (device, options)
+        return self if device != torch.device("meta") else None
+
+
+def test_an_object_with_cuda_alone_gets_the_device_whichever_it_is():
+    one, two = recursive_cuda([OnlyCuda(), {"two": OnlyCuda()}], "cpu")
+    assert one.device == (torch.device("cpu"), {})
+    assert recursive_cuda(OnlyCuda(), "cpu", non_blocking=True).device[1] == {"non_blocking": True}
+    assert two["two"].device[0] == torch.device("cpu")
+    with pytest.raises(TransferError, match=r"OnlyCuda.cuda returned None"):
+        recursive_cuda(OnlyCuda(), "meta")
+
+
+def test_an_object_with_to_as_well_moves_by_that():
+    class Both(OnlyCuda):
+        def to(self, device):
+            return "moved by to"
+
+    assert recursive_cuda(Both(), "cpu") == "moved by to"

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tp_core import CollateAdapter, Parts, Verdict
 from tp_core.errors import ConfigError
+from tp_core.plugins import CollateAdapter, Parts, Verdict
 
 from tp_tuple._collate import Splitter
 from tp_tuple._speeds import Speeds
@@ -13,7 +13,7 @@ __all__ = ["TupleCollateAdapter"]
 
 
 class TupleCollateAdapter(CollateAdapter):
-    """Splits the list of items and collates each piece by itself: right for whatever can be collated."""
+    """Splits the list of items and collates each piece separately: right for whatever can be collated."""
 
     name: ClassVar[str] = "tuple"
 
@@ -21,7 +21,7 @@ class TupleCollateAdapter(CollateAdapter):
         """Fit anything, and leave room for adapters that know the samples better."""
         if parts < 1:
             return Verdict.unfit(f"asked for {parts} parts", remedy="ask for at least 1")
-        return Verdict.fits(10, "splits any list of items and collates each piece by itself")
+        return Verdict.fits(10, "splits any list of items and collates each piece separately")
 
     def adapt(
         self,

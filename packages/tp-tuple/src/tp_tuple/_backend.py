@@ -1,42 +1,23 @@
 """The backend that runs the user's step on every device of one process at once."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from tp_core import Backend, Job, Verdict
 from tp_core.errors import ConfigError
+from tp_core.plugins import Backend, Job, Verdict
+
+from tp_tuple._options import TupleOptions
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
-    from tp_tuple._collate import Weights
     from tp_tuple._session import TupleSession
 
-__all__ = ["TupleBackend", "TupleOptions"]
+__all__ = ["TupleBackend"]
 
 
-@dataclass(frozen=True, slots=True)
-class TupleOptions:
-    """The options of the backend ``tuple``.
-
-    Attributes:
-        weights: The share of each device; see `tp_collate`.
-        cost: The cost of an item; see `tp_collate`.
-        adapter: The name of the collate adapter to use; "auto" takes the one that fits the samples
-            best.
-        force_copies: Give every replica parameters of its own, also on one device: for tests.
-    """
-
-    weights: "Weights" = None
-    cost: Callable[[Any], float] | None = None
-    adapter: str = "auto"
-    force_copies: bool = False
-
-
-class TupleBackend(Backend):
+class TupleBackend(Backend[TupleOptions]):
     """Runs on several devices in one process: the step on each, the loss where the activations are."""
 
     name: ClassVar[str] = "tuple"
-    options_type: ClassVar[type] = TupleOptions
+    options_type = TupleOptions
 
     def assess(self, job: Job) -> Verdict:
         """Fit one process with several devices."""
@@ -62,7 +43,7 @@ class TupleBackend(Backend):
         """
         from tp_tuple._session import TupleSession
 
-        options: TupleOptions = self.parse_options(job)
+        options = self.parse_options(job)
         if options.cost is not None and not callable(options.cost):
             msg = f"the option cost must be a function of an item, got {options.cost!r}"
             raise ConfigError(msg)

@@ -4,8 +4,9 @@ import copy
 from typing import Any, Self, TypeVar
 
 import torch
-from tp_core import recursive_pin, recursive_to
-from tp_core.errors import DeviceError
+from tp_core import as_device, recursive_pin, recursive_to, tree_map
+from tp_core.errors import DeviceError, TransferError
+from tp_core.internal import containers
 
 __all__ = ["Batch", "cuda_attrs", "cuda_fields", "recursive_cuda"]
 
@@ -16,8 +17,8 @@ Device = torch.device | str | int
 def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool = False) -> T:
     """Return ``val`` on ``device``, recursing into lists, tuples, dicts and dataclasses.
 
-    Any device will do, not CUDA's alone. Objects move through their ``.to`` or ``.cuda``; what has
-    neither is returned as it is.
+    Any device will do, not CUDA's alone. Objects move through their ``.to``; one with ``.cuda`` alone gets
+    ``.cuda(device)``, whatever the device; what has neither is returned as it is.
 
     Args:
         val: Anything.
@@ -32,17 +33,72 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
         >>> recursive_cuda({"x": [torch.zeros(2), "name"]}, "cpu")["x"][1]
         'name'
     """
-    return recursive_to(val, _current(device), non_blocking=non_blocking)
+    target = as_device(_current(device))
+    options = {"non_blocking": True} if non_blocking else {}
+
+    def move(value: Any) -> Any:
+        if not _has_cuda_alone(type(value)) or target.type == "cuda":
+            return recursive_to(value, target, non_blocking=non_blocking)
+        moved = value.cuda(target, **options)
+        if moved is None:
+            name = type(value).__qualname__
+            msg = f"{name}.cuda returned None; let it return the {name} that holds the result"
+            raise TransferError(msg)
+        return moved
+
+    result: T = tree_map(move, val, table=_CONTAINERS)
+    return result
+
+
+def _has_cuda_alone(cls: type) -> bool:
+    return _can(cls, "cuda") and not _can(cls, "to")
+
+
+def _moves_itself(cls: type) -> bool:
+    return _can(cls, "cuda") or _can(cls, "to")
+
+
+def _can(cls: type, name: str) -> bool:
+    return not issubclass(cls, type) and callable(getattr(cls, name, None))
+
+
+_CONTAINERS = containers(stop=_moves_itself)
 
 
 def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = False) -> T:
     """Move every attribute of ``obj`` by `recursive_cuda`, and return ``obj``.
 
     A generic ``.cuda`` for classes of one's own. The object itself is changed.
+
+    Raises:
+        TransferError: The object has no attributes.
     """
-    target = _current(device)
-    moved: dict[str, Any] = recursive_to(dict(vars(obj)), target, non_blocking=non_blocking)
-    for name, value in moved.items():
+    moved = recursive_cuda(_attributes(obj), device, non_blocking=non_blocking)
+    return _with(obj, moved)
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Return what the object holds, in its dictionary and in slots."""
+    slots = [
+        slot if not slot.startswith("__") or slot.endswith("__") else f"_{cls.__name__.lstrip('_')}{slot}"
+        for cls in type(obj).__mro__
+        for slot in _slots_of(cls)
+    ]
+    held = {slot: getattr(obj, slot) for slot in slots if hasattr(obj, slot)}
+    if not slots and not hasattr(obj, "__dict__"):
+        msg = f"cannot move the attributes of a {type(obj).__qualname__}: it has none; use recursive_cuda"
+        raise TransferError(msg)
+    return held | getattr(obj, "__dict__", {})
+
+
+def _slots_of(cls: type) -> list[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in {"__dict__", "__weakref__"}]
+
+
+def _with(obj: T, values: dict[str, Any]) -> T:
+    for name, value in values.items():
         object.__setattr__(obj, name, value)  # frozen dataclasses refuse plain assignment
     return obj
 
@@ -75,9 +131,7 @@ class Batch:
 
     def pin_memory(self) -> Self:
         """Return a copy whose attributes are in page-locked memory."""
-        pinned = copy.copy(self)
-        vars(pinned).update(recursive_pin(dict(vars(self))))
-        return pinned
+        return _with(copy.copy(self), recursive_pin(_attributes(self)))
 
 
 def _current(device: Device | None) -> Device:

@@ -1,31 +1,27 @@
 """Collate functions that return a batch for each device."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
-from tp_core import Parts, resolve_devices
 from tp_core.errors import ConfigError
+from tp_core.internal import seeded
+from tp_core.plugins import Parts, restore_order
 
-from tp_tuple._memory import free_memory
 from tp_tuple._speeds import Speeds
-from tp_tuple._split import balanced_rows, check_weights, consecutive_rows
+from tp_tuple._split import balanced_rows, consecutive_rows
 from tp_tuple._transpose import per_value
+from tp_tuple._weights import Weights, check_weights, resolve_weights
 
 __all__ = [
     "MeasuredParts",
     "Splitter",
-    "Weights",
     "default_collate",
-    "resolve_weights",
     "restore_order",
     "tp_collate",
 ]
 
-T = TypeVar("T")
-Weights = Sequence[float] | Literal["memory", "auto"] | Speeds | None
 Select = Callable[[Any, Sequence[int]], Any]
 
 _PLAIN = frozenset({tuple, list})
@@ -81,7 +77,7 @@ class Splitter:
         """Return the rows of each part, and the order of the items unless it is kept.
 
         Raises:
-            ConfigError: There are no items, or a cost is no number.
+            ConfigError: ``items`` is empty, or a cost is not a number.
         """
         length = len(items)
         if length == 0:
@@ -90,7 +86,8 @@ class Splitter:
         weights = self._weights if self.speeds is None else self.speeds.weights()
         if self._cost is None:
             return consecutive_rows(length, self._parts, weights), None
-        pieces = balanced_rows([float(self._cost(x)) for x in items], self._parts, weights)
+        costs = [_number(self._cost(item), i) for i, item in enumerate(items)]
+        pieces = balanced_rows(costs, self._parts, weights)
         return pieces, [row for piece in pieces for row in piece]
 
     def take(self, items: Any, rows: Sequence[int]) -> Any:
@@ -99,13 +96,34 @@ class Splitter:
             return self._select(items, rows)
         if isinstance(rows, range) and isinstance(items, list):
             return items[rows.start : rows.stop]
-        return [items[row] for row in rows]
+        if isinstance(items, Mapping) or hasattr(items, "columns"):
+            raise ConfigError(_needs_select(items))  # an index would take a column
+        try:
+            return [items[row] for row in rows]
+        except (LookupError, TypeError) as error:
+            raise ConfigError(_needs_select(items)) from error
 
     def label(self, values: Sequence[Any], counts: list[int], order: list[int] | None) -> Parts:
         """Return the values as parts that know their sizes."""
         if self.speeds is None:
             return Parts(values, counts=counts, order=order)
         return _rebuild(tuple(values), tuple(counts), None if order is None else tuple(order), self.speeds)
+
+
+def _number(cost: Any, item: int) -> float:
+    try:
+        return float(cost)
+    except (TypeError, ValueError) as error:
+        msg = f"the cost of an item must be a number, not below 0; that of item {item} is {cost!r:.80}"
+        raise ConfigError(msg) from error
+
+
+def _needs_select(items: Any) -> str:
+    name = type(items).__name__
+    return (
+        f"cannot take rows out of a {name}: pass select=, which is called with the {name} and the "
+        "numbers of rows, e.g. select=lambda table, rows: table.iloc[list(rows)]"
+    )
 
 
 class _TupleCollate:
@@ -115,6 +133,7 @@ class _TupleCollate:
         self.collate_fn = collate_fn
         self.splitter = splitter
         self._is_torchs = collate_fn is torch_default_collate
+        self._has_values = self._is_torchs  # whether a list that it returns is known to be one of values
 
     @property
     def speeds(self) -> Speeds | None:
@@ -130,7 +149,49 @@ class _TupleCollate:
                 return splitter.label(whole.split_with_sizes(counts), counts, None)
             return tuple([splitter.label(tensor.split_with_sizes(counts), counts, None) for tensor in whole])
         batches = [self.collate_fn(splitter.take(items, rows)) for rows in pieces]
+        if self._is_torchs and isinstance(batches[0], list) and isinstance(batches[0][0], str | bytes):
+            return splitter.label(batches, counts, order)  # text stays a list of the items themselves
+        if not self._has_values:
+            self._look_at_lists(items, pieces, batches)
         return per_value(batches, lambda v: splitter.label(v, counts, order), mappings=True)
+
+    def _look_at_lists(self, items: Any, pieces: Sequence[Sequence[int]], batches: list[Any]) -> None:
+        """Make sure that a list has an entry for each value and not one for each item.
+
+        Where both numbers are the same, the function is asked once more, for another number of items.
+
+        Raises:
+            ConfigError: The collate function returned a list with an entry for each item.
+        """
+        if not all(type(batch) in _PLAIN for batch in batches):
+            return  # of named tuples and all else one knows what they are
+        lengths, counts = [len(batch) for batch in batches], [len(rows) for rows in pieces]
+        if len(set(lengths)) > 1 and lengths != counts:
+            return  # that is refused in any case
+        if lengths == counts and len(set(counts)) == 1:
+            rows = pieces[0][:-1] if counts[0] > 1 else [*pieces[0], *pieces[0]]
+            again = self._length_of_another(self.splitter.take(items, rows))
+            if again != len(rows):
+                self._has_values = True
+                return
+        elif lengths != counts:
+            self._has_values = True
+            return
+        msg = (
+            f"all parts must have the same number of values, got {lengths}: the collate function returned a "
+            f"{type(batches[0]).__name__} with an entry for each item, and a list or tuple must have one for "
+            'each value, (inputs, targets); put the list of items into a dict, {"items": items}'
+        )
+        raise ConfigError(msg)
+
+    def _length_of_another(self, items: Any) -> int | None:
+        """Return the length of a list that the function makes, leaving random generators as they were."""
+        with seeded(0):
+            try:
+                batch = self.collate_fn(items)
+            except Exception:  # noqa: BLE001 - it may refuse such a number of items: that tells nothing
+                return None
+        return len(batch) if type(batch) in _PLAIN else None
 
 
 def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:
@@ -162,9 +223,12 @@ def tp_collate(
 
     Where the function returned a batch ``x``, it now returns a tuple ``(x1, x2)`` with one part per
     device; where it returned ``(x, y)``, it is ``((x1, x2), (y1, y2))``, and where it returned a
-    dict, a dict of such tuples. Fewer items than devices make fewer parts. The parts keep the order
-    of the items, their sizes differ by at most one, and each tuple has ``.counts``: the samples in
-    each part. Items may be anything: ragged lists, graphs, dicts, objects.
+    dict, a dict of such tuples, of the same type. A list or tuple must have an entry for each value;
+    a function that returns one for each item is refused: let it return ``{"items": items}``.
+
+    Fewer items than devices make fewer parts. The parts keep the order of the items, their sizes differ
+    by at most one, and each tuple has ``.counts``: the samples in each part. Items may be anything:
+    ragged lists, graphs, dicts, objects.
 
     Args:
         ndevices: The number of devices, or the devices themselves.
@@ -175,7 +239,7 @@ def tp_collate(
             which makes plain lists of tuples: give a `Speeds` to both sides instead.
         cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``. Parts then have nearly
             equal total cost, and `restore_order` undoes it: ``.order`` of the tuples tells how.
-        select: ``select(items, rows)`` takes rows out of a container of items that is no list: a
+        select: ``select(items, rows)`` takes rows out of a container of items that is not a list: a
             table that a dataset's ``__getitems__`` returns, say. It needs a length.
 
     Raises:
@@ -217,7 +281,8 @@ def default_collate(
 ) -> _TupleCollate:
     """Return torch's default collate function, made for `TupleParallel` by `tp_collate`.
 
-    Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``.
+    Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``. Items that are text stay
+    lists, one for each part.
 
     Example:
         >>> x, y = default_collate(2)([(1.0, 0), (2.0, 1), (3.0, 0)])
@@ -226,46 +291,3 @@ def default_collate(
     """
     decorator = tp_collate(ndevices, weights=weights, cost=cost, select=select)
     return decorator(torch_default_collate)
-
-
-def restore_order(values: T, order: Sequence[int] | None) -> T:
-    """Put concatenated outputs back into the order that the items had before a split by cost.
-
-    Args:
-        values: A tensor (rows along dim 0) or a list, with one row per item.
-        order: ``.order`` of the parts; ``None`` if the split kept the order.
-
-    Example:
-        >>> restore_order(["b", "c", "a"], (1, 2, 0))
-        ['a', 'b', 'c']
-    """
-    if order is None:
-        return values
-    length = len(values)  # type: ignore[arg-type]  # a tensor or a list
-    if length != len(order):
-        msg = f"the order is one of {len(order)} rows, and there are {length}"
-        raise ConfigError(msg)
-    place = sorted(range(len(order)), key=order.__getitem__)
-    if isinstance(values, Tensor):
-        return values[torch.tensor(place, device=values.device)]  # type: ignore[return-value]  # T is Tensor
-    return type(values)(values[i] for i in place)  # type: ignore[call-arg,index]  # as above
-
-
-def resolve_weights(
-    weights: Weights, count: int, devices: Sequence[Any] | None
-) -> Sequence[float] | Speeds | None:
-    if weights is None:
-        return None
-    if isinstance(weights, Speeds):
-        if weights.parts != count:
-            msg = f"the speeds are those of {weights.parts} devices, and there are {count}"
-            raise ConfigError(msg)
-        return weights
-    if isinstance(weights, str):
-        if weights == "auto":
-            return Speeds(count)
-        if weights == "memory":
-            return free_memory(resolve_devices(count if devices is None else list(devices)))
-        msg = f"weights must be numbers, 'memory', 'auto' or a Speeds, got {weights!r}"
-        raise ConfigError(msg)
-    return check_weights(weights, count)

@@ -57,7 +57,7 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
 
     Args:
         fn: The function; without one, a decorator is returned.
-        parallel: Run the parts at once, each in a thread of its own that stays, with the caller's
+        parallel: Run the parts at once, each in a persistent thread of its own, with the caller's
             grad mode and autocast.
 
     Raises:
@@ -70,16 +70,16 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
     if fn is None:
         return lambda function: tuple_fn(function, parallel=parallel)
     function = fn
-    crews: dict[tuple[torch.device, ...], Replicas] = {}  # replicas of nothing: only their threads
+    replicas_on: dict[tuple[torch.device, ...], Replicas] = {}  # used for their threads alone
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         parts = arguments_of_parts(args, kwargs, most=None)
         if parallel and len(parts) > 1:
             devices = tuple(map(_device_of, parts))
-            if devices not in crews:
-                crews[devices] = Replicas(nn.Identity(), list(devices))
-            results = crews[devices].run(lambda _, p: function(*p[0], **p[1]), parts)
+            if devices not in replicas_on:
+                replicas_on[devices] = Replicas(nn.Identity(), list(devices))
+            results = replicas_on[devices].run(lambda _, p: function(*p[0], **p[1]), parts)
         else:
             results = [function(*a, **k) for a, k in parts]
         return per_value(results, tuple, mappings=False)

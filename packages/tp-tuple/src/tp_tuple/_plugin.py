@@ -1,18 +1,18 @@
 """What tp-tuple brings to the registry. Light: the heavy parts are imported in the hooks."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tp_core.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from tp_core import Backend, CollateAdapter
+    from tp_core.plugins import Backend, CollateAdapter
 
 tp_contract = 1
 
 
 @hookimpl
-def tp_backends() -> "Iterable[Backend]":
+def tp_backends() -> "Iterable[Backend[Any]]":
     """Several devices in one process."""
     from tp_tuple._backend import TupleBackend
 

@@ -41,7 +41,7 @@ class Speeds(Sequence[float]):
         self._lock = threading.Lock()
         # Rows: samples, seconds, and in the last one how many steps were noted.
         self._sums = torch.zeros(3, parts, dtype=torch.float64)
-        self._sums.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._sums.share_memory_()
 
     @property
     def is_settled(self) -> bool:
@@ -51,7 +51,7 @@ class Speeds(Sequence[float]):
     def note(self, *, counts: list[int], seconds: list[float]) -> None:
         """Note one step: the samples of each part, and how long it took.
 
-        A step with fewer parts than devices says nothing of the others, and is not counted.
+        A step with fewer parts than devices does not measure all of them, and is not counted.
         """
         if len(counts) != self.parts:
             return

@@ -3,26 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from tp_core import split_evenly
 from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
 
-__all__ = ["balanced_rows", "check_weights", "consecutive_rows"]
-
-
-def check_weights(weights: Sequence[float], parts: int) -> tuple[float, ...]:
-    """Return the weights as floats.
-
-    Raises:
-        ConfigError: There is not one for each part, or one is not a positive number.
-    """
-    checked = tuple(float(w) for w in weights)
-    if len(checked) != parts:
-        msg = f"{parts} parts need {parts} weights, got {len(checked)}: {list(weights)!r}"
-        raise ConfigError(msg)
-    if not all(math.isfinite(w) and w > 0 for w in checked):
-        msg = f"weights must be positive numbers, got {list(weights)!r}"
-        raise ConfigError(msg)
-    return checked
+__all__ = ["balanced_rows", "consecutive_rows"]
 
 
 def consecutive_rows(length: int, parts: int, weights: Sequence[float] | None) -> list[range]:
@@ -61,7 +45,7 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
     their order.
 
     Raises:
-        ConfigError: A cost is negative or no number.
+        ConfigError: A cost is negative or not a number.
     """
     for i, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, TransferError
+from tp_core.internal import containers
 
 __all__ = ["arguments_of_parts", "per_value"]
+
+_CONTAINERS = containers()
 
 
 def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappings: bool) -> Any:
@@ -41,8 +44,19 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
                     f"all parts must have the same keys, got {sorted(map(str, first))} and in part {i} {keys}"
                 )
                 raise ConfigError(msg)
-        return {key: make([r[key] for r in results]) for key in first}
+        return _like(first, [make([r[key] for r in results]) for key in first])
     return make(list(results))
+
+
+def _like(mapping: Mapping[Any, Any], values: list[Any]) -> Any:
+    """Return a mapping of the same type and keys, or a dict where the type cannot be made from one."""
+    container = _CONTAINERS[type(mapping)]
+    if container is not None:
+        try:
+            return container.rebuild(mapping, values)
+        except TransferError:  # torch's default_collate falls back to a dict too
+            pass
+    return dict(zip(mapping, values, strict=True))
 
 
 def arguments_of_parts(
@@ -56,8 +70,11 @@ def arguments_of_parts(
         most: The most parts there may be; ``None`` for any number.
 
     Raises:
-        ConfigError: An argument is no tuple or list, or has another number of parts.
+        ConfigError: An argument is not a tuple or list, or has another number of parts; or there are none.
     """
+    if not args and not kwargs:
+        msg = "expected at least one argument, a tuple or list with one entry per part"
+        raise ConfigError(msg)
     count = -1
     for i, arg in enumerate(args):
         count = _count(i, arg, count, most)

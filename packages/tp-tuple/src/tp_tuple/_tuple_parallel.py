@@ -1,29 +1,42 @@
 """The wrapper that runs a module on a tuple of per-device batches."""
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core import Parts, recursive_to, resolve_devices
+from tp_core import DeviceSpec, recursive_to
 from tp_core.errors import ConfigError
-from tp_core.replicas import Replicas
+from tp_core.plugins import Parts
+from tp_core.replicas import ReplicaWrapper, untraced
 
 from tp_tuple._collate import MeasuredParts
 from tp_tuple._functions import cat
+from tp_tuple._names import use_module_names
 from tp_tuple._speeds import Speeds
+from tp_tuple._timing import timed
 from tp_tuple._transpose import arguments_of_parts, per_value
 
-__all__ = ["TupleParallel", "timed"]
+__all__ = ["TupleParallel"]
 
 _PLAIN = {tuple, list}  # a subclass may know more of its parts, such as how fast they were
 
 _Call = Callable[[nn.Module, Any], Any]
 
+_SUCCESSORS = {
+    "transfer_data": "pass transfer_input=",
+    "parallel_transfer": "pass transfer_input=; the parts are transferred in parallel",
+    "custom_parallel_apply": "leave it out, there is one way to run the replicas",
+}
+"""What options of tuple_parallel's earlier versions have become."""
 
-class TupleParallel(nn.DataParallel[nn.Module]):
+_NEVER_CALLED = {
+    "scatter": "arguments are in parts already; override forward, or use tp_dp_gather.DataParallel",
+    "gather": "outputs stay in parts; give reduction=, or use tp_dp_gather.DataParallel",
+}
+
+
+class TupleParallel(ReplicaWrapper):
     """Runs a module on several devices at once; every argument is a tuple with a part for each.
 
     The parts, which may be of any type, are moved to their devices and go through the replicas of
@@ -31,14 +44,16 @@ class TupleParallel(nn.DataParallel[nn.Module]):
     still on its device; a module that returns several values gives a tuple for each value. Fewer
     parts than devices use the first devices.
 
-    Attributes of the module can be read from the wrapper, ``state_dict()`` has the module's own
-    keys, and ``load_state_dict`` takes those with or without ``module.`` in front.
+    Attributes of the module can be read from the wrapper; ``state_dict()``, ``named_parameters()`` and
+    their relatives have the module's own names, and ``load_state_dict`` takes those with or without
+    ``module.`` in front. A subclass may override ``replicate`` and ``parallel_apply``.
 
     Args:
         module: The module. It must be on the first device when it runs; with one device it is moved
             there.
-        device_ids: One device per part: ``[0, 1]``, ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]``;
-            every accelerator by default, or the CPU where there is none.
+        device_ids: One device per part: ``[0, 1]``, ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]``, or
+            whatever else `tp_core.resolve_devices` takes; every accelerator by default, or the CPU where
+            there is none.
         transfer_output: Bring the outputs to the output device.
         reduction: Called last, with the outputs; `cat` concatenates them.
         output_device: Where ``transfer_output`` brings them, the first device by default; naming
@@ -52,7 +67,7 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         device_ids: The devices.
 
     Raises:
-        DeviceError: A device does not exist here.
+        DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
 
     Example:
         >>> model = TupleParallel(nn.Linear(3, 2), ["cpu", "cpu"])
@@ -63,7 +78,7 @@ class TupleParallel(nn.DataParallel[nn.Module]):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | str | torch.device] | None = None,
+        device_ids: DeviceSpec = None,
         transfer_output: bool = False,
         reduction: Callable[[Any], Any] | None = None,
         *,
@@ -71,38 +86,34 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         dim: int = 0,
         transfer_input: bool = True,
         speeds: Speeds | None = None,
+        **upstream: Any,
     ) -> None:
-        # torch's own constructor knows accelerators alone; being its subclass tells other code
-        # that this wraps `module`.
-        nn.Module.__init__(self)
-        self.module = module
-        devices = resolve_devices(None if device_ids is None else list(device_ids))
-        self.device_ids: list[Any] = list(devices)
-        (target,) = devices[:1] if output_device is None else resolve_devices([output_device])
-        self.output_device = target  # type: ignore[assignment]  # as above
-        self.src_device_obj = devices[0]
+        self._refuse(upstream, _SUCCESSORS)
+        if reduction is not None and not callable(reduction):
+            msg = f"reduction must be a function of the outputs, got {reduction!r}; give options by name"
+            raise ConfigError(msg)
+        super().__init__(module, device_ids, output_device)
         self.transfer_output = transfer_output or output_device is not None
         self.transfer_input = transfer_input
         self.reduction = reduction
         self.dim = dim
         self.speeds = speeds
-        if speeds is not None and speeds.parts != len(devices):
-            msg = f"the speeds are those of {speeds.parts} devices, and there are {len(devices)}"
+        count = len(self.device_ids)
+        if speeds is not None and speeds.parts != count:
+            msg = f"the speeds are those of {speeds.parts} devices, and there are {count}"
             raise ConfigError(msg)
-        if len(devices) == 1:
-            module.to(devices[0])
-        self._replicas = Replicas(module, list(devices))
-        self.register_load_state_dict_pre_hook(_accept_both_names)  # type: ignore[no-untyped-call]
+        use_module_names(self)
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on every part.
 
         Raises:
-            ConfigError: An argument is no tuple or list, or has the wrong number of parts; or the
+            ConfigError: An argument is not a tuple or list, or has the wrong number of parts; or the
                 outputs of the parts have different numbers of values.
         """
         replicas = self.replicas
-        if len(self.device_ids) == 1 and args and not kwargs and not self.transfer_output:
+        if len(self.device_ids) == 1 and args and not kwargs:
             inputs = [a[0] for a in args if type(a) in _PLAIN and len(a) == 1]
             if len(inputs) == len(args):  # nothing is to be split, timed or waited for
                 outputs = replicas.run(self._call_alone, (inputs,))
@@ -111,6 +122,8 @@ class TupleParallel(nn.DataParallel[nn.Module]):
             parts: list[Any] = [((), {})]
         else:
             parts = arguments_of_parts(args, kwargs, most=len(self.device_ids))
+        if self._overrides(ReplicaWrapper, "replicate", "parallel_apply"):
+            return self._result(self._run(parts, move=self.transfer_input))
         speeds = _speeds_of(args, kwargs) if self.speeds is None else self.speeds
         call = _call
         if self.transfer_input:
@@ -121,9 +134,6 @@ class TupleParallel(nn.DataParallel[nn.Module]):
             outputs = timed(replicas, call, parts, counts=_counts_of(args, kwargs), speeds=speeds)
         else:
             outputs = replicas.run(call, parts)
-        if self.transfer_output:
-            target: Any = self.output_device
-            outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
         return self._result(outputs)
 
     def _call_alone(self, module: nn.Module, inputs: list[Any]) -> Any:
@@ -134,71 +144,73 @@ class TupleParallel(nn.DataParallel[nn.Module]):
         return module(*inputs)
 
     def _result(self, outputs: list[Any]) -> Any:
+        if self.transfer_output:
+            target: Any = self.output_device
+            outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
         first = outputs[0]  # the usual case needs no look at all of them
         result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
             return result
         return cat(result, dim=self.dim) if self.reduction is cat else self.reduction(result)
 
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas of the module."""
-        replicas: Replicas = self.__dict__["_replicas"]
-        if replicas.module is not self._modules["module"]:
-            replicas = self._replicas = Replicas(self.module, list(replicas.devices))
-        return replicas
-
-    def refresh(self) -> None:
-        """Copy all parameters again: after changes through ``.data``, which nothing tells of."""
-        self.replicas.refresh()
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            # "module" is not set yet; the other would mean that the wrapper itself is compiled.
+            if name in {"module", "get_compiler_config"}:
                 raise
         return getattr(self.module, name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
+    def named_modules(
         self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-    ) -> Any:
-        """Load the module's state, from keys with or without ``module.`` in front."""
-        own = self.module.state_dict().keys()
-        plain: OrderedDict[str, Any] = OrderedDict()
-        for key, value in state_dict.items():
-            stripped = key.removeprefix("module.")
-            plain[stripped if key not in own and stripped in own else key] = value
-        return self.module.load_state_dict(plain, strict=strict, assign=assign)
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapper, and the modules in it under the names that they have without it."""
+        seen = set() if memo is None else memo
+        if self in seen:
+            return
+        if remove_duplicate:
+            seen.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(seen, prefix, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch.distributed.checkpoint asks for it where hooks rename what a state has.
+        return {"": "module"}
 
-def timed(
-    replicas: Replicas, call: _Call, parts: Sequence[Any], *, counts: Sequence[int] | None, speeds: Speeds
-) -> list[Any]:
-    """Run the replicas and note how long each took, if the sizes of the parts are known."""
-    seconds = [0.0] * len(parts)
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:  # noqa: ARG002 - nn.DataParallel's
+        """Raise an error: every argument is in parts already.
 
-    def run(replica: nn.Module, numbered: tuple[int, Any]) -> Any:
-        number, part = numbered
-        start = time.perf_counter()
-        result = call(replica, part)
-        device = replicas.devices[number]
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        seconds[number] = time.perf_counter() - start
-        return result
+        Raises:
+            ConfigError: Always.
+        """
+        msg = (
+            "TupleParallel scatters nothing: each argument is a tuple with one part per device; make them "
+            "with tp_collate, or use tp_dp_gather.DataParallel, which splits tensors"
+        )
+        raise ConfigError(msg)
 
-    outputs = replicas.run(run, list(enumerate(parts)))
-    if counts is not None:
-        speeds.note(counts=list(counts), seconds=seconds)
-    return outputs
+    def gather(self, outputs: Any, output_device: Any) -> Any:  # noqa: ARG002 - as above
+        """Raise an error: outputs stay in parts.
+
+        Raises:
+            ConfigError: Always.
+        """
+        msg = (
+            "TupleParallel gathers nothing: ask for transfer_output=True and reduction=cat, or use "
+            "tp_dp_gather.DataParallel"
+        )
+        raise ConfigError(msg)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, instead in _NEVER_CALLED.items():
+            if name in cls.__dict__:
+                msg = f"{cls.__qualname__}.{name} would never be called: {instead}"
+                raise ConfigError(msg)
 
 
 def _call(replica: nn.Module, part: Any) -> Any:
@@ -237,13 +249,3 @@ def _counts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int] |
         if all(isinstance(p, Tensor) and p.dim() for p in arg):
             return [p.shape[0] for p in arg]
     return None
-
-
-def _accept_both_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a surrounding module load keys with and without ``module.`` in front."""
-    module: nn.Module = wrapper._modules["module"]  # type: ignore[assignment]  # never None here
-    own = module.state_dict().keys()
-    for key in [k for k in state_dict if k.startswith(prefix)]:
-        rest = key.removeprefix(prefix)
-        if rest in own:
-            state_dict[f"{prefix}module.{rest}"] = state_dict.pop(key)

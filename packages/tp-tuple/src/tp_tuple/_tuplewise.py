@@ -5,7 +5,7 @@ from typing import Any
 
 from tp_core.errors import ConfigError
 
-__all__ = ["Tuplewise"]
+__all__ = ["Tuplewise", "tuplewise"]
 
 
 class Tuplewise:
@@ -15,7 +15,7 @@ class Tuplewise:
         items: A list or tuple.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``items`` is not a list or tuple.
 
     Example:
         >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0]
@@ -49,3 +49,8 @@ class Tuplewise:
 
     def __repr__(self) -> str:
         return f"Tuplewise({self._tuplewise_items!r})"
+
+
+def tuplewise(items: Sequence[Any]) -> Tuplewise:
+    """Return ``Tuplewise(items)``: another way to write it."""
+    return Tuplewise(items)

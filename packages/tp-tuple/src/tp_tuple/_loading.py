@@ -1,0 +1,92 @@
+"""Batches in parts on their way through a loader, and the choice of what makes them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from tp_core import recursive_pin
+from tp_core.errors import ConfigError, LoaderError, StepError
+from tp_core.plugins import CollateAdapter, Parts, registry
+
+from tp_tuple._adapter import TupleCollateAdapter
+from tp_tuple._speeds import Speeds
+
+__all__ = ["AdaptedCollate", "Envelope", "PlacedParts", "find_adapters"]
+
+
+class Envelope:
+    """Parts on their way through the loader: torch pins any tuple as a plain list."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def pin_memory(self) -> "Envelope":
+        """Return an envelope of parts in page-locked memory."""
+        return Envelope(self.parts.map(recursive_pin))
+
+
+class PlacedParts(Parts):
+    """What a prepared loader yields: to be given to `TupleSession.run`, and not to be taken apart."""
+
+    def __iter__(self) -> NoReturn:
+        raise StepError(self._taken_for_a_batch("cannot be unpacked as one"))
+
+    def __torch_function__(self, *_: object, **__: object) -> NoReturn:
+        raise StepError(self._taken_for_a_batch("is not a tensor"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._taken_for_a_batch(f"has no attribute {name!r}"))
+
+
+class AdaptedCollate:
+    """The collate function of a loader; it takes the adapter that fits the first samples best."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        adapters: Sequence[CollateAdapter],
+        parts: int,
+        weights: Sequence[float] | Speeds | None,
+        cost: Callable[[Any], float] | None,
+    ) -> None:
+        self._collate_fn = collate_fn
+        self._adapters = adapters
+        self._parts = parts
+        self._weights = weights
+        self._cost = cost
+        self._adapted: Callable[[list[Any]], Parts] | None = None
+
+    def __call__(self, items: list[Any]) -> Envelope:
+        if self._adapted is None:
+            self._adapted = self._choose(items[0]).adapt(
+                self._collate_fn,
+                parts=self._parts,
+                weights=self._weights,
+                cost=self._cost,
+            )
+        return Envelope(self._adapted(items))
+
+    def _choose(self, sample: Any) -> CollateAdapter:
+        verdicts = [(a, a.assess(sample, self._parts)) for a in self._adapters]
+        fits = [(v.score, a) for a, v in verdicts if v.score is not None]
+        if not fits:
+            reasons = "; ".join(f"{a.name}: {v.reason}" for a, v in verdicts)
+            msg = f"no collate adapter fits samples of type {type(sample).__name__}: {reasons}"
+            raise LoaderError(msg)
+        return max(fits, key=lambda pair: pair[0])[1]
+
+
+def find_adapters(name: str) -> tuple[CollateAdapter, ...]:
+    """Return the adapters to choose from: all that are installed for "auto", or the one of that name.
+
+    Raises:
+        ConfigError: No adapter of that name is installed.
+    """
+    found = {c.item.name: c.item for c in registry.collate_adapters()}
+    found.setdefault(TupleCollateAdapter.name, TupleCollateAdapter())
+    if name == "auto":
+        return tuple(found[n] for n in sorted(found))
+    if name not in found:
+        names = ", ".join(map(repr, sorted(found)))
+        msg = f"no collate adapter {name!r} is installed; there are: {names}"
+        raise ConfigError(msg)
+    return (found[name],)

@@ -1,0 +1,28 @@
+"""The options of the backend ``tuple``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # options cost next to nothing
+    from tp_tuple._weights import Weights
+
+__all__ = ["TupleOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class TupleOptions:
+    """The options of the backend ``tuple``.
+
+    Attributes:
+        weights: The share of each device; see `tp_collate`.
+        cost: The cost of an item; see `tp_collate`.
+        adapter: The name of the collate adapter to use; "auto" takes the one that fits the samples
+            best.
+        force_copies: Give every replica parameters of its own, also on one device: for tests.
+    """
+
+    weights: "Weights" = None
+    cost: Callable[[Any], float] | None = None
+    adapter: str = "auto"
+    force_copies: bool = False

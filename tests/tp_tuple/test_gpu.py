@@ -1,0 +1,113 @@
+"""TupleParallel and its backend on a CUDA device, alone, twice, and beside the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from tp_core.testing import BackendConformance, GpuWrapperConformance
+from tp_tuple import Batch, TupleParallel, cat, recursive_cuda, tp_collate
+from tp_tuple._backend import TupleBackend
+from tp_tuple._timing import Stopwatch
+from tp_tuple._weights import free_memory
+
+GPU = "cuda:0"
+DEVICES = pytest.mark.parametrize(
+    "devices",
+    [[GPU], [GPU, GPU], [GPU, "cpu"], [GPU, "cuda:1"]],
+    ids=["alone", "twice", "beside the CPU", "two"],
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_many_as_named(request):
+    devices = request.node.callspec.params.get("devices", ()) if hasattr(request.node, "callspec") else ()
+    if "cuda:1" in devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["mlp", "conv", "lstm", "transformer", "graphs"])
+def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, devices):
+    def forward(model):
+        wrapped = TupleParallel(model, devices)
+        return lambda inputs: wrapped(tuple(inputs))
+
+    zoo.check_equal_training(name, len(devices), forward, device=GPU)
+
+
+@DEVICES
+def test_outputs_stay_or_come_together(devices):
+    model = nn.Linear(3, 2).to(GPU)
+    parts = torch.randn(7, 3).tensor_split(len(devices))
+    outputs = TupleParallel(model, devices)(parts)
+    assert [y.device for y in outputs] == [torch.device(d) for d in devices]
+    whole = TupleParallel(model, devices, transfer_output=True, reduction=cat)(parts)
+    torch.testing.assert_close(whole, model(torch.cat(parts).to(GPU)))
+
+
+def test_objects_move_to_the_current_device_without_a_name():
+    class Graphs(Batch):
+        def __init__(self, x):
+            self.x = x
+
+    assert (
+        Graphs(torch.zeros(2)).cuda().x.device == recursive_cuda(torch.zeros(1)).device == torch.device(GPU)
+    )
+    assert Graphs(torch.zeros(2)).pin_memory().x.is_pinned()
+
+
+def test_memory_that_the_allocator_holds_unused_counts_as_free():
+    device = torch.device(GPU)
+    torch.cuda.empty_cache()
+    before = free_memory([device])[0]
+    block = torch.empty(2**30, dtype=torch.uint8, device=device)
+    used = free_memory([device])[0]
+    del block
+    after = free_memory([device])[0]
+    assert before - used >= 0.9 * 2**30
+    assert after - used >= 0.9 * 2**30
+    torch.cuda.empty_cache()
+
+
+def test_the_shares_of_one_card_named_twice_are_even():
+    parts = tp_collate([GPU, GPU], weights="memory")(torch.tensor)(list(range(100)))
+    assert abs(parts.counts[0] - parts.counts[1]) <= 4  # the driver's figure moves between two questions
+
+
+def test_a_measurement_leaves_out_what_was_queued_before():
+    device = torch.device(GPU)
+    x = torch.randn(4096, 4096, device=device)
+    (x @ x).sum().item()
+    short = Stopwatch(device)
+    x @ x
+    short.stop()
+    alone = short.seconds()
+    for _ in range(200):
+        x @ x
+    late = Stopwatch(device)
+    x @ x
+    late.stop()
+    assert late.seconds() < 20 * alone
+
+
+class TestWrapper(GpuWrapperConformance):
+    def wrap(self, module, devices):
+        return TupleParallel(module, devices)
+
+    def output(self, wrapper, x):
+        parts = wrapper(tuple(x.tensor_split(2)))
+        return torch.cat(parts)
+
+
+class TestTwice(BackendConformance):
+    backend = TupleBackend
+    devices = (GPU, GPU)
+
+
+class TestBesideTheCpu(BackendConformance):
+    backend = TupleBackend
+    devices = (GPU, "cpu")
