@@ -1,8 +1,10 @@
 """The backend: the conformance kit, and its place among the others."""
 
+import pytest
 import torch
 from torch import nn
-from tp_core import Job, LaunchEnvironment
+from tp_core import LaunchEnvironment
+from tp_core.plugins import Job
 from tp_core.testing import BackendConformance
 from tp_dp_gather import DataParallel
 from tp_dp_gather._backend import GatherBackend
@@ -13,6 +15,7 @@ class TestTwoDevices(BackendConformance):
     devices = ("cpu", "cpu")
 
 
+@pytest.mark.slow
 class TestThreeDevices(BackendConformance):
     backend = GatherBackend
     devices = ("cpu", "cpu", "cpu")
@@ -50,3 +53,13 @@ def test_the_step_sees_the_whole_output_and_options_are_honoured():
         assert output["y"].shape == (5, 3)
         assert [p.shape[0] for p in output["kept"]] == [3, 2]
         assert isinstance(session.unwrap(model), Features)
+
+
+def test_refreshing_a_model_lets_a_bare_write_reach_its_replicas():
+    model = nn.BatchNorm1d(2).eval()
+    with GatherBackend().open(job(2)) as session, torch.no_grad():
+        prepared = session.prepare_model(model)
+        prepared(torch.ones(4, 2))
+        model.running_mean.data.add_(1)
+        session.refresh(prepared)
+        assert torch.equal(prepared(torch.ones(4, 2)), model(torch.ones(4, 2)))

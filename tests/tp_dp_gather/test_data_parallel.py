@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from tp_core.errors import ConfigError, DeviceError
-from tp_dp_gather import DataParallel, data_parallel
+from tp_dp_gather import DataParallel, data_parallel, scatter
 from tp_dp_gather._gather import sorted_by_device
 
 NAMES = ["mlp", "conv", "lstm", "transformer"]
@@ -73,20 +73,6 @@ def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count):
         return lambda inputs: wrapped(tuple(inputs))
 
     zoo.check_equal_training(name, count, forward)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]], ids=str)
-def test_with_a_gpu_output_and_gradients_are_those_of_the_module_by_itself(devices):
-    if torch.cuda.device_count() < 2 and "cuda:1" in devices:
-        pytest.skip("needs two CUDA devices")
-    model = nn.Linear(5, 2).to("cuda:0")
-    x = torch.randn(7, 5, device="cuda:0")
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    output = DataParallel(model, devices)(x)
-    torch.testing.assert_close(output, model(x))
-    output.square().mean().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
@@ -256,7 +242,6 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(nested, st.integers(1, 6))
 def test_nested_outputs_of_any_shape_are_gathered(shape, rows):
     def build(value, tensor, integer):
@@ -280,70 +265,8 @@ def test_nested_outputs_of_any_shape_are_gathered(shape, rows):
     assert same(found, build(shape, x, lambda n: [n] * min(3, rows)))
 
 
-# -- the criterion --------------------------------------------------------------------------------
-
-LABELS = torch.tensor([0, 2, 1, -100, 2, 2, 1])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("criterion", "target"),
-    [
-        (nn.CrossEntropyLoss(), LABELS),
-        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5]).double()), LABELS),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), LABELS),
-        (nn.CrossEntropyLoss(reduction="sum"), LABELS),
-        (nn.CrossEntropyLoss(reduction="none"), LABELS),
-        (nn.CrossEntropyLoss(), torch.rand(7, 3).double()),
-        (nn.MSELoss(), torch.rand(7, 3).double()),
-        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]).double()), torch.rand(7, 3).double()),
-        (nn.functional.mse_loss, torch.rand(7, 3).double()),
-    ],
-    ids=["ce", "weighted", "smoothed", "sum", "none", "probabilities", "mse", "bce", "function"],
-)
-def test_the_criterion_in_parts_is_the_criterion_of_the_whole(criterion, target, count):
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3).double()
-    x = torch.randn(7, 5).double()
-    expected = criterion(model(x), target)
-    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
-    net = DataParallel(model, ["cpu"] * count, gather_to_one_device=False)
-    loss = net.apply_loss(criterion, net(x), target)
-    torch.testing.assert_close(loss, expected)
-    loss.sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
-
-
-def test_a_part_in_which_every_label_is_ignored_counts_nothing():
-    model = nn.Linear(5, 3)
-    x, target = torch.randn(4, 5), torch.tensor([1, 2, -100, -100])
-    net = DataParallel(model, ["cpu"] * 2, gather_to_one_device=False)
-    loss = net.apply_loss(nn.CrossEntropyLoss(), net(x), target)
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(model(x), target))
-    loss.backward()
-    assert model.weight.grad.isfinite().all()
-
-
-def test_targets_in_parts_and_a_named_reduction_are_taken():
-    net = DataParallel(nn.Identity(), ["cpu"] * 2, gather_to_one_device=False)
-    x = torch.arange(3.0)
-    targets = (torch.zeros(2), torch.zeros(1))
-    loss = net.apply_loss(lambda y, t: (y - t).sum(), net(x), targets, reduction="sum")
-    assert loss.item() == 3.0
-
-
-@pytest.mark.parametrize(
-    ("outputs", "targets", "options", "message"),
-    [
-        (torch.ones(3), torch.ones(3), {}, "outputs must be 1 to 2 parts, one per device, got Tensor"),
-        ((torch.ones(1),) * 3, torch.ones(3), {}, "got 3 of them"),
-        ((torch.ones(2),), torch.ones(3), {}, "targets have 3 rows along dim 0, and the outputs have 2"),
-        ((torch.ones(2),), (1, 2), {}, "1 parts of the output and 2 of the targets"),
-        (("a",), torch.ones(1), {}, "part 0 of the outputs has no rows along dim 0: str"),
-        ((torch.ones(1),), torch.ones(1), {"reduction": "none"}, "reduction must be 'mean', 'sum' or None"),
-    ],
-)
-def test_outputs_and_targets_that_do_not_go_together_are_refused(outputs, targets, options, message):
-    net = DataParallel(nn.Identity(), ["cpu"] * 2, gather_to_one_device=False)
-    with pytest.raises(ConfigError, match=message):
-        net.apply_loss(nn.MSELoss(), outputs, targets, **options)
+@pytest.mark.parametrize("devices", ["cpu,cpu", ["cpu", torch.device("cpu")], ("cpu", "cpu:0")])
+def test_devices_are_written_as_everywhere(devices):
+    net = DataParallel(nn.Linear(5, 2), devices, gather_to_one_device=False)
+    assert net.device_ids == [torch.device("cpu")] * 2
+    assert [len(part) for part in scatter(torch.ones(5, 2), devices)] == [3, 2]

@@ -1,34 +1,22 @@
 """The backend for training loops whose step needs the whole output of the model."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tp_core import Backend, Job, Verdict
+from tp_core.plugins import Backend, Job, Verdict
+
+from tp_dp_gather._options import GatherOptions
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_dp_gather._session import GatherSession
 
-__all__ = ["GatherBackend", "GatherOptions"]
+__all__ = ["GatherBackend"]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherOptions:
-    """The options of the backend ``dp-gather``.
-
-    Attributes:
-        dim: The dimension of the rows, in inputs and outputs.
-        except_keywords: Keys of the model's output that stay in parts.
-    """
-
-    dim: int = 0
-    except_keywords: tuple[str, ...] = ()
-
-
-class GatherBackend(Backend):
+class GatherBackend(Backend[GatherOptions]):
     """Runs the model on several devices in one process, and the step on the gathered output."""
 
     name: ClassVar[str] = "dp-gather"
-    options_type: ClassVar[type] = GatherOptions
+    options_type = GatherOptions
 
     def assess(self, job: Job) -> Verdict:
         """Fit one process with several devices, below a backend that gathers nothing."""

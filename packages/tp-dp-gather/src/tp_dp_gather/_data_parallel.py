@@ -1,25 +1,34 @@
-"""The wrapper that splits whole batches and gathers what it is told to."""
+"""The wrapper that splits whole batches and gathers the outputs."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core import recursive_to, resolve_devices
+from tp_core import DeviceSpec, recursive_to, resolve_devices
 from tp_core.errors import ConfigError
-from tp_core.replicas import Replicas
+from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
 from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
-from tp_dp_gather._scatter import scatter_arguments, split_scattered
+from tp_dp_gather._scatter import Arguments, scatter_arguments, split_scattered
 
 __all__ = ["DataParallel", "data_parallel"]
 
 Device = int | str | torch.device
 
+_DEFAULTS = {"cpu_keywords": [], "minibatch": False, "batch_outputs": True}
+_SUCCESSORS = {
+    "cpu_keywords": "everything is moved; keep it in an object without a .to method, or let forward move it",
+    "minibatch": "pass inputs_are_scattered=True, which takes one batch per device",
+    "batch_outputs": "pass gather_to_one_device=False, which returns one output per device",
+}
+"""Options of the DataParallel that this one follows: their defaults, and what to pass instead."""
 
-class DataParallel(nn.DataParallel[nn.Module]):
+
+class DataParallel(ReplicaWrapper):
     """Splits a batch over the devices, runs the module on each, and gathers the outputs it should.
 
     Parts come in the order of ``device_ids``. Tensors are concatenated, scalars stacked to a
@@ -29,11 +38,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
     Args:
         module: The module. It must be on the first device when it runs; with one device it is moved
             there. Optimizers that were made before keep working.
-        device_ids: ``[0, 1]``, ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]``; every accelerator by
-            default, or the CPU where there is none.
+        device_ids: ``[0, 1]``, ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]``, or whatever else
+            `tp_core.resolve_devices` takes; every accelerator by default, or the CPU where there is none.
         output_device: Where outputs are gathered; the first device by default.
         dim: The dimension of the rows, in inputs and outputs.
-        gather_to_one_device: Say ``False`` to get a tuple with each part's output, on its device.
+        gather_to_one_device: ``False`` returns a tuple with each part's output, on its device.
         inputs_are_scattered: Each argument is a tuple or list with one part per device already.
         except_keywords: Keys, at any depth of dicts, named tuples and dataclasses, whose values are
             not gathered: they become tuples of parts.
@@ -44,7 +53,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         device_ids: The devices.
 
     Raises:
-        DeviceError: A device does not exist here.
+        DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
         ConfigError: Options contradict each other.
 
     Example:
@@ -56,17 +65,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[Device] | None = None,
+        device_ids: DeviceSpec = None,
         output_device: Device | None = None,
         dim: int = 0,
         gather_to_one_device: bool = True,
         inputs_are_scattered: bool = False,
         except_keywords: Collection[str] | str = (),
         sort_and_gather: bool = False,
+        **upstream: Any,
     ) -> None:
-        # torch's own constructor knows accelerators alone; being its subclass tells other code
-        # that this wraps `module`.
-        nn.Module.__init__(self)
+        self._refuse({k: v for k, v in upstream.items() if v != _DEFAULTS.get(k, ...)}, _SUCCESSORS)
+        if not isinstance(gather_to_one_device, bool) or not isinstance(inputs_are_scattered, bool):
+            msg = (
+                "gather_to_one_device and inputs_are_scattered must be True or False, got "
+                f"{gather_to_one_device!r} and {inputs_are_scattered!r}; give options by name"
+            )
+            raise ConfigError(msg)
         if dim < 0:
             msg = f"dim must be at least 0, got {dim}"
             raise ConfigError(msg)
@@ -77,40 +91,90 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 "gather_to_one_device=False leaves all of it; give one of the two"
             )
             raise ConfigError(msg)
-        self.module = module
-        devices = resolve_devices(None if device_ids is None else list(device_ids))
-        self.device_ids: list[Any] = list(devices)
-        (target,) = devices[:1] if output_device is None else resolve_devices([output_device])
-        self.output_device: Any = target
-        self.src_device_obj = devices[0]
+        super().__init__(module, device_ids, output_device)
         self.dim = dim
         self.gather_to_one_device = gather_to_one_device
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = frozenset(keywords)
         self.sort_and_gather = sort_and_gather
         self._unseen = set(keywords)
-        if len(devices) == 1:
-            module.to(devices[0])
-        self._replicas = Replicas(module, list(devices))
         self._criterion: Replicas | None = None
+        self._recorded: list[Sequence[Any]] | None = None
 
+    @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every part of the inputs.
 
         Raises:
             ConfigError: The inputs cannot be split, or the outputs not be gathered.
         """
-        replicas = self.replicas
+        most = len(self.device_ids)
         if self.inputs_are_scattered:
-            arguments = split_scattered(inputs, kwargs, most=len(replicas))
+            arguments = split_scattered(inputs, kwargs, most=most)
+        elif self._overrides(DataParallel, "scatter"):
+            arguments = self._scattered(*self.scatter(inputs, kwargs, self.device_ids))
         else:
-            arguments = scatter_arguments(inputs, kwargs, most=len(replicas), dim=self.dim)
-        outputs = replicas.run(_move_and_call, list(zip(arguments, replicas.devices, strict=False)))
+            arguments = scatter_arguments(inputs, kwargs, most=most, dim=self.dim)
+        outputs = self._run(arguments)
+        if self._recorded is not None:
+            self._recorded.append(outputs)
         if self.sort_and_gather:
-            outputs = sorted_by_device(outputs, replicas.devices)
+            outputs = sorted_by_device(outputs, self.device_ids)
         if not self.gather_to_one_device:
             return tuple(outputs)
-        gathering = Gathering(self.output_device, self.dim, self.except_keywords)
+        if most == 1 and self._overrides(DataParallel, "gather"):
+            return outputs[0]  # as in nn.DataParallel, for which such methods are written
+        return self.gather(outputs, self.output_device)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Sequence[Any]]]:
+        """Collect the parts' outputs of each forward in the block, as they are before they are gathered."""
+        calls: list[Sequence[Any]] = []
+        self._recorded = calls
+        try:
+            yield calls
+        finally:
+            self._recorded = None
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[Device]
+    ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+        """Split arguments into those of each part, and move them to the devices.
+
+        An override of this method is called before each forward, unless the inputs are scattered.
+
+        Args:
+            inputs: Positional arguments.
+            kwargs: Keyword arguments.
+            device_ids: At most so many parts, each to its device.
+
+        Returns:
+            The positional arguments of each part, and the keyword arguments of each.
+
+        Raises:
+            ConfigError: Tensors have different numbers of rows.
+        """
+        devices = resolve_devices(device_ids)
+        parts = scatter_arguments(tuple(inputs), dict(kwargs or {}), most=len(devices), dim=self.dim)
+        moved = [
+            recursive_to(part, device, non_blocking=device.type != "cpu")
+            for part, device in zip(parts, devices, strict=False)
+        ]
+        return tuple([args for args, _ in moved]), tuple([kwargs for _, kwargs in moved])
+
+    def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
+        """Return one output made of those of the parts.
+
+        An override of this method is called after each forward, unless the outputs are to stay in parts.
+
+        Args:
+            outputs: The parts' outputs.
+            output_device: Where to; -1 is the CPU.
+
+        Raises:
+            ConfigError: ``outputs`` is empty, or its elements differ in structure.
+        """
+        gathering = Gathering(self._device_of(output_device), self.dim, self.except_keywords)
         result = gathering.gather(outputs)
         if self._unseen:
             self._warn_of_unseen(gathering.keys)
@@ -126,15 +190,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
         Args:
             criterion: A loss module or function of an output and a target. Means of
-                ``CrossEntropyLoss`` and ``NLLLoss`` heed their weights and ``ignore_index`` over
-                the whole batch; all others are weighted by rows.
+                ``CrossEntropyLoss`` and ``NLLLoss``, their functions, and ``functools.partial`` of
+                those heed weights and ``ignore_index`` over the whole batch; all others are
+                weighted by rows.
             outputs: The parts of the output.
             targets: The whole target, or its parts.
-            reduction: "mean" or "sum"; by default the criterion's own ``.reduction``, or "mean"
-                where it has none. A criterion that reduces nothing gives the whole vector.
+            reduction: "mean" or "sum", for functions and modules that have neither a ``.reduction``
+                nor a parameter of that name. A criterion with
+                the reduction "none" gives the whole vector.
 
         Raises:
-            ConfigError: The outputs are no parts, or the targets do not go with them.
+            ConfigError: The outputs are not parts, the targets do not match them, or the
+                criterion's reduction is not known or not what it returns.
 
         Example:
             >>> net = DataParallel(nn.Linear(5, 2), ["cpu", "cpu"], gather_to_one_device=False)
@@ -155,20 +222,20 @@ class DataParallel(nn.DataParallel[nn.Module]):
             reduction=reduction,
         )
 
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas of the module."""
-        replicas: Replicas = self.__dict__["_replicas"]
-        if replicas.module is not self._modules["module"]:
-            replicas = self._replicas = Replicas(self.module, list(replicas.devices))
-        return replicas
-
-    def refresh(self) -> None:
-        """Copy all parameters again: after changes through ``.data``, which nothing tells of."""
-        self.replicas.refresh()
+    def _scattered(
+        self, inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None
+    ) -> list[Arguments]:
+        """Check what the `scatter` of a subclass returned."""
+        if not inputs and not kwargs:
+            return [((), {})]
+        pairs = self._pair_up(inputs, kwargs)
+        if not 0 < len(pairs) <= len(self.device_ids):
+            msg = f"scatter must return 1 to {len(self.device_ids)} parts, one per device, got {len(pairs)}"
+            raise ConfigError(msg)
+        return [(tuple(args), dict(keywords)) for args, keywords in pairs]
 
     def _replicas_of(self, criterion: Criterion) -> Replicas:
-        """Return who computes a criterion: replicas of it, if it has weights of its own."""
+        """Return the replicas that compute a criterion: its own, if it has parameters or buffers."""
         if not isinstance(criterion, nn.Module) or not (
             any(True for _ in criterion.parameters()) or any(True for _ in criterion.buffers())
         ):
@@ -192,7 +259,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 def data_parallel(
     module: nn.Module,
     inputs: Any,
-    device_ids: Sequence[Device] | None = None,
+    device_ids: DeviceSpec = None,
     output_device: Device | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
@@ -213,7 +280,7 @@ def data_parallel(
         output_device: Where outputs are gathered.
         dim: The dimension of the rows.
         module_kwargs: Keyword arguments.
-        gather_to_one_device: Say ``False`` for a tuple of parts.
+        gather_to_one_device: ``False`` returns a tuple of parts.
         inputs_are_scattered: Each argument is a tuple or list of parts.
         except_keywords: Keys whose values are not gathered.
         sort_and_gather: Order the parts by their devices' indices.
@@ -234,10 +301,3 @@ def data_parallel(
     )
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return wrapped(*args, **(module_kwargs or {}))
-
-
-def _move_and_call(replica: nn.Module, part: Any) -> Any:
-    arguments, device = part
-    # A copy to the CPU that is not waited for would be read before it is there.
-    args, kwargs = recursive_to(arguments, device, non_blocking=device.type != "cpu")
-    return replica(*args, **kwargs)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tp_core import containers
 from tp_core.errors import ConfigError
+from tp_core.internal import containers
 
 __all__ = ["Gathering", "sorted_by_device"]
 
@@ -40,8 +40,11 @@ class Gathering:
         """Return one output made of the parts' outputs.
 
         Raises:
-            ConfigError: The parts' outputs differ in their structure.
+            ConfigError: ``outputs`` is empty, or its elements differ in structure.
         """
+        if not outputs:
+            msg = "there are no outputs to gather"
+            raise ConfigError(msg)
         first = outputs[0]
         if isinstance(first, Tensor):
             return self._join(outputs, path)

@@ -1,10 +1,13 @@
 """A criterion on every device, so that outputs need not travel to one."""
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tp_core import recursive_to
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas
@@ -14,6 +17,9 @@ from tp_dp_gather._scatter import rows_of, scatter
 __all__ = ["parallel_loss"]
 
 Criterion = Callable[[Any, Any], Tensor]
+
+_BY_CLASS = (F.cross_entropy, F.nll_loss)
+_IGNORED = -100  # torch's default for both
 
 
 def parallel_loss(
@@ -35,10 +41,11 @@ def parallel_loss(
         replicas: Those of the criterion, if it has weights; else any, for their threads.
         device: Where the loss goes.
         dim: The dimension of the rows.
-        reduction: "mean" or "sum"; by default the criterion's own, or "mean" where it has none.
+        reduction: "mean" or "sum", where it cannot be read from the criterion.
 
     Raises:
-        ConfigError: The outputs are no parts, or the targets do not go with them.
+        ConfigError: The outputs are not parts, the targets do not match them, or what the criterion
+            returns does not match the reduction.
     """
     if not isinstance(outputs, tuple | list) or not 0 < len(outputs) <= len(replicas):
         what = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else type(outputs).__name__
@@ -49,18 +56,32 @@ def parallel_loss(
         raise ConfigError(msg)
     counts = [_rows(output, dim, i) for i, output in enumerate(outputs)]
     parts = list(zip(outputs, _targets(targets, counts, dim), replicas.devices, strict=False))
-    how = reduction or getattr(criterion, "reduction", "mean")
+    how = reduction_of(criterion, asked=reduction)
     weigh = _weighting(criterion)
 
     def compute(replica: nn.Module, part: Any) -> tuple[Tensor, Any]:
         output, target, where = part
         target = recursive_to(target, where, non_blocking=where.type != "cpu")
         function = replica if replicas.module is criterion else criterion
-        return function(output, target), None if weigh is None else weigh(function, target)
+        loss = function(output, target)
+        if not isinstance(loss, Tensor):
+            msg = f"the criterion must return a tensor, got a {type(loss).__name__}; let it return the loss"
+            raise ConfigError(msg)
+        return loss, None if weigh is None else weigh(function, target)
 
     results = replicas.run(compute, parts)
     losses = [loss.to(device) for loss, _ in results]
-    if losses[0].dim() > 0:
+    is_vector = losses[0].dim() > 0
+    if how is None and not is_vector:
+        msg = (
+            f"how {_name(criterion)} reduces its losses is not known, so the parts' losses cannot be "
+            'combined; pass reduction="mean" or reduction="sum"'
+        )
+        raise ConfigError(msg)
+    if how is not None and is_vector != (how == "none"):
+        msg = f"the reduction is {how!r}, and the criterion returned a loss of shape {tuple(losses[0].shape)}"
+        raise ConfigError(msg)
+    if is_vector:
         return torch.cat(losses, min(dim, losses[0].dim() - 1))
     stacked = torch.stack(losses)
     if how == "sum":
@@ -96,18 +117,75 @@ def _targets(targets: Any, counts: list[int], dim: int) -> list[Any]:
     return scatter(targets, counts, dim)
 
 
+def reduction_of(criterion: Any, *, asked: str | None) -> str | None:
+    """Return how ``criterion`` reduces: "none", "mean" or "sum", or ``None`` where nothing tells.
+
+    Read from its ``.reduction``, a keyword that it is bound to, or the default in its signature.
+
+    Args:
+        criterion: A loss module or function.
+        asked: The reduction that the caller gave.
+
+    Raises:
+        ConfigError: The caller's reduction is not the criterion's.
+    """
+    own = _own_reduction(criterion)
+    if own is not None and asked is not None and own != asked:
+        msg = f"reduction={asked!r} was asked for, and {_name(criterion)} itself has reduction={own!r}"
+        raise ConfigError(msg)
+    return asked or own
+
+
+def _own_reduction(criterion: Any) -> str | None:
+    keywords, function = _unbound(criterion)
+    if {"size_average", "reduce"} & {k for k, v in keywords.items() if v is not None}:
+        return None  # torch's old words for it
+    found = keywords.get("reduction", getattr(function, "reduction", None))
+    if found is None and not isinstance(function, nn.Module):
+        try:
+            found = inspect.signature(function).parameters["reduction"].default
+        except (KeyError, TypeError, ValueError):
+            return None
+    if not isinstance(found, str):
+        return None
+    return "mean" if found == "batchmean" else found  # over the rows, which is how parts are weighted
+
+
+def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:
+    """Return the keywords that a criterion is bound to, and what it is without them."""
+    keywords: dict[str, Any] = {}
+    while True:
+        if isinstance(criterion, partial):
+            keywords = {**criterion.keywords, **keywords}
+            criterion = criterion.func
+        elif isinstance(getattr(criterion, "_orig_mod", None), nn.Module):  # by torch.compile
+            criterion = criterion._orig_mod
+        else:
+            return keywords, criterion
+
+
+def _name(criterion: Any) -> str:
+    keywords, function = _unbound(criterion)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name} with {sorted(keywords)}" if keywords else str(name)
+
+
 def _weighting(criterion: Any) -> Callable[[Any, Tensor], Tensor] | None:
     """Return what a mean of this criterion divides by, where that is not the number of rows."""
-    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+    keywords, function = _unbound(criterion)
+    if function not in _BY_CLASS and not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
         return None
 
     def divisor(replica: Any, target: Tensor) -> Tensor:
         if target.is_floating_point():  # probabilities of classes: the mean is over rows
             return torch.tensor(float(target.shape[0]), device=target.device)
-        counted = target[target != replica.ignore_index]
-        if replica.weight is None:
+        _, own = _unbound(replica)  # the replica's weights are on its device
+        ignored = keywords.get("ignore_index", getattr(own, "ignore_index", _IGNORED))
+        weights = keywords.get("weight", getattr(own, "weight", None))
+        counted = target[target != ignored]
+        if weights is None:
             return torch.tensor(float(counted.numel()), device=target.device)
-        weight: Tensor = replica.weight[counted]
+        weight: Tensor = weights.to(target.device)[counted]
         return weight.sum()
 
     return divisor

@@ -1,18 +1,18 @@
 """What tp-dp-gather brings to the registry. Light: the heavy parts are imported in the hook."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tp_core.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from tp_core import Backend
+    from tp_core.plugins import Backend
 
 tp_contract = 1
 
 
 @hookimpl
-def tp_backends() -> "Iterable[Backend]":
+def tp_backends() -> "Iterable[Backend[Any]]":
     """Several devices in one process, with the whole output on one of them."""
     from tp_dp_gather._backend import GatherBackend
 

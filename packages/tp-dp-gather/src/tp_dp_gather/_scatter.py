@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tp_core import split_evenly, tree_leaves, tree_map
+from tp_core import tree_leaves, tree_map
 from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
 
-__all__ = ["Arguments", "rows_of", "scatter", "scatter_arguments", "split_scattered"]
+__all__ = ["Arguments", "rows_of", "scatter", "scatter_arguments", "sizes_of", "split_scattered"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -17,7 +18,7 @@ def rows_of(value: Any, dim: int) -> int | None:
     """Return how many rows the tensors in ``value`` have along ``dim``; ``None`` if there are none.
 
     Raises:
-        ConfigError: They have different numbers of rows.
+        ConfigError: Tensors have different numbers of rows.
     """
     rows: int | None = None
     for leaf in tree_leaves(value):
@@ -33,6 +34,16 @@ def rows_of(value: Any, dim: int) -> int | None:
             )
             raise ConfigError(msg)
     return rows
+
+
+def sizes_of(value: Any, *, most: int, dim: int) -> list[int]:
+    """Return how many rows each of at most ``most`` parts gets; an empty list where there are none.
+
+    Raises:
+        ConfigError: Tensors have different numbers of rows.
+    """
+    rows = rows_of(value, dim)
+    return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
 
 
 def scatter(value: Any, sizes: Sequence[int], dim: int) -> list[Any]:
@@ -65,10 +76,9 @@ def scatter_arguments(
     Raises:
         ConfigError: Tensors have different numbers of rows.
     """
-    rows = rows_of((args, kwargs), dim)
-    if not rows:
+    sizes = sizes_of((args, kwargs), most=most, dim=dim)
+    if not sizes:
         return [(args, kwargs)]
-    sizes = [s.stop - s.start for s in split_evenly(rows, min(most, rows))]
     scattered: list[Arguments] = scatter((args, kwargs), sizes, dim)
     return scattered
 

@@ -1,0 +1,126 @@
+"""The steps of `DataParallel` one by one, under the names that torch has for them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tp_core import DeviceSpec, recursive_to, resolve_devices, tree_leaves
+from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
+from tp_core.replicas import Replicas, ReplicaWrapper
+
+from tp_dp_gather._gather import Gathering, sorted_by_device
+from tp_dp_gather._scatter import rows_of
+from tp_dp_gather._scatter import scatter as split
+
+__all__ = ["gather", "parallel_apply", "replicate", "scatter", "sort_by_device"]
+
+Device = int | str | torch.device
+
+
+def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any, ...]:
+    """Split the rows of all tensors in ``inputs``, one piece for each device, and move the pieces there.
+
+    Fewer rows than devices make fewer pieces; what is not a tensor is in each of them.
+
+    Args:
+        inputs: A tensor, or anything around tensors.
+        target_devices: The devices, as `tp_core.resolve_devices` takes them.
+        dim: The dimension of the rows.
+
+    Raises:
+        ConfigError: Tensors have different numbers of rows.
+        DeviceError: ``target_devices`` names a device that this process does not have.
+
+    Example:
+        >>> [tuple(piece.shape) for piece in scatter(torch.ones(5, 2), ["cpu", "cpu"])]
+        [(3, 2), (2, 2)]
+    """
+    devices = resolve_devices(target_devices)
+    rows = rows_of(inputs, dim)
+    sizes = [s.stop - s.start for s in split_evenly(rows, min(len(devices), rows))] if rows else [0]
+    pieces = split(inputs, sizes, dim) if rows else [inputs]
+    return tuple([_moved(piece, device) for piece, device in zip(pieces, devices, strict=False)])
+
+
+def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
+    """Return one output, on ``target_device``, made of those of the parts.
+
+    Args:
+        outputs: The parts' outputs, of one structure.
+        target_device: Where to; -1 is the CPU.
+        dim: The dimension to concatenate along; scalars become a vector.
+
+    Raises:
+        ConfigError: ``outputs`` is empty, or its elements differ in structure.
+
+    Example:
+        >>> gather([torch.ones(2, 3), torch.ones(1, 3)], "cpu").shape
+        torch.Size([3, 3])
+    """
+    return Gathering(ReplicaWrapper._device_of(target_device), dim, ()).gather(outputs)
+
+
+def replicate(network: nn.Module, devices: DeviceSpec, detach: bool = False) -> list[nn.Module]:
+    """Return replicas of ``network``: on the first device, where it must be, the module itself.
+
+    Args:
+        network: The module.
+        devices: One device per replica.
+        detach: Whether gradients stay in the replicas instead of reaching the module.
+
+    Raises:
+        ModelError: The module cannot be replicated as it is.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        return Replicas(network, devices).modules()
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: DeviceSpec = None,
+) -> list[Any]:
+    """Return ``module(*args, **kwargs)`` for each module, each in a thread of its own, all at once.
+
+    Args:
+        modules: The modules.
+        inputs: For each its positional arguments, or the only one; they are not moved.
+        kwargs_tup: For each its keyword arguments.
+        devices: The device of each; that of its inputs by default.
+
+    Raises:
+        ConfigError: The number of inputs or devices is not that of modules.
+
+    Example:
+        >>> parallel_apply([abs, len], [(-3,), ("four",)])
+        [3, 4]
+    """
+    pairs = ReplicaWrapper._pair_up(inputs, kwargs_tup)
+    where = [_device_of(pair) for pair in pairs] if devices is None else resolve_devices(devices)
+    if not len(modules) == len(pairs) == len(where):
+        msg = f"{len(modules)} modules need as many inputs and devices, got {len(pairs)} and {len(where)}"
+        raise ConfigError(msg)
+    threads = Replicas(nn.Identity(), list(where))
+    numbered = list(zip(modules, pairs, strict=True))
+    return threads.run(lambda _, call: call[0](*call[1][0], **call[1][1]), numbered)
+
+
+def sort_by_device(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the parts in the order of the devices that they are on, by type and index.
+
+    Example:
+        >>> sort_by_device([torch.ones(1), torch.zeros(2)])
+        (tensor([1.]), tensor([0., 0.]))
+    """
+    return tuple(sorted_by_device(outputs, [_device_of(output) for output in outputs]))
+
+
+def _device_of(value: Any) -> torch.device:
+    return next((x.device for x in tree_leaves(value) if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return recursive_to(value, device, non_blocking=device.type != "cpu")

@@ -1,0 +1,12 @@
+"""A compiled wrapper computes what it did before, with parameters that are shared and that are copied."""
+
+from tp_core.testing import WrapperConformance
+from tp_dp_gather import DataParallel
+
+
+class TestCompiled(WrapperConformance):
+    def wrap(self, module, devices):
+        return DataParallel(module, devices)
+
+    def output(self, wrapper, x):
+        return wrapper(x)
