@@ -1,36 +1,58 @@
 """Many checks in one group of started processes: starting them costs more than the checks."""
 
+import os
+import warnings
+
 import pytest
 import torch
-from tp_core.testing import run_ranks
+from tp_core.testing import RankPool, run_ranks
 
 
-def _run(checks, init):
-    import warnings
-
+def _join(group_size):
     import tp_shard as ts
 
-    warnings.simplefilter("error")
-    if init is not None:
-        ts.distributed.init_process_group(init)
-    results = []
-    for check in checks:
-        torch.manual_seed(0)
-        results.append(check())
-    return results
+    ts.distributed.init_process_group(group_size)
+
+
+def _run(check):
+    settings = _settings()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = check()
+    assert _settings() == settings, "a check has to leave the process as it was"
+    return result
+
+
+def _settings():
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)
+
+
+def _join_and_run(check, group_size):
+    _join(group_size)
+    return _run(check)
 
 
 @pytest.fixture(scope="session")
 def on_ranks():
-    """``on_ranks(n, check, ...)`` runs the checks on n ranks, in groups of ``group_size``.
+    """``on_ranks(n, check)`` runs a check on n ranks, in groups of ``group_size``.
 
-    It returns for each rank what its checks returned.
+    The ranks live on from check to check, unless ``fresh`` ones are asked for. It returns what the
+    check returned, by rank.
     """
+    pools = {}
 
-    def start(processes, *checks, group_size=-1, timeout_s=50.0):
-        return run_ranks(_run, processes, checks, group_size, timeout_s=timeout_s)
+    def run(processes, check, *, group_size=-1, fresh=False):
+        if fresh:
+            return run_ranks(_join_and_run, processes, check, group_size)
+        key = processes, group_size
+        if key not in pools:
+            pools[key] = RankPool(processes, setup=_join, args=(group_size,))
+        return pools[key].run(_run, check)
 
-    return start
+    yield run
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

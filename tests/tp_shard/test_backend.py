@@ -2,7 +2,8 @@
 
 import tp_shard as ts
 from torch import nn
-from tp_core import Job, LaunchEnvironment, resolve_devices
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.plugins import Job
 from tp_core.testing import BackendConformance
 from tp_shard._backend import ShardBackend
 
@@ -42,7 +43,8 @@ class TestOneCopyOnTwoRanks(_Split):
 class TestTwoCopiesOnFourRanks(_Split):
     processes = 4
     group_size = 2
-    options = {"group_size": 2}  # noqa: RUF012 - as the kit has it
+    options = {"group_size": 2}
+    unused_options = {"find_unused_parameters": True}
 
     @staticmethod
     def make_model():

@@ -136,9 +136,18 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_collectives_on_ranks(on_ranks, world):
-    more = [what_is_no_shard_or_no_dim_is_refused, debug_mode_names_what_differs] if world == 2 else []
-    on_ranks(world, *CHECKS, *more)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_collectives_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [what_is_no_shard_or_no_dim_is_refused, debug_mode_names_what_differs],
+    ids=lambda c: c.__name__,
+)
+def test_collectives_on_two_ranks(on_ranks, check):
+    on_ranks(2, check)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from tp_core.errors import ConfigError, ModelError
 
@@ -211,8 +211,9 @@ def test_without_a_process_group(check):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(on_ranks, world):
-    on_ranks(world, *CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
 
 
 def test_a_converted_subclass_comes_out_of_a_pickle():

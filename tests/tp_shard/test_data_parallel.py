@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tp_core.errors import NonFiniteLossError
 
@@ -144,20 +144,62 @@ def a_split_layer_alone_under_ddp_keeps_its_shards():
     assert root[0][1][0].weight.grad is not None
 
 
-def test_two_groups_under_data_parallelism_never_part(on_ranks):
-    ranks = on_ranks(
-        4,
-        wrapped_over_all_ranks,
-        registered_before,
-        registered_afterwards,
-        wrapped_over_the_data_group,
+@pytest.mark.parametrize(
+    "check",
+    [wrapped_over_all_ranks, registered_before, registered_afterwards, wrapped_over_the_data_group],
+    ids=lambda c: c.__name__,
+)
+def test_two_groups_under_data_parallelism_never_part(on_ranks, check):
+    first, *others = on_ranks(4, check, group_size=2)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def all_split():
+    torch.manual_seed(3)
+    return nn.Sequential(Linear(6, 8, dim=-1), nn.Tanh(), Linear(8, 6, dim=0)).double()
+
+
+def a_model_of_split_layers_alone_is_wrapped_before_and_after_they_are_registered():
+    rank, per_group = dist.get_rank(), d.get_world_size()
+    copies = dist.get_world_size() // per_group
+    x = torch.linspace(-1, 1, 4 * 6).double().reshape(4, 6)
+    mine = x.chunk(copies)[rank // per_group]
+    whole = all_split()
+    whole(x).square().mean().backward()
+    for first in (True, False):
+        model = all_split()
+        if first:
+            ts.register_ddp_parameters_to_ignore(model)
+        ddp = DistributedDataParallel(model)
+        assert isinstance(ddp, DistributedDataParallel)
+        assert len(ts.register_ddp_parameters_to_ignore(ddp)) == 4
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(2):  # torch's own would wait for gradients in the second step
+            optimizer.zero_grad()
+            ddp(mine).square().mean().backward()
+        for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            close(p.grad, expected.grad)
+        with ddp.no_sync():
+            ddp(mine)
+        assert set(ddp.state_dict()) == {f"module.{n}" for n in model.state_dict()}
+
+
+def test_one_group_of_split_layers_alone(on_ranks):
+    on_ranks(2, a_model_of_split_layers_alone_is_wrapped_before_and_after_they_are_registered)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_model_of_split_layers_alone_is_wrapped_before_and_after_they_are_registered,
         gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head,
         a_split_layer_alone_under_ddp_keeps_its_shards,
-        group_size=2,
-    )
-    for states in zip(*[r[:4] for r in ranks], strict=True):
-        for other in states[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_two_groups_under_data_parallelism(on_ranks, check):
+    on_ranks(4, check, group_size=2)
 
 
 def clipping_uses_the_norm_of_the_whole_gradient():
@@ -234,6 +276,10 @@ def test_the_names_to_ignore_of_the_manual():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(on_ranks, world):
-    more = [gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head] if world == 4 else []
-    on_ranks(world, *CHECKS, *more)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
+
+
+def test_one_group_of_four_gathers_batches(on_ranks):
+    on_ranks(4, gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head)

@@ -4,7 +4,9 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import tp_shard as ts
@@ -12,7 +14,7 @@ from tp_core.testing import rank_outcomes
 
 
 def one_is_killed():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ts.distributed.init_process_group()
     layer = ts.nn.ParallelLinear(8, 8, dim=0)
     layer(torch.ones(1, 8))
@@ -21,25 +23,28 @@ def one_is_killed():
     layer(torch.ones(1, 8))
 
 
-def one_never_comes():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+def one_never_comes(noticed):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     ts.distributed.init_process_group()
     if dist.get_rank() == 1:
-        time.sleep(6)
+        while not Path(noticed).exists():
+            time.sleep(0.05)
         return
-    ts.distributed.reduce(torch.ones(1))
+    try:
+        ts.distributed.reduce(torch.ones(1))
+    finally:
+        Path(noticed).touch()
 
 
 def test_a_killed_rank_ends_the_others_with_an_error():
-    began = time.monotonic()
-    outcomes = rank_outcomes(one_is_killed, 2, timeout_s=30)
-    assert time.monotonic() - began < 25
+    outcomes = rank_outcomes(one_is_killed, 2)
     assert outcomes[1].exitcode == -signal.SIGKILL
     assert "all_reduce" in outcomes[0].error
     assert "RuntimeError" in outcomes[0].error
 
 
-def test_a_rank_that_does_not_come_is_noticed_within_the_timeout():
-    outcomes = rank_outcomes(one_never_comes, 2, timeout_s=30)
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_noticed_after_the_timeout(tmp_path):
+    outcomes = rank_outcomes(one_never_comes, 2, str(tmp_path / "noticed"))
     assert outcomes[1].ok
     assert "imed out" in outcomes[0].error or "imeout" in outcomes[0].error

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import tp_shard as ts
 from torch.distributed.device_mesh import init_device_mesh
-from tp_core import LaunchEnvironment, rendezvous_store
+from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
+from tp_core.internal import rendezvous_store
 from tp_core.testing import run_ranks
 from tp_shard._group import ALONE, Group, current_group
 
@@ -149,10 +150,81 @@ def on_a_mesh_of_data_by_tensor():
     world.init_process_group(mesh)
     copied = copy.deepcopy(net)
     assert torch.equal(copied(x), net(x))
-    three = init_device_mesh("cpu", (2, 1, 2))
     world.destroy_process_group()
-    with pytest.raises(ConfigError, match=r"one axis, or two: data by tensor; got 3 axes"):
-        world.init_process_group(three)
+
+
+def who_is_where(mesh):
+    d = ts.distributed
+    d.init_process_group(mesh)
+    groups = d.get_group(), d.get_data_group()
+    found = [None if group is None else dist.get_process_group_ranks(group) for group in groups]
+    d.destroy_process_group()
+    return found
+
+
+def meshes_of_several_axes():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for shape, names, tensor, data in [
+        ((2, 1, 2), ("dp_replicate", "dp_shard", "tp"), [rank & 2, rank | 1], [rank & 1, rank | 2]),
+        ((2, 2, 1), ("dp_replicate", "dp_shard", "tp"), [rank], [0, 1, 2, 3]),
+        ((1, 2, 2), ("pp", "dp", "tp"), [rank & 2, (rank & 2) | 1], [rank & 1, rank | 2]),
+        ((2, 1, 2), ("pp", "dp", "model"), [rank & 2, rank | 1], [rank]),
+        ((2, 2), ("pp", "tp"), [rank & 2, rank | 1], None),
+        ((2, 2), ("copies", "tp"), [rank & 2, rank | 1], [rank & 1, rank | 2]),
+    ]:
+        assert who_is_where(init_device_mesh("cpu", shape, mesh_dim_names=names)) == [tensor, data], names
+    for shape, names, message in [
+        ((2, 1, 2), None, r"3 axes of sizes \(2, 1, 2\) has one named 'tp', .* got the names None"),
+        ((2, 1, 2), ("tp", "dp", "model"), r"has one named 'tp'.*got the names \('tp', 'dp', 'model'\)"),
+        ((2, 1, 2), ("dp", "copies", "tp"), r"axis 'copies' .* is not known: .*mesh\['dp', 'tp'\]"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ts.distributed.init_process_group(init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def test_meshes_of_several_axes():
+    run_ranks(meshes_of_several_axes, 4)
+
+
+def torchs_own():
+    from torch.nn.utils import clip_grad
+    from torch.optim import optimizer
+
+    hooks = list(optimizer._global_optimizer_pre_hooks.values())
+    return torch.nn.parallel.DistributedDataParallel.__init__, clip_grad._clip_grads_with_norm_, hooks
+
+
+def functions_of_torch_are_replaced_while_there_are_groups():
+    d = ts.distributed
+    before = torchs_own()
+    d.init_process_group(1)
+    ts.nn.ParallelLinear(4, 4, dim=1)
+    ts.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), {"0": ts.Column()})
+    assert torchs_own() == before
+    for _ in range(2):
+        d.destroy_process_group()
+        assert torchs_own() == before
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("again", rendezvous_store(LaunchEnvironment.read())),
+                rank=int(LaunchEnvironment.read().rank),
+                world_size=2,
+            )
+        d.init_process_group()
+        now = torchs_own()
+        assert all(new != old for new, old in zip(now, before, strict=True))
+        layer = ts.nn.ParallelLinear(4, 4, dim=1)
+        assert torchs_own() == now
+    dist.destroy_process_group()  # and ours with it
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.nn.utils.clip_grad_norm_(layer.weight, 1.0)
+    assert torchs_own() == before
+
+
+def test_functions_of_torch_are_replaced_while_there_are_groups():
+    run_ranks(functions_of_torch_are_replaced_while_there_are_groups, 2)
 
 
 def joins_the_world():
@@ -162,3 +234,16 @@ def joins_the_world():
 
 def test_a_mesh_of_data_by_tensor():
     run_ranks(joins_the_world, 4)
+
+
+def formed_twice():
+    sizes = []
+    for _ in range(2):
+        ts.distributed.init_process_group()
+        sizes.append(int(ts.distributed.reduce(torch.ones(1)).item()))
+        ts.distributed.destroy_process_group()
+    return sizes
+
+
+def test_groups_are_formed_again_after_they_were_taken_down():
+    assert run_ranks(formed_twice, 2) == [[2, 2]] * 2

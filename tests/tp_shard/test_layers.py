@@ -9,9 +9,9 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
-from tp_core import is_sharded
+from torch.nn import functional as F
 from tp_core.errors import ConfigError
+from tp_core.plugins import is_sharded
 
 d = ts.distributed
 Linear, Embedding = ts.nn.ParallelLinear, ts.nn.ParallelEmbedding
@@ -127,7 +127,7 @@ def embeddings_train_like_torchs_own():
             torch.manual_seed(4)
             plain = nn.Embedding(11, 5, **kw)
             torch.manual_seed(4)
-            layer = Embedding(11, 5, **kw, dim=dim)
+            layer = Embedding(11, 5, **kw, dim=dim, gather_output=False)
             assert torch.equal(
                 layer.weight, plain.weight if dim is None else own(plain.weight, shards["weight"])
             )
@@ -151,7 +151,7 @@ def a_column_embedding_followed_by_a_row_layer_is_right():
     torch.manual_seed(4)
     plain = nn.Sequential(nn.Embedding(11, 6), nn.ReLU(), nn.Linear(6, 3))
     torch.manual_seed(4)
-    layer = nn.Sequential(Embedding(11, 6, dim=1), nn.ReLU(), Linear(6, 3, dim=0))
+    layer = nn.Sequential(Embedding(11, 6, dim=1, gather_output=False), nn.ReLU(), Linear(6, 3, dim=0))
     train(plain, layer, torch.tensor([1, 10, 4]), shards={"0.weight": 1, "2.weight": 1}, steps=3)
 
 
@@ -268,7 +268,21 @@ def the_functional_forms_take_shards_of_ones_own():
     )
 
 
+def split_features_are_joined_unless_they_are_wanted_apart():
+    tokens = torch.tensor([0, 3])
+    rows = ts.nn.functional.parallel_embedding
+    for dim in (1, -1):
+        table = Embedding(5, 6, dim=dim)
+        assert table(tokens).shape == rows(tokens, table.weight, dim=dim).shape == (2, 6)
+        converted = Embedding.convert_parallel_embedding(nn.Embedding(5, 6), dim)
+        assert converted(tokens).shape == (2, 6)
+        apart = Embedding(5, 6, dim=dim, gather_output=False)
+        assert apart(tokens).shape == apart.weight[:2].shape
+        assert "gather_output=False" in repr(apart)
+
+
 CHECKS = [
+    split_features_are_joined_unless_they_are_wanted_apart,
     a_seeded_layer_holds_its_shard_of_torchs_own,
     linear_layers_train_like_torchs_own,
     an_mlp_of_column_and_row_trains_like_torchs_own,
@@ -354,13 +368,26 @@ def pieces_of_ones_own_are_held_in_their_order():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(on_ranks, world):
-    more = [
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
         replicated_and_split_values_agree_whatever_the_ranks_seeds,
         what_cannot_be_is_refused,
         pieces_of_ones_own_are_held_in_their_order,
-    ]
-    on_ranks(world, *CHECKS, *(more if world == 2 else [fewer_features_than_ranks_leave_empty_shards]))
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_on_two_ranks(on_ranks, check):
+    on_ranks(2, check)
+
+
+def test_fewer_features_than_ranks(on_ranks):
+    on_ranks(4, fewer_features_than_ranks_leave_empty_shards)
 
 
 def test_register_parallel_dim_marks_what_goes_through_it():

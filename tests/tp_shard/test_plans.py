@@ -8,8 +8,9 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from tp_shard._group import ALONE
+from tp_shard.nn._convert import computes_linear
 
 d = ts.distributed
 Column, Row, Vocab, Sequence = ts.Column, ts.Row, ts.Vocab, ts.Sequence
@@ -199,23 +200,25 @@ def compare(plain, split, x):
         torch.testing.assert_close(found[name], p.grad)
 
 
-def dropout_differs_between_ranks_and_goes_on_from_a_state():
+def dropout_differs_between_ranks_and_follows_torchs_generator():
     tracker = ts.RandomTracker(3)
     drop = ts.nn.ParallelDropout(0.5, tracker=tracker)
     before = torch.get_rng_state()
     ones = torch.ones(64)
     first = drop(ones)
-    assert torch.equal(torch.get_rng_state(), before)
-    state = tracker.state_dict()
     second = drop(ones)
     assert not torch.equal(first, second)
-    tracker.load_state_dict(state)
-    assert torch.equal(drop(ones), second)
+    after = torch.rand(3)
+    whole = d.gather(after.unsqueeze(0), 0)
+    assert torch.equal(whole, after.expand_as(whole))  # what all ranks draw stays alike
+    torch.set_rng_state(before)
+    tracker.load_state_dict(tracker.state_dict())
+    assert torch.equal(drop(ones), first)
     masks = d.gather(first.unsqueeze(0), 0)
     assert len({tuple(row) for row in masks.tolist()}) == d.get_world_size()
     assert torch.equal(drop.eval()(ones), ones)
     with pytest.raises(RuntimeError, match="random state is that of rank"):
-        tracker.load_state_dict({**state, "rank": 99})
+        tracker.load_state_dict({**tracker.state_dict(), "rank": 99})
 
 
 def a_plan_for_usual_names_is_proposed_and_works():
@@ -223,7 +226,10 @@ def a_plan_for_usual_names_is_proposed_and_works():
     whole = Gpt().double()
     proposed = ts.plans.auto(whole, verbose=d.get_rank() == 0)
     expected = plan(6, 2, sequence=False)
-    assert {n: proposed[n] for n in ("tokens", "lm_head")} == {"tokens": Vocab(), "lm_head": Vocab()}
+    assert {n: proposed[n] for n in ("tokens", "lm_head")} == {
+        "tokens": Vocab(),
+        "lm_head": Vocab(gather_output=True),
+    }
     assert proposed["blocks.1.attn.qkv"] == expected["blocks.*.attn.qkv"]
     assert proposed["blocks.0.attn.out"] == expected["blocks.*.attn.out"]
     assert proposed["blocks.0.mlp.gate_up"] == Column(sections=2)
@@ -231,7 +237,8 @@ def a_plan_for_usual_names_is_proposed_and_works():
     assert len(proposed) == 10
     split = ts.parallelize(copy.deepcopy(whole), proposed)
     idx = torch.randint(0, 53, (2, 8))
-    torch.testing.assert_close(d.gather(split(idx), -1, size=53), whole(idx))
+    torch.testing.assert_close(split(idx), whole(idx))
+    assert ts.plans.auto(whole, parallel_loss=True, verbose=False)["lm_head"] == Vocab()
     table = ts.summary(split)
     assert table.nbytes == sum(p.numel() * p.element_size() for p in split.parameters())
     rows = {row.name: row for row in table.layers}
@@ -244,7 +251,7 @@ def a_plan_for_usual_names_is_proposed_and_works():
         assert "collectives per step" in str(table)
         apart = ts.summary(ts.parallelize(whole, plan(6, 2, sequence=True)))
         found = {row.name: row.collectives for row in apart.layers}
-        assert found["norm"] == "2 all-reduce backward"
+        assert found["norm"] == "all-reduce backward (one for all such gradients)"
         assert found["lm_head"] == "all-gather forward, reduce-scatter backward"
 
 
@@ -342,22 +349,23 @@ CHECKS = [
     copies_of_a_split_gpt_are_gpts,
     bf16_autocast_stays_near_the_whole_model,
     blocks_of_their_own_equal_plain_ones,
-    dropout_differs_between_ranks_and_goes_on_from_a_state,
+    dropout_differs_between_ranks_and_follows_torchs_generator,
     a_plan_for_usual_names_is_proposed_and_works,
     a_classifier_with_100003_classes_trains_like_the_whole_one,
     what_cannot_be_split_is_refused,
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_without_a_process_group(check):
     torch.manual_seed(0)
     check()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_ranks(on_ranks, ranks):
-    on_ranks(ranks, *CHECKS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
 
 
 def test_two_copies_of_two_ranks(on_ranks):
@@ -374,3 +382,26 @@ def test_the_proposal_says_what_it_does_and_what_stays_whole(capsys):
         del block.attn.n_head
     ts.plans.auto(model)
     assert "blocks.0.attn: whole, because the number of heads is not known" in capsys.readouterr().out
+
+
+def test_heads_of_few_classes_stay_whole():
+    model = nn.ModuleDict({"embed": nn.Embedding(100, 8), "classifier": nn.Linear(8, 5)})
+    assert ts.plans.auto(model, verbose=False) == {"embed": Vocab()}
+    model["classifier"] = nn.Linear(8, 2000)
+    assert ts.plans.auto(model, verbose=False) == {"classifier": Vocab(gather_output=True)}
+
+
+def test_a_table_that_is_tied_to_what_stays_whole_stays_whole(capsys):
+    model = nn.ModuleDict({"embed": nn.Embedding(100, 8), "decode": nn.Linear(8, 100), "up": nn.Linear(8, 9)})
+    model["down"], model["decode"].weight = nn.Linear(9, 8), model["embed"].weight
+    assert set(ts.plans.auto(model)) == {"up", "down"}
+    assert "embed: whole, because it shares its weight with decode" in capsys.readouterr().out
+
+
+def test_layers_are_looked_at_whatever_the_default_device():
+    class Plain(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    with torch.device("meta"):
+        assert computes_linear(Plain(4, 2))

@@ -9,7 +9,7 @@ import tp_shard as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 d = ts.distributed
 
@@ -104,7 +104,7 @@ def all_equal(linears, embeddings):
             raise
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_of_drawn_shapes_equal_torchs_own(on_ranks, world):
     check = functools.partial(all_equal, drawn(linear_cases, 40), drawn(embedding_cases, 30))
     if world == 1:
@@ -113,7 +113,6 @@ def test_layers_of_drawn_shapes_equal_torchs_own(on_ranks, world):
         on_ranks(world, check)
 
 
-@settings(max_examples=60, deadline=None)
 @given(shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), parts=st.integers(1, 9), data=st.data())
 def test_slices_cover_a_tensor_in_order(shape, parts, data):
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -168,5 +167,6 @@ def test_a_compiled_mlp_without_a_process_group():
         a_compiled_mlp_gives_the_same_numbers()
 
 
+@pytest.mark.slow
 def test_a_compiled_mlp_on_ranks(on_ranks):
     on_ranks(2, a_compiled_mlp_gives_the_same_numbers)

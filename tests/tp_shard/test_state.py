@@ -212,13 +212,23 @@ def damaged(folder):
         ts.load_sharded(model, folder / "not")
     if dist.is_initialized():
         dist.barrier()
-    if d.get_rank() == 0:
-        file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
-        file.write_bytes(file.read_bytes()[:-100])
-    if dist.is_initialized():
-        dist.barrier()
-    with pytest.raises(StateError, match=r"is cut off at \d+ bytes.*(model|optimizer)\.\w+"):
-        ts.load_sharded(model, folder)
+    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    digests, written = folder / "digests.json", file.read_bytes()
+    for change, message in [
+        (lambda: file.write_bytes(written[:-100]), r"ckpt is damaged: __\d_0.distcp has \d+ bytes of \d+"),
+        (
+            lambda: file.write_bytes(written[:200] + bytes([written[200] ^ 1]) + written[201:]),
+            r"ckpt is damaged: __\d_0.distcp is not what was written",
+        ),
+        (lambda: digests.write_text("["), "digests.json is damaged"),
+        (digests.unlink, r"has no digests.json: ts.save_sharded\(\) was ended before its"),
+    ]:
+        if d.get_rank() == 0:
+            change()
+        if dist.is_initialized():
+            dist.barrier()
+        with pytest.raises(StateError, match=message):
+            ts.load_sharded(model, folder)
     equal(model.state_dict(), before)
 
 
@@ -242,7 +252,7 @@ def test_sharded_checkpoints_are_read_by_any_number_of_ranks(on_ranks, tmp_path,
     def start(n, check, *args):
         if n == 1:
             return check(*args)
-        return on_ranks(n, functools.partial(check, *args))[0][0]
+        return on_ranks(n, functools.partial(check, *args))[0]
 
     expected = start(writers, write, str(tmp_path))
     equal({f"net.{k}": v for k, v in expected[0].items()}, read_safetensors(tmp_path / "whole.safetensors"))
@@ -257,8 +267,14 @@ def test_without_a_process_group(check, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(on_ranks, world, tmp_path):
-    on_ranks(world, *CHECKS, functools.partial(the_cases_of_the_manual, str(tmp_path)))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, world, check):
+    on_ranks(world, check)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_cases_of_the_manual_on_ranks(on_ranks, world, tmp_path):
+    on_ranks(world, functools.partial(the_cases_of_the_manual, str(tmp_path)))
 
 
 def under_two_copies_and_ddp():
@@ -352,11 +368,11 @@ class WithNotes(nn.Linear):
 
 
 def test_what_a_sharded_checkpoint_cannot_hold_or_lacks_is_named(tmp_path):
-    with pytest.raises(StateError, match="_extra_state is of type dict"):
+    with pytest.raises(StateError, match="has '_extra_state', a dict; a checkpoint holds tensors"):
         ts.save_sharded(WithNotes(2, 2), tmp_path / "notes")
     model = nn.Linear(2, 2)
     ts.save_sharded(model, tmp_path / "plain")
-    with pytest.raises(StateError, match=r"has no state of an optimizer: it lacks optimizer.param_groups"):
+    with pytest.raises(StateError, match=r"has no state of an optimizer: it lacks optimizer.values"):
         ts.load_sharded(model, tmp_path / "plain", optimizer=torch.optim.Adam(model.parameters()))
     two = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     optimizer = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
@@ -365,17 +381,15 @@ def test_what_a_sharded_checkpoint_cannot_hold_or_lacks_is_named(tmp_path):
     optimizer.step()
     ts.save_sharded(two, tmp_path / "two", optimizer=optimizer)
     one = nn.ModuleDict({"a": nn.Linear(2, 2)})
-    with pytest.raises(
-        StateError, match=r"optimizer\.b\.(weight|bias)\.momentum_buffer, and the model has no parameter b\."
-    ):
+    with pytest.raises(StateError, match=r"has 'b\.bias', which the model lacks"):
         ts.load_sharded(one, tmp_path / "two", optimizer=torch.optim.SGD(one.parameters(), lr=0.1))
     (tmp_path / "plain" / ".metadata").write_bytes(b"nonsense")
-    with pytest.raises(StateError, match=r"\.metadata is damaged"):
+    with pytest.raises(StateError, match=r"damaged: \.metadata has 8 bytes"):
         ts.load_sharded(model, tmp_path / "plain")
     (tmp_path / "file").write_text("in the way")
     inner = next((tmp_path / "two").glob("*.distcp"))
     inner.write_bytes(bytes(inner.stat().st_size))  # as long as it was, and nothing in it
-    with pytest.raises(StateError, match="cannot be read: "):
+    with pytest.raises(StateError, match="is not what was written"):
         ts.load_sharded(two, tmp_path / "two")
     with pytest.raises(FileExistsError, match="file"):
         ts.save_sharded(model, tmp_path / "file")

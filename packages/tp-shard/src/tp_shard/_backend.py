@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tp_core import Backend, Job, Verdict
+from tp_core.plugins import Backend, Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_shard._session import ShardSession
@@ -28,11 +28,11 @@ class ShardOptions:
     bucket_cap_mb: float | None = None
 
 
-class ShardBackend(Backend):
+class ShardBackend(Backend[ShardOptions]):
     """Runs one process per device; some hold a copy of the model together, copies share the data."""
 
     name: ClassVar[str] = "shard"
-    options_type: ClassVar[type] = ShardOptions
+    options_type = ShardOptions
 
     def assess(self, job: Job) -> Verdict:
         """Fit several processes with one device each and a model with split parameters."""
@@ -50,6 +50,8 @@ class ShardBackend(Backend):
             return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
         if job.traits is None:
             return Verdict.fits(5, "no model is known yet; this is for models with split parameters")
+        if job.traits.has_dtensors:
+            return Verdict.unfit("the model has DTensors, and this takes tp-shard's layers, of plain tensors")
         if not job.traits.has_sharded_parameters:
             return Verdict.unfit(
                 "the model has no split parameters",
@@ -65,7 +67,7 @@ class ShardBackend(Backend):
         """
         from tp_shard._session import ShardSession
 
-        options: ShardOptions = self.parse_options(job)
+        options = self.parse_options(job)
         return ShardSession(
             job,
             group_size=options.group_size,

@@ -1,5 +1,6 @@
 """Clipping by the norm of the whole gradient, of which each rank has a part."""
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -8,10 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import NonFiniteLossError
 
+from tp_shard import _debug
+from tp_shard._drift import check_gradients
+from tp_shard._fsdp import local, part_of, sharded_over
 from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._marks import get_split, holds_shard
+from tp_shard._pieces import parts_of_whole
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "total_grad_norm"]
+
+Axes = tuple[dist.ProcessGroup, ...]
+"""The groups over which a gradient is cut."""
 
 
 @torch.no_grad()
@@ -27,7 +35,8 @@ def clip_grad_norm_(
     """Scale gradients in place so that the norm of the whole gradient is at most ``max_norm``.
 
     Shards of all ranks count, and parameters that all ranks have count once: the result is that of
-    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, and the same on all ranks.
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, and the same on all ranks. Gradients may be
+    cut over copies of the model besides, as ``fully_shard`` does it.
 
     Args:
         parameters: A model, or parameters; on every rank those of the same layers.
@@ -42,8 +51,11 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteLossError: The norm is not finite, and that was to be an error; on every rank.
+        ConfigError: A gradient is a DTensor that is a sum yet to be made.
+        DisagreementError: In debug mode, as :func:`check_gradients` says.
 
-    Collectives: an all-reduce of one number.
+    Collectives: an all-reduce of one number; under ``fully_shard`` one of two numbers for each axis of its
+    mesh that cuts gradients, too.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -52,19 +64,13 @@ def clip_grad_norm_(
         True
     """
     if isinstance(parameters, nn.Module):
+        if _debug.state.enabled:
+            check_gradients(parameters, group=group)
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     everything = [p for p in parameters if p.grad is not None]
-    ranks = as_group(group)
-    split = [p for p in everything if holds_shard(p)] if ranks.size > 1 else []
-    whole = [p.grad for p in everything if p.grad is not None and not (split and holds_shard(p))]
-    norm = nn.utils.get_total_norm(whole, norm_type, foreach=foreach)
-    if ranks.size > 1:
-        own = [part for p in split for part in _counted(p, ranks)]
-        shards = nn.utils.get_total_norm(own, norm_type, foreach=foreach)
-        device = everything[0].device if everything else torch.device("cpu")
-        norm = _join(norm.to(device), shards.to(device), norm_type, ranks.handle)
+    norm = total_grad_norm(everything, norm_type, foreach=foreach, group=group)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         msg = f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         raise NonFiniteLossError(msg)
@@ -72,29 +78,54 @@ def clip_grad_norm_(
     return norm
 
 
-def _join(whole: Tensor, shards: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Return the norm of what all ranks have and of the shards of all of them."""
-    wide, dtype = shards.double(), torch.promote_types(whole.dtype, shards.dtype)
-    if norm_type == math.inf:
-        dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
-        return torch.maximum(whole.double(), wide).to(dtype)
-    total = wide.pow(norm_type)
-    dist.all_reduce(total, group=group)
-    return (whole.double().pow(norm_type) + total).pow(1 / norm_type).to(dtype)
+@torch.no_grad()
+def total_grad_norm(
+    parameters: Iterable[Tensor], norm_type: float, *, foreach: bool | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return the norm of the whole gradient, the same on all ranks; arguments as above.
+
+    Collectives: as above.
+    """
+    everything = [p for p in parameters if p.grad is not None]
+    ranks = as_group(group)
+    tensor = () if ranks.process_group is None or ranks.size == 1 else (ranks.process_group,)
+    # By the groups over which the gradients are cut. All ranks take part in all sums, even with nothing.
+    gradients: dict[Axes, list[Tensor]] = {(): [], tensor: []}
+    for parameter in everything:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:  # rows that it lacks are 0
+            grad = grad.coalesce().values()
+        is_split = bool(tensor) and holds_shard(parameter)
+        axes = sharded_over(grad) + (tensor if is_split else ())
+        parts = _counted(parameter, grad, ranks) if is_split else [local(grad)]
+        gradients.setdefault(axes, []).extend(part for part in parts if part.numel())
+    device = local(everything[0]).device if everything else torch.device("cpu")
+    norms = {
+        axes: nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
+        for axes, own in gradients.items()
+    }
+    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms.values()])
+    return _join(norms, norm_type).to(dtype)
 
 
-def _counted(parameter: Tensor, group: Group) -> list[Tensor]:
+def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
+    """Return the norm of everything, from the norms of what this rank has, by the groups that cut it."""
+    is_max = norm_type == math.inf
+    wide = {axes: norm.double() if is_max else norm.double().pow(norm_type) for axes, norm in norms.items()}
+    for group in dict.fromkeys(group for axes in norms for group in axes):
+        cut = [axes for axes in norms if group in axes]
+        values = torch.stack([wide[axes] for axes in cut])
+        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        wide.update(zip(cut, values.unbind(), strict=True))
+    everything = torch.stack(list(wide.values()))
+    return everything.max() if is_max else everything.sum().pow(1 / norm_type)
+
+
+def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
     """Return the parts of a shard's gradient that no earlier rank has too."""
-    grad = parameter.grad
-    if grad is None:
-        return []
     split = get_split(parameter, group)
     if split is None or split.is_even:
-        return [grad]
-    earlier = {r for pieces in split.ranges[: group.rank] for r in pieces}
-    at, parts = 0, []
-    for start, stop in split.ranges[group.rank]:
-        if (start, stop) not in earlier:
-            parts.append(grad.narrow(split.dim, at, stop - start))
-        at += stop - start
-    return parts
+        return [local(grad)]
+    return [part for _, part in parts_of_whole([part_of(grad)], split, group.rank, own=True)]

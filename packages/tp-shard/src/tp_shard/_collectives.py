@@ -11,6 +11,7 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 
 from tp_shard._comm import all_gather, all_reduce_, gather_sizes
+from tp_shard._functions import apply
 from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._partition import bounds, shard_sizes
 
@@ -30,7 +31,8 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         The tensor, as a view.
     """
     ranks = as_group(group)
-    return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    output: Tensor = tensor if ranks.size == 1 else apply(_Copy, tensor, ranks)
+    return output
 
 
 def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
@@ -43,7 +45,8 @@ def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         group: Who; the current model-parallel group by default.
     """
     ranks = as_group(group)
-    return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-untyped-call]  # as above
+    output: Tensor = tensor if ranks.size == 1 else apply(_Reduce, tensor, ranks)
+    return output
 
 
 def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
@@ -61,7 +64,8 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
     """
     ranks = as_group(group)
     axis = _axis(tensor, dim)
-    return tensor if ranks.size == 1 else _Scatter.apply(tensor, axis, ranks)  # type: ignore[no-untyped-call]  # as above
+    output: Tensor = tensor if ranks.size == 1 else apply(_Scatter, tensor, axis, ranks)
+    return output
 
 
 def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: GroupLike = None) -> Tensor:
@@ -85,7 +89,8 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
     axis = _axis(tensor, dim)
     if ranks.size == 1:
         return tensor
-    return _Gather.apply(tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    output: Tensor = apply(_Gather, tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)
+    return output
 
 
 def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = None) -> Tensor:
@@ -114,7 +119,8 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
     if ranks.size == 1:
         return tensor
     sizes = _sizes(tensor, axis, size, ranks)
-    return _Gather.apply(tensor, axis, sizes, ranks, ranks.size)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    output: Tensor = apply(_Gather, tensor, axis, sizes, ranks, ranks.size)
+    return output
 
 
 def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
@@ -123,7 +129,8 @@ def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
     For a layer's own intermediate results. Autograd notes the change, so that an operation which
     had saved the old values refuses to go backward.
     """
-    return _ReduceInPlace.apply(tensor, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    output: Tensor = apply(_ReduceInPlace, tensor, group, layer)
+    return output
 
 
 def _axis(tensor: Tensor, dim: int) -> int:
@@ -142,57 +149,87 @@ def _sizes(tensor: Tensor, dim: int, size: int | None, group: Group) -> list[int
 # In all of them the backward pass applies the counterpart, which makes them differentiable twice.
 
 
+def _keep_of_copy(ctx: Any, _tensor: Tensor, group: Group) -> None:
+    ctx.group = group
+
+
 class _Copy(torch.autograd.Function):
+    keep = staticmethod(_keep_of_copy)
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+        _keep_of_copy(ctx, tensor, group)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Reduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Reduce, grad, ctx.group), None
+
+
+def _keep_of_reduce(ctx: Any, _tensor: Tensor, group: Group) -> None:
+    ctx.group = group
 
 
 class _Reduce(torch.autograd.Function):
+    keep = staticmethod(_keep_of_reduce)
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+        _keep_of_reduce(ctx, tensor, group)
         return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Copy.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Copy, grad, ctx.group), None
+
+
+def _keep_of_reduce_in_place(ctx: Any, tensor: Tensor, group: Group, _layer: Any) -> None:
+    ctx.group = group
+    ctx.mark_dirty(tensor)
 
 
 class _ReduceInPlace(torch.autograd.Function):
+    keep = staticmethod(_keep_of_reduce_in_place)
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, layer: Any) -> Tensor:
-        ctx.group = group
-        ctx.mark_dirty(tensor)
+        _keep_of_reduce_in_place(ctx, tensor, group, layer)
         return all_reduce_(tensor, group, layer=layer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Copy.apply(grad, ctx.group), None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Copy, grad, ctx.group), None, None
+
+
+def _keep_of_scatter(ctx: Any, tensor: Tensor, dim: int, group: Group) -> None:
+    ctx.dim, ctx.group, ctx.size = dim, group, tensor.size(dim)
 
 
 class _Scatter(torch.autograd.Function):
+    keep = staticmethod(_keep_of_scatter)
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group, ctx.size = dim, group, tensor.size(dim)
+        _keep_of_scatter(ctx, tensor, dim, group)
         start, stop = bounds(tensor.size(dim), group.size, group.rank)
         return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         sizes = shard_sizes(ctx.size, ctx.group.size)
-        return _Gather.apply(grad, ctx.dim, sizes, ctx.group, 1), None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Gather, grad, ctx.dim, sizes, ctx.group, 1), None, None
+
+
+def _keep_of_gather(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> None:
+    ctx.dim, ctx.sizes, ctx.rank, ctx.factor = dim, sizes, group.rank, factor
 
 
 class _Gather(torch.autograd.Function):
+    keep = staticmethod(_keep_of_gather)
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.rank, ctx.factor = dim, sizes, group.rank, factor
+        _keep_of_gather(ctx, tensor, dim, sizes, group, factor)
         return all_gather(tensor, dim, sizes, group)
 
     @staticmethod

@@ -2,13 +2,14 @@
 
 DDP averages gradients over its ranks, and starts by giving all of them rank 0's parameters. Among
 ranks that hold different shards both would be wrong. It can be told names to leave alone, but only
-before it is made, and only on the very module that it wraps. So when the first split layer is made,
+before it is made, and only on the very module that it wraps. So while there are model-parallel groups
 DDP is wrapped to ask for these names itself; the parameters that it then leaves alone are averaged
 here, among those who hold the same.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 from tp_core.errors import ConfigError
 
+from tp_shard import _patches
 from tp_shard._group import current_data_group, current_group
 from tp_shard._marks import get_parallel_dim, holds_shard
 from tp_shard.nn._layer import ParallelLayer
@@ -45,7 +47,8 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         >>> register_ddp_parameters_to_ignore(m)
         ['layer2.weight', 'layer2.bias']
     """
-    teach_ddp()
+    if dist.is_available() and dist.is_initialized():
+        _patches.install()
     names = _parallel_names(module)
     if not isinstance(module, DistributedDataParallel):
         # DDP spells the names of the wrapped module's own parameters in two ways.
@@ -65,23 +68,69 @@ def _parallel_names(module: nn.Module) -> list[str]:
     return names
 
 
-def teach_ddp() -> None:
-    """Let every DDP that is made from now on know of shards; calling it again does nothing."""
+def teach_ddp() -> Callable[[], None]:
+    """Let every DDP that is made from now on know of shards; return what ends it."""
     original = DistributedDataParallel.__init__
-    if hasattr(original, "_tp_shard"):
-        return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def initialise(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not _patches.is_active():
+            original(self, module, *args, **kwargs)
+            return
         given = signature.bind_partial(self, module, *args, **kwargs).arguments
         if _meets_other_shards(module, given):
             register_ddp_parameters_to_ignore(module)
-        original(self, module, *args, **kwargs)
+        if _all_ignored(module):
+            _wrap_all_split(self, module, given)
+        else:
+            original(self, module, *args, **kwargs)
         _average_ignored(self)
 
-    initialise._tp_shard = True  # type: ignore[attr-defined]  # our own note
-    DistributedDataParallel.__init__ = initialise  # type: ignore[method-assign]  # on purpose, see above
+    return _patches.replace(DistributedDataParallel, "__init__", initialise)
+
+
+class _AllSplit(DistributedDataParallel):
+    """What DDP is around a model of which nothing is left to it: shards are averaged by their own hooks.
+
+    Torch refuses to wrap such a model. Buffers are shared as DDP does.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self.broadcast_buffers and self.require_backward_grad_sync and self.training:
+            _share_buffers(self)
+        return self.module(*inputs, **kwargs)
+
+
+def _all_ignored(module: nn.Module) -> bool:
+    """Whether DDP is to leave every trained parameter to us; there are some, or its own message is right."""
+    trained = {n for n, p in module.named_parameters() if p.requires_grad}
+    return bool(trained) and trained <= set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
+
+
+def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
+    group, mesh = given.get("process_group"), given.get("device_mesh")
+    ddp.__class__ = _AllSplit
+    nn.Module.__init__(ddp)
+    ddp.module = module
+    ddp.device_mesh = mesh
+    ddp.process_group = mesh.get_group(0) if mesh is not None else group or dist.group.WORLD
+    ddp.parameters_to_ignore = set(getattr(module, _IGNORED))
+    ddp.broadcast_buffers = given.get("broadcast_buffers", True)
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+    ddp.find_unused_parameters = given.get("find_unused_parameters", False)
+    ddp.gradient_as_bucket_view = given.get("gradient_as_bucket_view", False)
+    ddp.dim, ddp.device_ids, ddp.output_device = given.get("dim", 0), given.get("device_ids"), None
+    ddp.device = next(module.parameters()).device
+    _share_buffers(ddp)
+
+
+def _share_buffers(ddp: DistributedDataParallel) -> None:
+    """Give all ranks the first one's buffers; a broadcast each."""
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore and get_parallel_dim(buffer) is None:
+            dist.broadcast(buffer, group_src=0, group=ddp.process_group)
 
 
 def _meets_other_shards(module: nn.Module, given: dict[str, Any]) -> bool:

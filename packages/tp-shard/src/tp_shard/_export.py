@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,24 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import RankFailedError, StateError
+from tp_core.internal import write_atomically
+from tp_core.state import plain_name
 
+from tp_shard._safetensors import DTYPES
 from tp_shard._state import is_writer, stream
-from tp_shard._table import ShardTable
+from tp_shard._table import ShardTable, unwrap
 
 __all__ = ["export"]
-
-_TYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
@@ -54,6 +43,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
 
     Collectives: a message of every shard, and a broadcast of how it went.
     """
+    model = unwrap(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     header = _header(model, state, prefix)
     tensors = stream(model, state, to="rank0")
@@ -88,14 +78,14 @@ def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in state.items():
-        if tensor.dtype not in _TYPES:
+        if tensor.dtype not in DTYPES:
             msg = f"{name} has type {tensor.dtype}, which a safetensors file cannot hold"
             raise StateError(msg)
         shard = table.get(name)
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
         nbytes = torch.Size(shape).numel() * tensor.element_size()
-        entries[prefix + name] = {
-            "dtype": _TYPES[tensor.dtype],
+        entries[prefix + plain_name(name)] = {
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(shape),
             "data_offsets": [offset, offset + nbytes],
         }
@@ -106,22 +96,13 @@ def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
 
 
 def _write(path: Path, header: bytes, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    def write(part: Path) -> None:
+        with part.open("wb") as file:
             file.write(header)
             for _, tensor in tensors:
                 _write_tensor(file, tensor)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)  # mkstemp made it private; the user's umask decides for the final file
-        os.umask(umask)
-        part.chmod(0o666 & ~umask)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+
+    write_atomically(write, path)
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:

@@ -80,6 +80,8 @@ def current_group() -> Group | None:
     group = _current.tensor
     if group is None or group.process_group is None or dist.is_initialized():
         return group
+    if getattr(group.process_group, "is_simulated", False):
+        return group
     return None  # those who took torch's own groups down took ours with them
 
 
@@ -103,7 +105,12 @@ def as_group(group: GroupLike) -> Group:
     if rank < 0:
         msg = f"this process, rank {dist.get_rank()} of all, is not in the group that was given"
         raise ConfigError(msg)
-    return Group(rank, dist.get_world_size(group), group)
+    size = dist.get_world_size(group)
+    if size > 1:
+        from tp_shard import _patches  # it imports what needs groups
+
+        _patches.install()
+    return Group(rank, size, group)
 
 
 def _alone() -> Group:

@@ -5,8 +5,8 @@ layer of this package depends on the marks of an activation.
 """
 
 from torch import Tensor, nn
-from tp_core import SHARDED_ATTRIBUTE
 from tp_core.errors import ConfigError
+from tp_core.plugins import SHARDED_ATTRIBUTE
 
 from tp_shard._group import Group, current_group
 from tp_shard._names import ORDER_TYPE, PARALLEL_DIM, PARALLEL_RANGES, PARALLEL_SIZE
@@ -18,11 +18,13 @@ __all__ = [
     "PARALLEL_RANGES",
     "PARALLEL_SIZE",
     "check_dim",
+    "copy_marks",
     "get_order_type",
     "get_parallel_dim",
     "get_parallel_size",
     "get_split",
     "holds_shard",
+    "is_marked",
     "mark_parameter",
     "register_parallel_attribute",
     "register_parallel_dim",
@@ -80,6 +82,10 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int
         group = current_group()
         is_split = parallel_dim is not None and group is not None and group.size > 1
         setattr(tensor, SHARDED_ATTRIBUTE, is_split)
+        if is_split:
+            from tp_shard._fsdp import carry_marks  # half a second, for layers of one's own alone
+
+            carry_marks()
 
 
 def register_parallel_attribute(
@@ -117,6 +123,18 @@ def mark_parameter(
     setattr(tensor, PARALLEL_SIZE, None if split is None else split.size)
     setattr(tensor, PARALLEL_RANGES, None if split is None or split.is_even else split.ranges)
     setattr(tensor, SHARDED_ATTRIBUTE, sharded)
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Return whether a parameter is known to hold a shard or not to."""
+    return getattr(parameter, SHARDED_ATTRIBUTE, None) is not None
+
+
+def copy_marks(source: Tensor, target: Tensor) -> None:
+    """Put the marks of a parameter on another one that stands for it."""
+    for name in (PARALLEL_DIM, ORDER_TYPE, PARALLEL_SIZE, PARALLEL_RANGES, SHARDED_ATTRIBUTE):
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
 
 
 def get_split(tensor: Tensor, group: Group) -> Split | None:

@@ -1,16 +1,18 @@
 """Whole states out of optimizers over shards, and back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.errors import ModelError, StateError
+from tp_core.errors import StateError
+from tp_core.state import optimizer_names, whole
 
-from tp_shard._state import Destination, gather_shard, is_writer
+from tp_shard._fsdp import reshard
+from tp_shard._state import Destination, gather_shard, is_writer, take_part
 from tp_shard._table import Shard, ShardTable
 
-__all__ = ["collect_optimizer_state_dict", "optimizer_entries", "relocate_optimizer_state_dict"]
+__all__ = ["collect_optimizer_state_dict", "relocate_optimizer_state_dict"]
 
 
 def collect_optimizer_state_dict(
@@ -31,6 +33,7 @@ def collect_optimizer_state_dict(
 
     Collectives: those of :func:`collect_state_dict`.
     """
+    reshard(model)
     table = ShardTable(model)
     names = _names(model, optimizer)
     state = optimizer.state_dict()
@@ -41,8 +44,9 @@ def collect_optimizer_state_dict(
             shard = _shard_of(names[index], key, value, table)
             if shard is not None:
                 value = gather_shard(f"{names[index]}.{key}", value, shard, to=to)  # noqa: PLW2901
-            elif to == "rank0" and isinstance(value, Tensor):
-                value = value.cpu()  # noqa: PLW2901 - the same entry, elsewhere
+            elif isinstance(value, Tensor):
+                value = whole(value)  # noqa: PLW2901 - the same entry, put together
+                value = value.cpu() if to == "rank0" else value  # noqa: PLW2901 - and elsewhere
             collected[index][key] = value
     if to == "rank0" and not is_writer():
         return {}
@@ -58,33 +62,25 @@ def relocate_optimizer_state_dict(
         ModelError: The optimizer has a parameter that is not the model's.
         StateError: An entry has another shape than the whole tensor; it is named.
     """
+    reshard(model)
     table = ShardTable(model)
     names = _names(model, optimizer)
     placed: dict[int, dict[str, Any]] = {}
     for index, entries in state["state"].items():
-        shard = table.get(names[index])
+        shard, own = table.get(names[index]), table.own(names[index])
         placed[index] = {}
         for key, value in entries.items():
-            if shard is not None and isinstance(value, Tensor) and value.dim() > 0:
-                if tuple(value.shape) != shard.full_shape:
+            if isinstance(value, Tensor) and value.dim() > 0:
+                if shard is not None and tuple(value.shape) != shard.full_shape:
                     msg = (
                         f"{names[index]}.{key} has shape {tuple(value.shape)} in the optimizer's state, "
                         f"and the whole parameter has {shard.full_shape}"
                     )
                     raise StateError(msg)
-                value = shard.split.take(value, shard.group.rank)  # noqa: PLW2901 - as above
+                if shard is not None or (own is not None and value.shape == own.shape):
+                    value = take_part(value, own, shard)  # noqa: PLW2901 - as above
             placed[index][key] = value
     return {**state, "state": placed}
-
-
-def optimizer_entries(
-    model: nn.Module, optimizer: Optimizer, table: ShardTable
-) -> Iterator[tuple[str, str, Any, Shard | None]]:
-    """Yield the parameter's name, the key, the value and the shard of each entry of the state."""
-    names = _names(model, optimizer)
-    for index, entries in optimizer.state_dict()["state"].items():
-        for key, value in entries.items():
-            yield names[index], key, value, _shard_of(names[index], key, value, table)
 
 
 def _shard_of(name: str, key: str, value: Any, table: ShardTable) -> Shard | None:
@@ -103,13 +99,4 @@ def _shard_of(name: str, key: str, value: Any, table: ShardTable) -> Shard | Non
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
-    known = {id(p): name for name, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stranger = next((p for p in parameters if id(p) not in known), None)
-    if stranger is not None:
-        msg = (
-            f"the optimizer has a parameter of shape {tuple(stranger.shape)} that is not the model's; make "
-            "it from model.parameters() after the model was converted"
-        )
-        raise ModelError(msg)
-    return [known[id(p)] for p in parameters]
+    return [name for group in optimizer_names(model, optimizer) for name in group]

@@ -4,8 +4,8 @@ Sizes differ by at most one and the larger ones come first, so that every rank c
 every other rank holds without asking.
 """
 
-from tp_core import split_evenly
 from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
 
 __all__ = ["bounds", "shard_sizes"]
 

@@ -1,73 +1,65 @@
-"""The tensors of a sharded checkpoint, and where in the whole each lies.
+"""Where in the whole tensor a rank's shard of it lies.
 
-DTensor would say it too, but cuts otherwise: 10 over 4 ranks as 3, 3, 3, 1 and not as 3, 3, 2, 2.
+DTensor would say it too, but cuts otherwise: 10 over 4 ranks as 3, 3, 3, 1 and not as 3, 3, 2, 2. Under
+``fully_shard`` a rank's shard is cut once more over the copies of the model: a part of a part.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from tp_core import TensorSlice, read_tensors, tensor_infos, write_tensors
+from torch import Tensor, nn
+from tp_core.plugins import TensorSlice
 
-from tp_shard._table import Shard
+from tp_shard._split import Split
+from tp_shard._table import Shard, ShardTable
 
-__all__ = ["Piece", "load_tensors", "read_shapes", "save_tensors"]
+__all__ = ["Part", "cut_of", "parts_of_whole", "slice_of"]
+
+Part = tuple[tuple[int, ...], Tensor]
+"""Where a part begins in a tensor, in each dimension, and the part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of this rank's state.
+def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool = False) -> list[Part]:
+    """Return parts of a rank's shard as parts of the whole: views, no copies.
 
-    Attributes:
-        tensor: Its values, or where they shall go.
-        shard: How it is cut; ``None`` if it is whole and the same on all ranks.
+    Args:
+        parts: What there is of the shard, such as the whole of it, which begins at 0.
+        split: How the whole is cut.
+        rank: Whose shard it is.
+        own: Whether to leave out pieces that an earlier rank holds too.
     """
-
-    tensor: Tensor
-    shard: Shard | None
-
-    def as_slice(self) -> Tensor | TensorSlice:
-        """Return the tensor with what says where in the whole it lies; views of it, no copies."""
-        if self.shard is None:
-            return self.tensor
-        split, rank = self.shard.split, self.shard.group.rank
-        shape = tuple(self.tensor.shape)
-        parts, at = [], 0
+    earlier = {r for pieces in split.ranges[:rank] for r in pieces} if own else set()
+    found = []
+    for begins, values in parts:
+        first = begins[split.dim]
+        last = first + values.size(split.dim)
+        at = 0
         for start, stop in split.ranges[rank]:
-            offsets = tuple(start if i == split.dim else 0 for i in range(len(shape)))
-            parts.append((offsets, self.tensor.narrow(split.dim, at, stop - start)))
+            low, high = max(at, first), min(at + stop - start, last)
+            if low < high and (start, stop) not in earlier:
+                offsets = tuple(start + low - at if i == split.dim else n for i, n in enumerate(begins))
+                found.append((offsets, values.narrow(split.dim, low - first, high - low)))
             at += stop - start
-        return TensorSlice(split.full_shape(shape), parts)
+    return found
 
 
-def save_tensors(pieces: dict[str, Piece], folder: Path) -> None:
-    """Write the pieces of all ranks into a folder; what several ranks hold is written once.
+def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = False) -> Tensor | TensorSlice:
+    """Return ``value``, of the shape of a shard, with where in the whole it lies; views of it, no copies.
 
-    Raises:
-        OSError: A rank could not write.
-        StateError: A rank could not write for another reason.
+    Where there is no shard, the value is whole and the same on all ranks, or a part as it says itself.
     """
-    tensors = {name: piece.as_slice() for name, piece in pieces.items()}
-    write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
+    if shard is None:
+        return value
+    parts = value.parts if isinstance(value, TensorSlice) else [((0,) * value.dim(), value)]
+    whole = shard.split.full_shape(tuple(value.shape))
+    return TensorSlice(whole, parts_of_whole(parts, shard.split, shard.group.rank, own=own))
 
 
-def load_tensors(pieces: dict[str, Piece], folder: Path) -> dict[str, Tensor]:
-    """Read a folder into new tensors on the CPU, of the shapes of the pieces.
+def cut_of(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
+    """Return ``cut(parameter, value)``, which tells which part of the whole ``value`` is.
 
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        StateError: It lacks a key, has another shape, or is damaged.
+    Args:
+        model: The model; under ``fully_shard`` its parameters are those that it holds between steps.
+        own: Whether pieces that several ranks hold are told to the first of them alone, for writing.
     """
-    places = {
-        name: Piece(torch.empty_like(piece.tensor, device="cpu"), piece.shard)
-        for name, piece in pieces.items()
-    }
-    read_tensors({name: place.as_slice() for name, place in places.items()}, folder)
-    return {name: place.tensor for name, place in places.items()}
-
-
-def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and the type of each tensor in a checkpoint."""
-    return {name: (info.shape, info.dtype) for name, info in tensor_infos(folder).items()}
+    shards = {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
+    return lambda parameter, value: slice_of(value, shards.get(id(parameter)), own=own)

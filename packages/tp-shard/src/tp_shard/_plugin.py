@@ -1,19 +1,31 @@
 """What tp-shard brings to the registry. Light: the heavy parts are imported in the hooks."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tp_core.plugins import hookimpl
+from tp_core.plugins import Command, hookimpl
 
 if TYPE_CHECKING:
-    from tp_core import Backend
+    from tp_core.plugins import Backend
 
 tp_contract = 1
 
 
 @hookimpl
-def tp_backends() -> "Iterable[Backend]":
+def tp_backends() -> "Iterable[Backend[Any]]":
     """Models that are split over processes, in one copy or several."""
     from tp_shard._backend import ShardBackend
 
     return [ShardBackend()]
+
+
+@hookimpl
+def tp_commands() -> Iterable[Command]:
+    """``tp shard``, to verify plans."""
+    return [Command("shard", "Verify plans that split models over ranks.", _load_command)]
+
+
+def _load_command() -> Any:
+    from tp_shard._command import app
+
+    return app

@@ -14,14 +14,17 @@ __all__ = ["RandomTracker"]
 
 
 class RandomTracker:
-    """A stream of random numbers of each rank's own.
+    """Random numbers of each rank's own, that follow torch's default generator.
 
     Torch's default generator stays the same on the ranks of a group, for what they all compute alike
-    (dropout of a whole activation); what works on a shard draws inside of :meth:`fork`.
+    (dropout of a whole activation); what works on a shard draws inside of :meth:`fork`. Each fork takes
+    one number from the default generator of the CPU and mixes the rank into it. So whoever restores that
+    generator gets the same masks again: a resumed run, and ``torch.utils.checkpoint`` when it computes a
+    forward pass a second time.
 
     Args:
-        seed: The same on all ranks of a group, from which each derives its own.
-        group: The ranks; the current model-parallel group by default.
+        seed: The same on all ranks of a group; another one for another stream.
+        group: The ranks, which fork together; the current model-parallel group by default.
 
     Example:
         >>> tracker = RandomTracker(1)
@@ -32,33 +35,27 @@ class RandomTracker:
     def __init__(self, seed: int, *, group: GroupLike = None) -> None:
         self.group: Group = as_group(group)
         self.seed = seed
-        self._states: dict[str, torch.Tensor] = {}
 
     @contextmanager
     def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Draw from this rank's own stream in a block, on a device."""
+        """Draw this rank's own numbers in a block, on a device; on every rank of the group alike."""
         place = torch.device(device)
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
-        own = self._states.get(str(place))
-        if own is None:
-            # Far apart for neighbouring seeds and ranks: the generator is seeded with the sum.
-            generator = torch.Generator(place).manual_seed(
-                (self.seed + 0x9E3779B1 * (self.group.rank + 1)) % 2**63
-            )
-            own = generator.get_state()
-        set_state(own, place, None)
+        # Far apart for neighbouring seeds and ranks: the generator is seeded with the sum.
+        mixed = (drawn + self.seed + 0x9E3779B1 * (self.group.rank + 1)) % 2**63
+        set_state(torch.Generator(place).manual_seed(mixed).get_state(), place, None)
         try:
             yield
         finally:
-            self._states[str(place)] = get_state(place, None)
             set_state(before, place, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's streams; each rank has its own to save."""
-        return {"rank": self.group.rank, "seed": self.seed, "states": dict(self._states)}
+        """Return what the stream is made of, beside the state of torch's default generator."""
+        return {"rank": self.group.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a tracker of this rank was.
+        """Go on with the stream of a tracker of this rank.
 
         Raises:
             StateError: The state is another rank's.
@@ -66,4 +63,4 @@ class RandomTracker:
         if state["rank"] != self.group.rank:
             msg = f"the random state is that of rank {state['rank']}, and this is rank {self.group.rank}"
             raise StateError(msg)
-        self.seed, self._states = state["seed"], dict(state["states"])
+        self.seed = state["seed"]

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core import Job, ProcessGroupSession, TensorSlice
+from torch.optim import Optimizer
+from tp_core.plugins import Job, ProcessGroupSession, TensorSlice
+from tp_core.state import load_whole_state, plain_state
 
-from tp_shard import distributed
-from tp_shard._clip import clip_grad_norm_
+from tp_shard import _debug, distributed
+from tp_shard._clip import total_grad_norm
+from tp_shard._drift import check_gradients
 from tp_shard._group import ALONE, current_data_group, current_group
-from tp_shard._pieces import Piece
+from tp_shard._guards import check_optimizer
+from tp_shard._pieces import slice_of
 from tp_shard._state import collect_state_dict, relocate_state_dict
 from tp_shard._table import Shard, ShardTable
 
@@ -51,6 +55,8 @@ class ShardSession(ProcessGroupSession):
         self._find_unused_parameters = find_unused_parameters
         self._bucket_cap_mb = bucket_cap_mb
         self._shards: dict[int, Shard] = {}  # by the identity of the parameter
+        self._unchecked: list[nn.Module] = []
+        self._checked: list[nn.Module] = []
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -64,12 +70,14 @@ class ShardSession(ProcessGroupSession):
         Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to
         the other copies, and of what is not split within a copy.
         """
-        self.check_plain(model)
+        self.check_plain(model, may_be_split=True)
         shards = ShardTable(model).exact
         self.check_same_parameters(model, {name: shard.full_shape for name, shard in shards.items()})
         model = model.to(self.device)
         self._share_whole_parameters(model)
         self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
+        if self.tensor_group.size > 1:
+            self._unchecked.append(model)
         return self.average_gradients(
             model,
             gradient_as_bucket_view=True,
@@ -86,21 +94,50 @@ class ShardSession(ProcessGroupSession):
             if table.get(name) is None:
                 dist.broadcast(tensor.data, group_src=0, group=self.tensor_group.handle)
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that the norm of the whole gradient is at most ``max_norm``.
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer.
+
+        Raises:
+            ConfigError: It computes with whole matrices and has shards of them.
+        """
+        check_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the loss over the whole global batch.
+
+        Raises:
+            DisagreementError: The first time, and in debug mode each time: the ranks of a copy have
+                different gradients of a parameter that is not split.
+
+        Collectives: DDP's, and the first time those of ``check_gradients``.
+        """
+        super().backward(loss)
+        for model in self._unchecked:
+            check_gradients(model)
+        if self._unchecked:
+            began = [m for m in self._unchecked if any(p.grad is not None for p in m.parameters())]
+            self._checked += began
+            self._unchecked = [m for m in self._unchecked if not any(m is other for other in began)]
+        elif _debug.state.enabled:
+            for model in self._checked:
+                check_gradients(model)
+
+    def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, whose shards lie on several ranks.
 
         Collectives: an all-reduce of one number.
         """
-        return clip_grad_norm_(model, max_norm, norm_type)
+        return total_grad_norm(model.parameters(), norm_type)
 
-    def as_slice(self, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:
+    def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
         """Say which part of the whole ``value`` is: the part that its parameter is."""
-        return Piece(value, self._shards.get(id(parameter))).as_slice()
+        return slice_of(value, self._shards.get(id(parameter)))
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state, with the user's own module's names, on every rank."""
         plain = self.unwrap(model)
-        return dict(collect_state_dict(plain, plain.state_dict()))
+        return plain_state(collect_state_dict(plain, plain.state_dict()))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Load a state that :meth:`model_state` returned, whichever backend's it was.
@@ -110,4 +147,4 @@ class ShardSession(ProcessGroupSession):
             RuntimeError: Names or shapes do not fit the model (torch's own error).
         """
         plain = self.unwrap(model)
-        plain.load_state_dict(relocate_state_dict(plain, state))
+        load_whole_state(plain, relocate_state_dict(plain, state))

@@ -9,7 +9,7 @@ from tp_shard._partition import bounds
 __all__ = ["slice"]
 
 
-def slice(  # noqa: A001 - the name that its users know
+def slice(
     tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
 ) -> tuple[Tensor, ...]:
     """Cut a tensor into shards whose sizes differ by at most one, larger ones first.

@@ -8,12 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
+from tp_core.state import Place, fill_from_whole, whole
 
 from tp_shard import _debug
+from tp_shard._fsdp import is_dtensor
 from tp_shard._group import ALONE, current_data_group
+from tp_shard._pieces import slice_of
 from tp_shard._table import Shard, ShardTable
 
-__all__ = ["Destination", "collect_state_dict", "gather_shard", "is_writer", "relocate_state_dict", "stream"]
+__all__ = [
+    "Destination",
+    "collect_state_dict",
+    "gather_shard",
+    "is_writer",
+    "relocate_state_dict",
+    "stream",
+    "take_part",
+]
 
 Destination = Literal["all", "rank0"]
 
@@ -27,7 +38,8 @@ def collect_state_dict(
     result is one shard. What is not split is handed on as it is.
 
     Args:
-        model: The model; it may be wrapped in ``DistributedDataParallel``.
+        model: The model; it may be wrapped in ``DistributedDataParallel``, and ``fully_shard`` may have cut
+            its shards once more.
         state_dict: What ``model.state_dict()`` returned, on every rank.
         prefix: Put before every name of the result.
         to: "all" for the whole state on all ranks, on the shards' device; "rank0" for rank 0 only,
@@ -41,7 +53,7 @@ def collect_state_dict(
         StateError: An entry has another shape than the model's own shard.
         ConfigError: ``to`` is something else.
 
-    Collectives: a broadcast, or with "rank0" a message, of every shard.
+    Collectives: a broadcast, or with "rank0" a message, of every shard; an all-gather of every DTensor.
 
     Example:
         >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)
@@ -67,7 +79,8 @@ def relocate_state_dict(
     into memory) has one whole tensor in memory at a time.
 
     Args:
-        model: The model with parallel layers; it may be wrapped.
+        model: The model with parallel layers; it may be wrapped, or under ``fully_shard``, whose
+            parameters' parts come as DTensors.
         state_dict: A whole state, as :func:`collect_state_dict` or a plain model gives it.
         prefix: Put before every name of the result.
 
@@ -88,8 +101,13 @@ def relocate_state_dict(
     result: OrderedDict[str, Any] = OrderedDict()
     for name, value in state_dict.items():
         shard = table.get(name)
-        if shard is None or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             result[prefix + name] = value
+            continue
+        if shard is None:
+            own = table.own(name)
+            fits = own is not None and own.shape == value.shape  # else load_state_dict says it
+            result[prefix + name] = take_part(value, own, None) if fits else value
             continue
         if tuple(value.shape) != shard.full_shape:
             msg = (
@@ -98,11 +116,26 @@ def relocate_state_dict(
                 "ts.collect_state_dict returns it"
             )
             raise StateError(msg)
-        result[prefix + name] = shard.split.take(value.detach(), shard.group.rank)
+        result[prefix + name] = take_part(value.detach(), shard.tensor, shard)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         result._metadata = metadata  # type: ignore[attr-defined]  # as above
     return result
+
+
+def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
+    """Return what this rank holds of a whole tensor, as its model's ``own`` one is held.
+
+    Args:
+        value: The whole tensor.
+        own: The model's; a DTensor under ``fully_shard``.
+        shard: How the whole is cut, if it is.
+    """
+    if own is None or not is_dtensor(own) or is_dtensor(value):
+        return value if shard is None else shard.split.take(value, shard.group.rank)
+    place = Place(lambda _, part: slice_of(part, shard), own, value.dtype)
+    fill_from_whole(place.target, value)
+    return place.take()
 
 
 def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) -> Iterator[tuple[str, Any]]:
@@ -119,6 +152,8 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
     for name, value in state_dict.items():
         shard = table.get(name)
         if shard is None or not isinstance(value, Tensor):
+            if isinstance(value, Tensor) and is_dtensor(value):
+                value = whole(value.detach())  # noqa: PLW2901 - the same entry, put together
             if mine:
                 yield name, value.detach().cpu() if to == "rank0" and isinstance(value, Tensor) else value
             continue
@@ -136,7 +171,14 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
 
 
 def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> Tensor:
-    """Return the whole tensor that a shard belongs to; an empty one where it is not meant to be."""
+    """Return the whole tensor that a shard belongs to; an empty one where it is not meant to be.
+
+    Args:
+        name: What it is called, in messages.
+        local: What ``model.state_dict()`` has of it: a DTensor under ``fully_shard``.
+        shard: How it is cut.
+        to: As :func:`collect_state_dict` takes it.
+    """
     group, split = shard.group, shard.split
     if local.shape != shard.tensor.shape:
         msg = (
@@ -144,6 +186,7 @@ def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> 
             f"{tuple(shard.tensor.shape)}; give what model.state_dict() returns on each rank"
         )
         raise StateError(msg)
+    local = whole(local)  # of the data mesh, under fully_shard
     if _debug.state.enabled:
         _debug.check(f"collect {name}", local, group, None, uneven_dim=split.dim)
     if to == "rank0":

@@ -6,6 +6,7 @@ from torch import nn
 
 from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._loss import MarginCrossEntropy
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
 
 __all__ = ["LayerSummary", "Summary", "summary"]
@@ -98,11 +99,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, SequenceMixin):
-        return "sequence"
+        return "sequence" if module.part_of == "sequence" else "replicated, summed"
     if not isinstance(module, ParallelLayer) or module.dim is None:
         return "replicated"
     if isinstance(module, ParallelLinear):
         return "row" if module.dim == 0 else "column"
+    if isinstance(module, MarginCrossEntropy):
+        return "classes"
     return "vocabulary" if module.dim == 0 else "features"
 
 
@@ -111,14 +114,16 @@ def _collectives(module: nn.Module) -> str:
     if isinstance(module, SequenceMixin):
         if module.sequence_group.size == 1:
             return "none"
-        return f"{len(list(module.parameters()))} all-reduce backward"
+        return "all-reduce backward (one for all such gradients)"
     if not isinstance(module, ParallelLayer) or module.group.size == 1:
         return "none"
+    if isinstance(module, MarginCrossEntropy):  # its gradients are computed in the forward pass
+        return "all-gather forward, all-reduce forward"
     found = []
     if isinstance(module, PlannedLinear) and module.sequence is not None and module.dim is not None:
         if module.dim == 0:
             found = ["reduce-scatter forward", "all-gather backward"]
-            found += ["all-reduce backward"] if module.bias is not None else []
+            found += ["all-reduce backward (one for all such gradients)"] if module.bias is not None else []
         else:
             found = ["all-gather forward", "reduce-scatter backward"]
     elif module.dim == 0:

@@ -21,7 +21,8 @@ class Shard:
     """One parameter or buffer of a model that is a shard.
 
     Attributes:
-        tensor: The model's own tensor; a tied one is the same object under several names.
+        tensor: The model's own tensor; a tied one is the same object under several names. Under
+            ``fully_shard`` it is a DTensor of the shape of the shard.
         split: How it is cut.
         group: The ranks that hold it together.
     """
@@ -52,10 +53,15 @@ class ShardTable:
             raise ModelError(msg)
         self.exact = dict(_shards(model))
         self._bare = {_bare(name): shard for name, shard in self.exact.items()}
+        self._own = {_bare(name): tensor for name, tensor, *_ in _tensors(model)}
 
     def get(self, name: str) -> Shard | None:
         """Return the shard of that name, ``None`` if it is none."""
         return self.exact.get(name) or self._bare.get(_bare(name))
+
+    def own(self, name: str) -> Tensor | None:
+        """Return the model's parameter or buffer of that name, split or not."""
+        return self._own.get(_bare(name))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -73,16 +79,21 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
+    """Yield a model's parameters and buffers under all of their names, with who has them under which one."""
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
-            if isinstance(module, ParallelLayer):
-                split, group = module.splits.get(name), module.group
-            else:  # a layer of the user's own, with marks on its tensors
-                group = current_group() or ALONE
-                split = get_split(tensor, group)
-            if split is not None and group.size > 1:
-                yield start + name, Shard(tensor, split, group)
+            if tensor is not None:
+                yield start + name, tensor, module, name
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
+    for full_name, tensor, module, name in _tensors(model):
+        if isinstance(module, ParallelLayer):
+            split, group = module.splits.get(name), module.group
+        else:  # a layer of the user's own, with marks on its tensors
+            group = current_group() or ALONE
+            split = get_split(tensor, group)
+        if split is not None and group.size > 1:
+            yield full_name, Shard(tensor, split, group)

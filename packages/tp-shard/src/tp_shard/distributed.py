@@ -6,13 +6,15 @@ Without any process group there is one rank, and the layers of this package equa
 import atexit
 import sys
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from torch.distributed.device_mesh import DeviceMesh
-from tp_core import LaunchEnvironment, rendezvous_store
+from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
+from tp_core.plugins import join_process_group
 
+from tp_shard import _patches
 from tp_shard._collectives import copy, gather, gather_batch, reduce, scatter
 from tp_shard._debug import debug, set_debug
 from tp_shard._group import ALONE, Group, current_data_group, current_group, set_groups
@@ -35,7 +37,9 @@ __all__ = [
     "set_debug",
 ]
 
-_TENSOR_DIMS = ("tp", "tensor", "model")
+_TENSOR_AXES = ("tp", "tensor", "model")
+_DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard"})
+_OTHER_WORDS = frozenset({"pp", "pipe", "pipeline", "stage", "cp", "context", "sp", "ep", "expert"})
 
 
 def init_process_group(group_size: int | DeviceMesh = -1) -> None:
@@ -47,14 +51,19 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
     group is not initialised, it is joined here, as the launcher's variables say, and left at the end
     of the program at the latest.
 
+    While there are groups of several ranks, torch's DistributedDataParallel leaves shards to those who
+    hold the same ones, and its ``clip_grad_norm_`` and whole-matrix optimizers refuse them;
+    :func:`destroy_process_group` gives torch its own functions back.
+
     Args:
-        group_size: How many ranks hold a tensor together; -1 for all. Or a mesh: of one axis, or
-            of two, data by tensor. Its tensor axis is the one named "tp", "tensor" or "model",
-            and else the last.
+        group_size: How many ranks hold a tensor together; -1 for all. Or a mesh, whose tensor axis is
+            the one named "tp", "tensor" or "model", and else the last of at most two. Copies of the model
+            lie along the other one, or along all that are named for data: "dp", "dp_replicate",
+            "dp_shard", "fsdp", "data" and the like. Axes with other names are for others.
 
     Raises:
-        ConfigError: The size does not divide the number of ranks, or the groups are formed
-            already.
+        ConfigError: The size does not divide the number of ranks, the axes of the mesh do not say what
+            they are for, or the groups are formed already.
         LaunchEnvironmentError: The launcher's variables are incomplete.
 
     Collectives: every rank has to call it; it makes new groups.
@@ -63,15 +72,18 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
         msg = "the model-parallel groups are formed already; call destroy_process_group() first"
         raise ConfigError(msg)
     if isinstance(group_size, DeviceMesh):
-        set_groups(*_groups_of_mesh(group_size))
-        return
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        groups = _groups_of_mesh(group_size)
+    elif isinstance(group_size, bool) or not isinstance(group_size, int):
         msg = f"a group size is a number or a DeviceMesh, got {type(group_size).__name__}: {group_size!r}"
         raise ConfigError(msg)
-    if dist.is_available() and not dist.is_initialized():
-        _join_world()
-    alone = not dist.is_available() or not dist.is_initialized()
-    set_groups(*(_alone(group_size) if alone else _groups_of_size(group_size)))
+    else:
+        if dist.is_available() and not dist.is_initialized():
+            _join_world()
+        alone = not dist.is_available() or not dist.is_initialized()
+        groups = _alone(group_size) if alone else _groups_of_size(group_size)
+    set_groups(*groups)
+    if groups[0].size > 1:
+        _patches.install()
 
 
 def is_initialized() -> bool:
@@ -80,12 +92,20 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Forget the model-parallel groups, and take down those of them that were made here."""
-    made = list(_made)
+    """Forget the model-parallel groups, and take down those of them that were made here.
+
+    Torch's own functions are again as they were before the groups were formed.
+    """
+    _patches.remove()
+    made, leaves = list(_made), list(_leaves)
     _made.clear()
+    _leaves.clear()
     set_groups(None, None)
-    if dist.is_available() and dist.is_initialized():
-        for group in made[:1] if made[:1] == [None] else made:  # the whole takes its parts with it
+    if leaves:
+        leaves[0]()  # the whole takes its parts with it
+    elif made and dist.is_initialized():
+        time.sleep(0.05)  # gloo's threads may still need the interpreter for the last tensor
+        for group in made:
             dist.destroy_process_group(group)
 
 
@@ -115,25 +135,25 @@ def get_group_size() -> int:
     return _tensor_group().size
 
 
-_made: list[dist.ProcessGroup | None] = []
-"""Groups to take down again; ``None`` stands for torch's own group of all ranks."""
+_made: list[dist.ProcessGroup] = []
+"""Groups to take down again, without that of all ranks."""
+
+_leaves: list[Callable[[], None]] = []
+"""What leaves the group of all ranks, if it was joined here."""
 
 
 def _join_world() -> None:
     """Join torch's group of all processes, if a launcher started several."""
     environment = LaunchEnvironment.read()
     if environment.world_size > 1:
-        store = PrefixStore("tp/shard", rendezvous_store(environment))
-        dist.init_process_group(store=store, rank=environment.rank, world_size=environment.world_size)
-        _made.append(None)
+        _leaves.append(join_process_group(environment))
         atexit.register(_leave_world)
 
 
 def _leave_world() -> None:
     """Take down at the end of a program what it did not: gloo's threads would abort it."""
     # After an uncaught exception the other ranks are not going to do so with us.
-    if None in _made and not hasattr(sys, "last_value"):
-        time.sleep(0.05)  # gloo's threads may still need the interpreter for the last tensor
+    if _leaves and not hasattr(sys, "last_value"):
         destroy_process_group()
 
 
@@ -180,14 +200,55 @@ def _form(partition: list[list[int]], rank: int) -> Group:
 
 def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim not in (1, 2):
+    named = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
+    if len(named) > 1 or (not named and mesh.ndim > 2):
         msg = (
-            f"a mesh has one axis, or two: data by tensor; got {mesh.ndim} axes of sizes "
-            f'{tuple(mesh.shape)}; take two of them: mesh["dp", "tp"]'
+            f"a mesh of {mesh.ndim} axes of sizes {tuple(mesh.shape)} has one named 'tp', 'tensor' or "
+            f"'model', over which tensors are split; got the names {names or None}"
         )
         raise ConfigError(msg)
-    axis = next((i for i, name in enumerate(names) if name in _TENSOR_DIMS), mesh.ndim - 1)
-    tensor = Group(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
-    if mesh.ndim == 1:
-        return tensor, ALONE
-    return tensor, Group(mesh.get_local_rank(1 - axis), mesh.size(1 - axis), mesh.get_group(1 - axis))
+    axis = named[0] if named else mesh.ndim - 1
+    tensor = _group_of_axis(mesh, axis)
+    data = _data_axes(mesh, axis)
+    wide = [i for i in data if mesh.size(i) > 1] or data[:1]
+    if len(wide) > 1:
+        return tensor, _group_of_axes(mesh, wide)
+    return tensor, _group_of_axis(mesh, wide[0]) if wide else ALONE
+
+
+def _data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
+    """Return the axes along which copies of the model lie."""
+    others = [i for i in range(mesh.ndim) if i != tensor_axis]
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    words = {i: set(names[i].lower().split("_")) for i in others}
+    data = [i for i in others if words[i] & _DATA_WORDS]
+    foreign = [i for i in others if words[i] & _OTHER_WORDS and i not in data]
+    unknown = [i for i in others if i not in data and i not in foreign]
+    if len(others) == 1:
+        return data + unknown  # data by tensor, whatever it is called
+    if unknown:
+        msg = (
+            f"what the axis {names[unknown[0]]!r} of a mesh of {names} is for is not known: name axes of "
+            "data 'dp', 'dp_replicate', 'dp_shard', 'fsdp' or 'data', or give the mesh without it, such as "
+            f"mesh[{', '.join(repr(names[i]) for i in sorted({tensor_axis, *data}))}]"
+        )
+        raise ConfigError(msg)
+    return data
+
+
+def _group_of_axis(mesh: DeviceMesh, axis: int) -> Group:
+    return Group(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
+
+
+def _group_of_axes(mesh: DeviceMesh, axes: list[int]) -> Group:
+    """Return the group of the ranks that differ from this one in these axes alone.
+
+    Collectives: those ranks make a group.
+    """
+    here = mesh.get_coordinate() or ()
+    place = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    # A mesh may be a part of a larger one, of whose other parts nothing is known here.
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    _made.append(group)
+    return Group(ranks.index(dist.get_rank()), len(ranks), group)

@@ -1,217 +1,227 @@
-"""Plans for models that are built in the usual ways."""
+"""Plans for models that nobody wrote for this package: what is proposed is proven, or not returned."""
 
-import re
-from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 
+from tp_shard._describe import describe
+from tp_shard._examples import example_call
 from tp_shard._group import GroupLike, as_group
-from tp_shard._partition import bounds
-from tp_shard._plan import Column, Plan, Row, Sequence, Style, Vocab
-from tp_shard.nn._heads import Heads
+from tp_shard._named import by_names
+from tp_shard._prove import Proof, prove
+from tp_shard._sequence_plan import with_sequences
+from tp_shard._styles import Style, Vocab
+from tp_shard._transformers import restrict, translate
+from tp_shard._verify import as_call
+from tp_shard._vocabulary import vocabulary
 
-__all__ = ["auto"]
-
-_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads", "nhead")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-_QKV = re.compile(r"(w?qkv|qkv_proj|c_attn|query_key_value|in_proj)$")
-_Q = re.compile(r"(q_proj|q|query|wq|to_q)$")
-_KV = re.compile(r"(k_proj|v_proj|k|v|key|value|wk|wv|to_k|to_v)$")
-_OUT = re.compile(r"(o_proj|out_proj|out|proj|c_proj|wo|to_out|dense|o)$")
-_GATE_UP = re.compile(r"(gate_up|gate_up_proj|w13)$")
-_UP = re.compile(r"(gate_proj|up_proj|gate|up|fc1|c_fc|w1|w3|fc_in|linear1|dense_h_to_4h|intermediate)$")
-_DOWN = re.compile(r"(down_proj|down|fc2|c_proj|w2|fc_out|linear2|dense_4h_to_h|proj)$")
-_HEAD = re.compile(r"(lm_head|head|embed_out|output|classifier|unembed)$")
+__all__ = ["auto", "from_hf"]
 
 
-def auto(model: nn.Module, *, group: GroupLike = None, verbose: bool = True) -> dict[str, Style]:
-    """Propose a plan for a transformer, by the names of its layers and the shapes around them.
+def auto(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    parallel_loss: bool = False,
+    sequence: bool = False,
+    group: GroupLike = None,
+    verbose: bool = True,
+) -> dict[str, Style]:
+    """Propose a plan for a model, whatever its layers are called, and prove it.
 
-    Attention is split by whole heads, whose number is read from the attention module, those above it
-    or the model's ``config``; an MLP from column to row; embeddings of tokens and heads by
-    vocabulary, where the model's loss is parallel. What is not recognised with its counterpart
-    stays whole: half a pair would not work.
+    A copy of the model runs once, on a small batch, and autograd's graph tells which linear layers feed
+    which: where the outputs of some reach one other and nothing else, those are column layers and that is
+    their row layer. Each such block is then tried with its own inputs, whole and on simulated ranks: where
+    heads stay whole, in which order fused layers hold their features, which of the block's own numbers
+    count heads, and what stands inside, is found out by its own outputs and gradients. An attention whose
+    heads cannot be divided gets layers whose outputs are joined. Experts that are parameters of one module
+    are split, embeddings of tokens and heads with many classes by vocabulary. At the end the whole copy is
+    verified as :func:`tp_shard.verify` does; what is not right stays whole.
+
+    A model that cannot be called, for want of a batch, is tried block by block, by the names of its layers.
 
     Args:
-        model: The model; it is not changed.
-        group: The ranks; the current model-parallel group by default.
+        model: The model; it is not changed. It may be on the meta device.
+        batch: What the model can be called with: a mapping by names, a tuple or list in order, or one
+            value. By default tokens, or what a model of transformers says that it takes.
+        parallel_loss: Whether logits stay split, for a parallel loss; otherwise they are joined, so
+            that any loss and ``generate()`` can follow.
+        sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
+            saves the memory of norms, residuals and dropouts: each block gathers it once before its column
+            layers, and its row layer reduce-scatters it.
+        group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
+            proven for 2.
         verbose: Whether to print what the plan would do, and the bytes per rank.
 
     Returns:
         A plan for :func:`parallelize`, with a name for each layer.
 
     Raises:
-        ConfigError: Nothing is recognised.
+        ConfigError: Nothing can be split.
+        ModelError: The model cannot be called with the batch that was given.
+
+    Collectives: none; every rank comes to the same plan.
 
     Example:
-        >>> model = nn.ModuleDict({"up_proj": nn.Linear(8, 16), "down_proj": nn.Linear(16, 8)})
-        >>> auto(model, verbose=False)["down_proj"]
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        >>> auto(model, torch.randn(4, 8), verbose=False)["2"]
         Row(heads=None, kv_heads=None)
     """
     ranks = as_group(group)
-    plan: dict[str, Style] = {}
+    count = max(2, ranks.size)
     notes: dict[str, str] = {}
-    for path, module in model.named_modules():
-        linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
-        if isinstance(module, nn.MultiheadAttention):
-            notes[path] = "torch's own attention reads its weights past its layers"
-            continue
-        for name, style in _pair(linears, _heads(model, path), ranks.size, notes, path):
-            plan[f"{path}.{name}" if path else name] = style
-    plan.update(_vocabulary(model, plan))
-    if not plan:
+    proof = _proof(model, batch, count)
+    if proof is None and sequence:
         msg = (
-            f"no layer of {type(model).__name__} is named as in a usual transformer; write a plan: "
-            '{"layers.*.up": Column(), "layers.*.down": Row()}'
+            f"how {type(model).__name__} uses sequences is seen when it runs: give auto() a batch "
+            "that it takes"
+        )
+        raise ConfigError(msg)
+    if proof is None:
+        plan = by_names(model, count if ranks.size > 1 else 1, notes)
+        plan.update(vocabulary(model, plan, notes, parallel_loss=parallel_loss))
+    else:
+        plan = _verified(proof, count, parallel_loss=parallel_loss)
+        plan = _with_sequences(proof, plan, count) if sequence else plan
+        plan, notes = proof.everywhere(plan), proof.everywhere(proof.notes)
+        _note_attention_of_torch(model, notes)
+    if not plan:
+        why = "; ".join(f"{name}: {reason}" for name, reason in notes.items())
+        msg = (
+            f"no layer of {type(model).__name__} is named as in a usual transformer, or feeds "
+            f"another alone{why and f' ({why})'}; give "
+            'a batch, or write a plan: {"layers.*.up": Column(), "layers.*.down": Row()}'
         )
         raise ConfigError(msg)
     if verbose:
-        print(_describe(model, plan, notes, ranks.size))
+        print(describe(model, plan, notes, ranks.size))
     return plan
 
 
-def _pair(
-    linears: dict[str, nn.Linear],
-    heads: tuple[int, int] | None,
-    ranks: int,
-    notes: dict[str, str],
-    path: str,
-) -> Iterator[tuple[str, Style]]:
-    """Yield what becomes of an attention's or an MLP's layers, if all of them are recognised."""
-    q = [n for n in linears if _Q.match(n)]
-    kv = [n for n in linears if _KV.match(n)]
-    qkv = [n for n in linears if _QKV.match(n)]
-    out = [n for n in linears if _OUT.match(n)]
-    if (qkv or (q and len(kv) == 2)) and len(out) == 1:
-        if heads is None:
-            notes[path] = f"the number of heads is not known: none of {', '.join(_HEADS)} is there"
-            return
-        try:
-            Heads(*heads, ranks)
-        except ConfigError as error:
-            notes[path] = str(error)
-            return
-        count, shared = heads
-        made = [linears[n].out_features for n in qkv] + [linears[n].in_features for n in out]
-        if qkv and (made[0] % (count + 2 * shared) or made[1] % count):
-            notes[path] = f"{made} features are not {count} query and {shared} key heads"
-            return
-        for name in qkv:
-            yield name, Column(heads=count, kv_heads=shared, holds="qkv")
-        for name in q:
-            yield name, Column(heads=count, kv_heads=shared)
-        for name in kv:
-            yield name, Column(heads=count, kv_heads=shared, holds="kv")
-        yield out[0], Row(heads=count, kv_heads=shared)
-        return
-    fused = [n for n in linears if _GATE_UP.match(n)]
-    up = [n for n in linears if _UP.match(n)]
-    down = [n for n in linears if _DOWN.match(n)]
-    if len(down) != 1 or not (fused or up) or linears[down[0]].in_features < ranks:
-        return
-    width = linears[down[0]].in_features
-    if any(linears[n].out_features != width for n in up) or any(
-        linears[n].out_features != 2 * width for n in fused
-    ):
-        notes[path] = f"what comes out of {', '.join(up + fused)} is not as wide as {down[0]} takes"
-        return
-    for name in fused:
-        yield name, Column(sections=2)
-    for name in up:
-        yield name, Column()
-    yield down[0], Row()
+def from_hf(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    parallel_loss: bool = False,
+    sequence: bool = False,
+    group: GroupLike = None,
+    verbose: bool = True,
+) -> dict[str, Style]:
+    """Return the plan that a model of transformers brings along, translated, completed and proven.
+
+    Its ``tp_plan`` names column and row layers, norms inside, experts and the vocabulary. How heads are
+    divided, which numbers of an attention count them and how fused layers are ordered is not in it: that is
+    proven as in :func:`auto`. What the model's plan joins only because
+    DTensor cannot split it by heads is split by heads where that is proven.
+
+    Args:
+        model: A model of transformers; it is not changed. It may be on the meta device.
+        batch: What it can be called with; by default made from its configuration.
+        parallel_loss: Whether logits stay split, for a parallel loss.
+        sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
+            saves the memory of norms, residuals and dropouts: each block gathers it once before its column
+            layers, and its row layer reduce-scatters it.
+        group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
+            proven for 2.
+        verbose: Whether to print what the plan would do, and the bytes per rank.
+
+    Returns:
+        A plan for :func:`parallelize`, with a name for each layer.
+
+    Raises:
+        ConfigError: The model brings no plan along: take :func:`auto`.
+        ModelError: Something that its plan splits cannot be proven right; its module is named, with what to
+            write by hand. Or the model cannot be called.
+
+    Collectives: none; every rank comes to the same plan.
+    """
+    named = translate(model)
+    ranks = as_group(group)
+    count = max(2, ranks.size)
+    proof = _proof(model, batch, count)
+    if proof is None:
+        msg = f"{type(model).__name__} cannot be called without a batch of yours: from_hf(model, batch)"
+        raise ModelError(msg)
+    restrict(proof, named)
+    plan = _verified(proof, count, parallel_loss=parallel_loss, must=True)
+    plan = proof.everywhere(_with_sequences(proof, plan, count) if sequence else plan)
+    if verbose:
+        print(describe(model, plan, proof.everywhere(proof.notes), ranks.size))
+    return plan
 
 
-def _heads(model: nn.Module, path: str) -> tuple[int, int] | None:
-    """Return the numbers of query and key heads: the nearest that a module around ``path`` names."""
-    parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
-    for place in [*around, *(getattr(m, "config", None) for m in around)]:
-        heads = _number(place, _HEADS)
-        if heads is not None:
-            return heads, _number(place, _KV_HEADS) or heads
-    return None
+def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof | None:
+    call = example_call(model) if batch is None else as_call(batch)
+    if call is None:
+        return None
+    try:
+        return prove(model, call, ranks)
+    except Exception as error:
+        if batch is None:
+            return None  # what was made up is not what it takes
+        msg = f"{type(model).__name__} fails on this batch: {type(error).__name__}: {error}"
+        raise ModelError(msg) from error
 
 
-def _number(place: object, names: tuple[str, ...]) -> int | None:
-    found = (getattr(place, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), None)
+def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = False) -> dict[str, Style]:
+    """Return the proven plan with the vocabulary, less what makes the whole differ."""
+    plan = dict(proof.plan)
+    last = proof.flow.heads
+    plan.update(vocabulary(proof.probe, plan, proof.notes, parallel_loss=False, last=last))
+    while plan:
+        fault = proof.verify(plan, ranks)
+        if fault is None:
+            break
+        if must:
+            msg = (
+                f"{fault}; leave it out of the plan, or write its styles by hand and verify them "
+                "with ts.verify()"
+            )
+            raise ModelError(msg)
+        dropped = _block_of(plan, fault.module)
+        proof.notes[fault.module] = fault.reason
+        plan = {name: style for name, style in plan.items() if name not in dropped}
+    if parallel_loss:
+        plan = {n: Vocab() if isinstance(style, Vocab) else style for n, style in plan.items()}
+    return plan
 
 
-def _vocabulary(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """Split the head, and the embeddings as tall as it or tied to it; else the tallest embedding."""
-    modules = dict(model.named_modules())
-    heads = {
-        path: m
-        for path, m in modules.items()
-        if isinstance(m, nn.Linear) and path not in plan and _HEAD.match(path.rpartition(".")[2])
-    }
-    tables = {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)}
-    sizes = {m.out_features for m in heads.values()} or {
-        max((m.num_embeddings for m in tables.values()), default=0)
-    }
-    found: dict[str, Style] = {path: Vocab() for path in heads}
-    found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
+def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[str, Style]:
+    """Return a plan under which blocks work on parts of the sequence.
+
+    Raises:
+        ModelError: A module does not work so.
+    """
+    found = with_sequences(proof.probe, plan, proof.flow.regions)
+    if found == plan:
+        msg = (
+            f"{type(proof.probe).__name__} has no list of blocks with split layers that could share sequences"
+        )
+        raise ModelError(msg)
+    tried = {n: Vocab(gather_output=True) if isinstance(s, Vocab) else s for n, s in found.items()}
+    fault = proof.verify(tried, ranks)
+    if fault is not None:
+        msg = (
+            f"with sequence=True {fault}; write Sequence() and Gathered() by hand and verify "
+            "them with ts.verify(), or "
+            "leave sequence out"
+        )
+        raise ModelError(msg)
     return found
 
 
-def _describe(model: nn.Module, plan: Plan, notes: dict[str, str], ranks: int) -> str:
-    lines: list[str] = []
-    seen: set[int] = set()
-    total = whole = 0
-    for path, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-        seen.update(map(id, own))
-        full = sum(p.numel() * p.element_size() for p in own)
-        local = full
-        style = plan.get(path)
-        if style is not None and not isinstance(style, Sequence) and own:
-            local = _local_bytes(style, ranks, own)
-        whole, total = whole + full, total + local
-        if style is not None:
-            lines.append(f"{path}: {_words(style)}, {full:,} -> {local:,} bytes per rank")
-        elif path in notes:
-            lines.append(f"{path}: whole, because {notes[path]}")
-    lines.append(f"all parameters: {whole:,} -> {total:,} bytes on rank 0 of {ranks}")
-    return "\n".join(lines)
+def _block_of(plan: dict[str, Style], module: str) -> set[str]:
+    """Return what of a plan is in the innermost block around a module that has any of it."""
+    path = module
+    while True:
+        found = {name for name in plan if name == path or name.startswith(f"{path}.") or not path}
+        if found:
+            return found
+        path = path.rpartition(".")[0]
 
 
-def _words(style: Style) -> str:
-    given = [
-        f"{name}={value!r}"
-        for name in getattr(style, "__slots__", ())
-        if (value := getattr(style, name)) not in (None, False)
-        and (name, value) not in (("sections", 1), ("holds", "q"))
-    ]
-    return f"{type(style).__name__}({', '.join(given)})"
-
-
-def _local_bytes(style: Style, ranks: int, own: list[nn.Parameter]) -> int:
-    """Return what the largest shard takes, that of rank 0."""
-    split_heads = _ranges(style, ranks)
-    dim = 1 if isinstance(style, Row) else 0
-    nbytes = 0
-    for p in own:
-        size = p.size(dim) if p.dim() > dim else None
-        if size is None:  # the bias of a row layer
-            nbytes += p.numel() * p.element_size()
-            continue
-        if split_heads is not None:
-            count, mine = split_heads
-            mine = size // count * mine
-        else:
-            sections = getattr(style, "sections", 1)
-            mine = sections * bounds(size // sections, ranks, 0)[1]
-        nbytes += p.numel() // max(1, size) * mine * p.element_size()
-    return nbytes
-
-
-def _ranges(style: Style, ranks: int) -> tuple[int, int] | None:
-    """Return how many heads a layer makes or takes, over all ranks and on rank 0."""
-    if not isinstance(style, Column | Row) or style.heads is None:
-        return None
-    divided = Heads(style.heads, style.kv_heads or style.heads, ranks)
-    holds = style.holds if isinstance(style, Column) else "q"
-    count = {"q": style.heads, "kv": divided.kv, "qkv": style.heads + 2 * divided.kv}[holds]
-    return count, sum(b - a for a, b in divided.ranges(1, holds)[0])
+def _note_attention_of_torch(model: nn.Module, notes: dict[str, str]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            notes[name] = "torch's own attention reads its weights past its layers"

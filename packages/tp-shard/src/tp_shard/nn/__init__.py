@@ -4,11 +4,12 @@ from tp_shard.nn import functional, init
 from tp_shard.nn._blocks import ParallelAttention, ParallelSwiGLU
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._linear import ParallelLinear
-from tp_shard.nn._loss import ParallelCrossEntropyLoss
+from tp_shard.nn._loss import MarginCrossEntropy, ParallelCrossEntropyLoss
 from tp_shard.nn._planned import ParallelDropout
 from tp_shard.nn._register import RegisterParallelDim
 
 __all__ = [
+    "MarginCrossEntropy",
     "ParallelAttention",
     "ParallelCrossEntropyLoss",
     "ParallelDropout",

@@ -1,7 +1,7 @@
 """Blocks of a transformer whose layers are split: attention with shared heads, and a gated MLP."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_shard._group import GroupLike, as_group
@@ -81,7 +81,7 @@ class ParallelAttention(nn.Module):
         )
         self.qkv.sequence = self.out.sequence = sequence
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return a tensor like ``input``, of shape (..., seq, dim)."""
         attended = parallel_attention(
             self.qkv(input),
@@ -142,7 +142,7 @@ class ParallelSwiGLU(nn.Module):
         self.down = PlannedLinear(hidden, dim, bias, 0, device=device, dtype=dtype, group=ranks)
         self.gate_up.sequence = self.down.sequence = sequence
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return a tensor like ``input``, of shape (..., dim)."""
         gate, up = self.gate_up(input).chunk(2, dim=-1)
         output: Tensor = self.down(F.silu(gate) * up)

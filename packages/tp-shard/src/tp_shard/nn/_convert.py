@@ -1,19 +1,30 @@
 """Turning the layers of a finished model into parallel ones."""
 
+import dis
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from tp_core.errors import ModelError
 
 from tp_shard._group import Group
+from tp_shard._guards import guard_saving
 from tp_shard._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn._linear import ParallelLinear
 
-__all__ = ["Conversion", "convert_embedding", "convert_linear"]
+__all__ = [
+    "Conversion",
+    "computes_linear",
+    "convert_embedding",
+    "convert_linear",
+    "leave_fast_path",
+    "leave_nested_tensors",
+]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _parallel_classes: dict[tuple[type, type], type] = {}
@@ -31,6 +42,7 @@ class Conversion:
         self.group = group
         self._layers: dict[int, nn.Module] = {}
         self._parameters: dict[tuple[int, int | None], nn.Parameter] = {}
+        self._originals: list[nn.Parameter] = []
         self._owners: dict[int, list[tuple[str, nn.Module]]] = {}
         for path, module in root.named_modules():
             for parameter in module._parameters.values():
@@ -76,19 +88,32 @@ class Conversion:
         self._layers[id(layer)] = made
         return made
 
+    def shard_of(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Return what a parameter has become, itself if it was not split."""
+        return next(
+            (shard for (key, _), shard in self._parameters.items() if key == id(parameter)), parameter
+        )
+
     def _shard(self, parameter: nn.Parameter, split: Split | None) -> nn.Parameter:
         """Return this rank's shard of a parameter, the same one for all who share it."""
         if split is None or self.group.size == 1:
             return parameter
         key = (id(parameter), split.dim)
         if key not in self._parameters:
-            rank = self.group.rank
-            shard = nn.Parameter(split.take(parameter.detach(), rank), parameter.requires_grad)
-            shard.__dict__.update(parameter.__dict__)
-            if parameter.grad is not None:
-                shard.grad = split.take(parameter.grad, rank)
-            self._parameters[key] = shard
+            self._originals.append(parameter)  # so that no other gets its id
+            self._parameters[key] = self.take(parameter, split, self.group)
         return self._parameters[key]
+
+    @staticmethod
+    def take(parameter: nn.Parameter, split: Split, group: Group) -> nn.Parameter:
+        """Return this rank's shard of a parameter, with all that it carries."""
+        if group.size == 1:
+            return parameter
+        shard = nn.Parameter(split.take(parameter.detach(), group.rank), parameter.requires_grad)
+        shard.__dict__.update(parameter.__dict__)
+        if parameter.grad is not None:
+            shard.grad = split.take(parameter.grad, group.rank)
+        return shard
 
 
 def convert_linear(module: nn.Module, dim: int | None, *, gather_output: bool, group: Group) -> nn.Module:
@@ -175,12 +200,24 @@ def _convert_tree(
         for name, child in list(parent._modules.items()):
             if child is not None and id(child) in replaced:
                 parent._modules[name] = replaced[id(child)]
-                if isinstance(parent, nn.TransformerEncoderLayer) and split:
-                    # Its fast path reads the weights past their layers.
-                    parent.activation_relu_or_gelu = 0
-        if isinstance(parent, nn.TransformerEncoder) and split:
-            parent.use_nested_tensor = False
+                if split:
+                    leave_fast_path(parent)
+        if split:
+            leave_nested_tensors(parent)
+    guard_saving(root)
     return root
+
+
+def leave_fast_path(module: nn.Module) -> None:
+    """Keep an encoder layer of torch's from the path that reads its weights past their layers."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+
+
+def leave_nested_tensors(module: nn.Module) -> None:
+    """Keep an encoder of torch's from nested tensors, which only its layers' fast path takes."""
+    if isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False
 
 
 def _walk(root: nn.Module, path: str = "", seen: set[int] | None = None) -> "list[tuple[str, nn.Module]]":
@@ -206,9 +243,7 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
         return parallel
     if (kind, parallel) not in _parallel_classes:
         for cls in kind.__mro__:
-            forward = vars(cls).get("forward")
-            names = getattr(getattr(forward, "__code__", None), "co_names", ())
-            if issubclass(cls, base) and cls is not base and "weight" in names:
+            if issubclass(cls, base) and cls is not base and _uses_weight(vars(cls).get("forward")):
                 msg = (
                     f"{kind.__name__} uses its weight in a forward of its own, where it would meet a "
                     "shard; let it call super().forward, or leave it out of the conversion"
@@ -221,6 +256,42 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
             {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)},
         )
     return _parallel_classes[kind, parallel]
+
+
+def computes_linear(layer: nn.Module) -> bool:
+    """Whether a subclass of ``nn.Linear`` with a ``forward`` of its own computes what ``nn.Linear`` does.
+
+    It is tried with other weights, so that neither their size nor their device matters; nor does a
+    default device.
+    """
+    if not isinstance(layer, nn.Linear) or set(layer._parameters) - {"weight", "bias"} or layer._modules:
+        return False
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        own = {"weight": torch.randn(5, 3), "bias": None if layer.bias is None else torch.randn(5)}
+        tried = type(layer).__new__(type(layer))
+        tried.__dict__.update(layer.__dict__, _parameters=own, in_features=3, out_features=5)
+        for shape in ((2, 3), (2, 4, 3)):
+            x = torch.randn(shape)
+            try:
+                made = type(layer).forward(tried, x)
+            except Exception:  # noqa: BLE001 - whatever it needs, it is something else
+                return False
+            expected = nn.functional.linear(x, own["weight"], own["bias"])
+            if not isinstance(made, Tensor) or not torch.allclose(made, expected, atol=1e-5):
+                return False
+    return True
+
+
+def _uses_weight(forward: Any) -> bool:
+    """Whether a method takes the values of a weight, and not only its type or device."""
+    if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    return any(
+        step.argval == "weight" and following.argval not in ("dtype", "device")
+        for step, following in itertools.pairwise(steps)
+    )
 
 
 def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it

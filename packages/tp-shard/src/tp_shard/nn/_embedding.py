@@ -21,7 +21,8 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
     values that torch's own starts with.
 
     Collectives: with split rows (``dim=0``) an all-reduce of the output forward and none backward;
-    with split features (``dim`` 1 or -1) none. Making one broadcasts a generator's state.
+    with split features (``dim`` 1 or -1) an all-gather of the output forward and none backward, or none at
+    all with ``gather_output=False``. Making one broadcasts a generator's state.
 
     Args:
         num_embeddings: Rows of the table, over all ranks.
@@ -34,7 +35,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         _weight: The whole table to start with, of shape (num_embeddings, embedding_dim).
         _freeze: Whether the table is not trained.
         dim: 0 to split the rows, 1 or -1 the features, ``None`` for neither.
-        gather_output: Whether split features are joined.
+        gather_output: Whether split features are joined, as torchshard does.
         device: Where the table is.
         dtype: Its type.
         group: The ranks; the current model-parallel group by default.
@@ -66,7 +67,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         _freeze: bool = False,
         dim: int | None = None,
         *,
-        gather_output: bool = False,
+        gather_output: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         group: GroupLike = None,
@@ -134,19 +135,20 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         ((start, stop),) = split.ranges[self.group.rank]
         return self.padding_idx - start if start <= self.padding_idx < stop else None
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``.
 
         Args:
             input: Tokens of any shape, the same on all ranks.
 
         Returns:
-            A tensor of shape (..., embedding_dim), the tokens' dimensions first, or with split
-            features this rank's shard of it.
+            A tensor of shape (..., embedding_dim), the tokens' dimensions first, or with
+            ``gather_output=False`` and split features this rank's shard of it.
 
         Raises:
             OutOfRangeError: A token is not in the table; on every rank, before anything is sent.
         """
+        self.refuse_norms()
         return functional.parallel_embedding(
             input,
             self.weight,
@@ -167,7 +169,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         """Return what the layer was made with."""
         described = super().extra_repr()
         described += "" if self.dim is None else f", dim={self.dim}"
-        return described + (", gather_output=True" if self.gather_output else "")
+        return described + ("" if self.gather_output or self.dim in (None, 0) else ", gather_output=False")
 
     @classmethod
     def convert_parallel_embedding(
@@ -175,7 +177,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         module: nn.Module,
         dim: int | None = None,
         *,
-        gather_output: bool = False,
+        gather_output: bool = True,
         group: GroupLike = None,
     ) -> nn.Module:
         """Turn all embeddings of a module into parallel ones that hold its values.

@@ -1,16 +1,18 @@
 """Attention heads over ranks: who has which, and attention on those that are here."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
 from tp_shard._comm import all_reduce_
 from tp_shard._group import Group, GroupLike, as_group
 from tp_shard._partition import bounds
+from tp_shard._random import RandomTracker
 from tp_shard._split import Ranges, Split
 
 __all__ = ["Heads", "Holds", "parallel_attention", "section_ranges", "sum_shared"]
@@ -174,7 +176,7 @@ def parallel_attention(
         heads: The number of query heads over all ranks.
         kv_heads: That of key heads; as many by default.
         causal: Whether a place sees only those before it.
-        dropout: The probability with which a weight is dropped.
+        dropout: The probability with which a weight is dropped; each rank draws for its own heads.
         group: Who; the current model-parallel group by default.
 
     Returns:
@@ -199,11 +201,13 @@ def parallel_attention(
             'holds="qkv")'
         )
         raise ConfigError(msg)
-    split = qkv.unflatten(-1, (queries + 2 * keys, width)).transpose(-2, -3)  # type: ignore[no-untyped-call]  # torch leaves it so
+    split = qkv.unflatten(-1, (queries + 2 * keys, width)).transpose(-2, -3)
     q, k, v = split.split([queries, keys, keys], dim=-3)  # (..., heads, seq, head features)
     if queries != keys:
         each = divided.query // divided.kv
         owner = torch.arange(q0, q1, device=qkv.device) // each - k0
         k, v = k.index_select(-3, owner), v.index_select(-3, owner)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    own = RandomTracker(0, group=ranks).fork(qkv.device) if dropout and ranks.size > 1 else nullcontext()
+    with own:  # heads of different ranks drop different weights
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
     return out.transpose(-2, -3).flatten(-2)

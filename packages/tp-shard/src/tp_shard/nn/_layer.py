@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from tp_core.errors import ModelError
 
+from tp_shard._fsdp import check_data_mesh
 from tp_shard._group import Group
-from tp_shard._marks import mark_parameter
+from tp_shard._marks import is_marked, mark_parameter
 from tp_shard._split import Split
 
 __all__ = ["ParallelLayer"]
@@ -32,21 +35,27 @@ class ParallelLayer(nn.Module):
 
     def mark_parameters(self) -> None:
         """Put the marks on the layer's own parameters."""
-        if self.group.size > 1:
-            from tp_shard._ddp import teach_ddp
-
-            teach_ddp()
         for name, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            split = self.splits.get(name)
-            mark_parameter(
-                parameter,
-                None if split is None else self.dim,
-                self.order_type,
-                split=split,
-                sharded=split is not None and self.group.size > 1,
-            )
+            if parameter is not None:
+                self._mark(name, parameter)
+
+    def _mark(self, name: str, parameter: Tensor) -> None:
+        split = self.splits.get(name)
+        mark_parameter(
+            parameter,
+            None if split is None else self.dim,
+            self.order_type,
+            split=split,
+            sharded=split is not None and self.group.size > 1,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # ``fully_shard`` puts parameters of its own in place through here. Others keep their marks.
+        if isinstance(value, nn.Parameter) and not is_marked(value) and "splits" in self.__dict__:
+            if name in self.splits:
+                check_data_mesh(value, self.group, self)
+            self._mark(name, value)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -60,3 +69,35 @@ class ParallelLayer(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.mark_parameters()  # assign=True puts other parameters in their place
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """Register a hook as torch does.
+
+        Raises:
+            ModelError: It is that of torch's older ``weight_norm`` or ``spectral_norm``.
+        """
+        self._refuse_norm(hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+    def refuse_norms(self) -> None:
+        """Make sure that no parametrization takes the norm of a shard for that of the weight.
+
+        Raises:
+            ModelError: ``weight_norm``, ``spectral_norm`` or ``orthogonal`` of torch's was applied to it.
+        """
+        parametrized = self._modules.get("parametrizations")
+        if parametrized is not None:
+            for transforms in parametrized.children():
+                for transform in transforms.children():
+                    self._refuse_norm(transform)
+
+    def _refuse_norm(self, transform: object) -> None:
+        from tp_shard._guards import is_norm
+
+        if self.group.size > 1 and self.splits and is_norm(transform):
+            msg = (
+                f"{type(transform).__name__.strip('_')} of {type(self).__name__}({self.extra_repr()}) would "
+                "take the norm of this rank's shard for that of the whole weight; apply it to layers that "
+                "are not split"
+            )
+            raise ModelError(msg)

@@ -123,7 +123,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
             init_shard_(nn.init.uniform_, self.bias, splits.get("bias"), group, {"a": -bound, "b": bound})
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``.
 
         Args:
@@ -135,6 +135,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         Raises:
             ConfigError: The input has another width.
         """
+        self.refuse_norms()
         return functional.linear(
             input,
             self.weight,

@@ -3,17 +3,18 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+import torch.nn.functional as F
 from torch import Tensor
 
 from tp_shard._collectives import copy, reduce
 from tp_shard._comm import all_reduce_, start_all_reduce_
+from tp_shard._functions import apply
 from tp_shard._group import Group
 
 __all__ = ["autocast", "column_linear", "row_linear"]
 
 
-def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
+def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
     """Apply a weight whose output features are split to an input that all ranks have.
 
     Forward: nothing. Backward: an all-reduce of the input's gradient, which runs while the
@@ -30,11 +31,12 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
         A tensor of shape (..., local out).
     """
     if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
-    return _Column.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+        input, weight, bias = autocast(input, weight, bias)
+    output: Tensor = apply(_Column, input, weight, bias, group, layer)
+    return output
 
 
-def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:  # noqa: A002 - torch's name
+def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
     """Apply a weight whose input features are split to an input that is split alike.
 
     Forward: an all-reduce of the output. Backward: nothing.
@@ -50,8 +52,9 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
         A tensor of shape (..., out), the same on all ranks.
     """
     if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = autocast(input, weight, bias)  # noqa: A001 - torch's name
-    return _Row.apply(input, weight, bias, group, layer)  # type: ignore[no-any-return,no-untyped-call]  # as above
+        input, weight, bias = autocast(input, weight, bias)
+    output: Tensor = apply(_Row, input, weight, bias, group, layer)
+    return output
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -72,11 +75,19 @@ def _flat(tensor: Tensor) -> Tensor:
 # The order of what follows is that of a hot path: what a tiny layer costs is mostly Python.
 
 
+def _keep_of_column(
+    ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, group: Group, layer: Any
+) -> None:
+    ctx.save_for_backward(x, weight)
+    ctx.where = group, layer
+
+
 class _Column(torch.autograd.Function):
+    keep = staticmethod(_keep_of_column)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.where = group, layer
+        _keep_of_column(ctx, x, weight, bias, group, layer)
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -89,6 +100,8 @@ class _Column(torch.autograd.Function):
             grad_input = grad.matmul(weight)
             if torch.is_grad_enabled():  # a second derivative will be asked for
                 grad_input = reduce(grad_input, group=group)
+            elif torch.compiler.is_compiling():  # what overlaps is the compiler's to say
+                grad_input = all_reduce_(grad_input, group, layer=layer)
             else:
                 work = start_all_reduce_(grad_input, group, layer=layer)
         if grad.dim() != 2:
@@ -102,11 +115,19 @@ class _Column(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
+def _keep_of_row(
+    ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, group: Group, _layer: Any
+) -> None:
+    ctx.save_for_backward(x, weight)
+    ctx.group = group
+
+
 class _Row(torch.autograd.Function):
+    keep = staticmethod(_keep_of_row)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
+        _keep_of_row(ctx, x, weight, bias, group, layer)
         output = all_reduce_(F.linear(x, weight), group, layer=layer)
         return output if bias is None else output.add_(bias)
 

@@ -1,10 +1,13 @@
 """The layers that a plan makes: with shared heads, and with sequences that are split between them."""
 
-from typing import Any, Self, SupportsIndex
+from dataclasses import replace
+from typing import Any, Literal, Self, SupportsIndex
 
-import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tp_shard import _debug
 from tp_shard._collectives import gather
 from tp_shard._group import Group
 from tp_shard._random import RandomTracker
@@ -13,6 +16,7 @@ from tp_shard.nn import functional
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._region import check_inside, check_region
 from tp_shard.nn._sequence import (
     SequenceState,
     gather_sequence,
@@ -20,6 +24,8 @@ from tp_shard.nn._sequence import (
     scatter_sequence,
     sum_gradient,
 )
+from tp_shard.nn._shapes import is_transposed, widths
+from tp_shard.nn._summed import SummedGradients
 
 __all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "SequenceMixin", "sequence_class"]
 
@@ -33,14 +39,19 @@ class PlannedLinear(ParallelLinear):
 
     Attributes:
         sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
+        takes_whole: Whether the block around it has gathered the sequence, and sums its gradient.
+        summed: Sums the gradient of a row layer's bias with those of other parameters.
     """
 
     sequence: SequenceState | None = None
+    takes_whole = False
+    summed: SummedGradients | None = None
+    region_is_checked = False
 
     @classmethod
     def from_plan(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         dim: int,
         *,
         gather_output: bool,
@@ -52,19 +63,24 @@ class PlannedLinear(ParallelLinear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k != "_parameters"})
+        inputs, outputs = widths(linear)
         layer._describe(
-            linear.in_features,
-            linear.out_features,
+            inputs,
+            outputs,
             dim,
             gather_output=gather_output,
             input_is_parallel=True if dim == 0 and ranges is not None else None,
             group=group,
             ranges=ranges,
         )
+        if is_transposed(linear):
+            layer.order_type = 1
+            weight = layer.splits["weight"]
+            layer.splits = {**layer.splits, "weight": replace(weight, dim=1 - weight.dim)}
         layer.sequence = sequence
         return layer
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, as :class:`ParallelLinear` does.
 
         Args:
@@ -75,13 +91,25 @@ class PlannedLinear(ParallelLinear):
             A tensor of shape (..., out_features), or with split outputs this rank's shard of it; with a
             sequence and split inputs, this rank's part of the sequence.
         """
+        self.refuse_norms()
         group = self.group
+        if (
+            self.dim == 0
+            and group.size > 1
+            and not _compiling()
+            and (_debug.state.enabled or not self.region_is_checked)
+        ):
+            # What a module uses does not change from step to step. An input that is whole is cut here.
+            is_part = input.dim() > 0 and input.size(-1) != self.in_features
+            self.region_is_checked = is_part and check_region(input, self)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if "weight" in self.splits:
             weight = sum_shared(weight, self.splits["weight"], group)
         if bias is not None and "bias" in self.splits:
             bias = sum_shared(bias, self.splits["bias"], group)
+        if self.order_type:  # a weight that is kept as (in, out)
+            weight = weight.t()
         if self.sequence is None or group.size == 1:
             return functional.parallel_linear(
                 input,
@@ -98,8 +126,11 @@ class PlannedLinear(ParallelLinear):
             raise functional.wrong_width(input, weight.size(1), self)
         if self.dim == 0:
             output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
-            return output if bias is None else output + sum_gradient(bias, group)
-        output = F.linear(gather_sequence(input, self.sequence, group), weight, bias)
+            if bias is None:
+                return output
+            return output + (sum_gradient(bias, group) if self.summed is None else self.summed.passed(bias))
+        gathered = input if self.takes_whole else gather_sequence(input, self.sequence, group)
+        output = F.linear(gathered, weight, bias)
         if self.gather_output:
             return gather(output, -1, size=self.out_features, group=group)
         return functional.mark_output(output, self.out_features)
@@ -112,14 +143,18 @@ class PlannedEmbedding(ParallelEmbedding):
 
     Attributes:
         sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
+        takes_whole: Whether the block around it works on whole sequences.
     """
 
     sequence: SequenceState | None = None
+    takes_whole = False
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``, as :class:`ParallelEmbedding` does, of this rank's part."""
         output = super().forward(input)
-        return output if self.sequence is None else scatter_sequence(output, self.sequence, self.group)
+        if self.sequence is None or self.takes_whole:
+            return output
+        return scatter_sequence(output, self.sequence, self.group)
 
 
 class ParallelDropout(nn.Dropout):
@@ -129,6 +164,8 @@ class ParallelDropout(nn.Dropout):
         p: The probability with which an element is dropped.
         inplace: Whether the input is overwritten.
         tracker: The rank's own random numbers; layers of one model share one.
+
+    Under ``torch.utils.checkpoint`` masks are drawn alike the second time: they follow torch's generator.
 
     Collectives: none.
 
@@ -142,7 +179,7 @@ class ParallelDropout(nn.Dropout):
         super().__init__(p, inplace)
         self.tracker = tracker
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return ``input`` with some elements set to 0 and the others scaled."""
         if not self.training or self.p == 0:
             return input
@@ -151,25 +188,40 @@ class ParallelDropout(nn.Dropout):
 
 
 class SequenceMixin:
-    """What works on a part of the sequence with parameters that all ranks have.
+    """What works on a part of the sequence, or of the features, with parameters that all ranks have.
 
-    Forward: nothing. Backward: an all-reduce of each parameter's gradient.
+    Forward: nothing. Backward: an all-reduce of the parameters' gradients, one for all of the model.
     """
 
     sequence_group: Group
+    summed: SummedGradients | None = None
+    part_of: Literal["sequence", "features"] = "sequence"
+    region_is_checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.part_of == "features" and not self.region_is_checked and not _compiling():
+            alone = self.sequence_group.size == 1
+            self.region_is_checked = alone or check_inside(next(iter(args), None), self)  # type: ignore[arg-type]  # mixed into a module
         own = self.__dict__["_parameters"]
         self.__dict__["_parameters"] = {
-            name: None if p is None else sum_gradient(p, self.sequence_group) for name, p in own.items()
+            name: None if p is None else self._passed(p) for name, p in own.items()
         }
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
         finally:
             self.__dict__["_parameters"] = own
 
+    def _passed(self, parameter: Tensor) -> Tensor:
+        if self.summed is None:
+            return sum_gradient(parameter, self.sequence_group)
+        return self.summed.passed(parameter)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return _rebuild, (type(self).__bases__[1],), self.__dict__
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()
 
 
 _sequence_classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -27,7 +27,7 @@ class RegisterParallelDim(nn.Module):
         check_dim(dim)
         self.dim = dim
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, marked."""
         # A view: the mark is not meant for those who hold the argument.
         output = input.view_as(input)

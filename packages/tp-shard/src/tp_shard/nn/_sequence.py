@@ -5,7 +5,6 @@ As in Korthikanti et al., "Reducing Activation Recomputation in Large Transforme
 what a column layer takes is gathered again, so that norms and dropout work on a part each.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,26 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_shard import _debug
-from tp_shard._comm import all_gather, gather_sizes
+from tp_shard._comm import all_gather
 from tp_shard._group import Group
 from tp_shard._partition import bounds, shard_sizes
+from tp_shard.nn._sequence_state import SequenceState
 
-__all__ = ["SequenceState", "gather_sequence", "reduce_scatter_sequence", "scatter_sequence", "sum_gradient"]
+__all__ = [
+    "SequenceState",
+    "gather_sequence",
+    "join_sequence",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
+    "sum_gradient",
+]
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """What the layers of one model share about its sequences.
-
-    Attributes:
-        dim: Which dimension the sequence is, counted from the end.
-        size: Its length over all ranks, as the layer saw it that split it last.
-    """
-
-    dim: int = -2
-    size: int | None = None
 
 
 def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -40,21 +34,20 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
 
     Forward: nothing. Backward: an all-gather.
     """
-    state.size = tensor.size(state.dim)
-    return tensor if group.size == 1 else _Scatter.apply(tensor, state.dim, state.size, group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    size = state.note(tensor.size(state.dim), is_split=True)
+    return tensor if group.size == 1 else _Scatter.apply(tensor, state.dim, size, group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
 def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     """Return the whole sequence of the ranks' parts, for a layer whose outputs are split.
 
-    Forward: an all-gather; one more of a number, where no layer split the sequence before. Backward:
-    a reduce-scatter.
+    Forward: an all-gather; one more of a number, where the lengths so far do not tell that of the whole.
+    Backward: a reduce-scatter.
     """
     if group.size == 1:
         return tensor
-    if state.size is None:
-        state.size = sum(gather_sizes(tensor.size(state.dim), group, tensor.device))
-    return _Gather.apply(tensor, state.dim, state.size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    size = state.whole(tensor.size(state.dim), group, tensor.device)
+    return _Gather.apply(tensor, state.dim, size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
 
 
 def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -62,8 +55,19 @@ def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) 
 
     Forward: a reduce-scatter. Backward: an all-gather.
     """
-    state.size = tensor.size(state.dim)
-    return tensor if group.size == 1 else _ReduceScatter.apply(tensor, state.dim, state.size, group)  # type: ignore[no-untyped-call]  # as above
+    size = state.note(tensor.size(state.dim))
+    return tensor if group.size == 1 else _ReduceScatter.apply(tensor, state.dim, size, group)  # type: ignore[no-untyped-call]  # as above
+
+
+def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
+    """Return the whole sequence of the ranks' parts, for what all ranks go on with alike.
+
+    Forward: an all-gather. Backward: nothing, each rank takes its own part of the gradient.
+    """
+    if group.size == 1:
+        return tensor
+    size = state.whole(tensor.size(state.dim), group, tensor.device)
+    return _GatherAlike.apply(tensor, state.dim, size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
 
 
 def sum_gradient(parameter: Tensor, group: Group) -> Tensor:

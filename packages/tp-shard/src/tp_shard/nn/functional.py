@@ -1,7 +1,7 @@
 """Functional forms of the parallel layers, for shards that one keeps by oneself."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everyone calls it
+import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
@@ -12,7 +12,12 @@ from tp_shard._partition import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
 from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._linear_functions import column_linear, row_linear
-from tp_shard.nn._loss_functional import parallel_cross_entropy, parallel_linear_cross_entropy
+from tp_shard.nn._loss import (
+    parallel_cross_entropy,
+    parallel_linear_cross_entropy,
+    parallel_margin_cross_entropy,
+    sample_classes,
+)
 
 __all__ = [
     "parallel_attention",
@@ -20,11 +25,13 @@ __all__ = [
     "parallel_embedding",
     "parallel_linear",
     "parallel_linear_cross_entropy",
+    "parallel_margin_cross_entropy",
+    "sample_classes",
 ]
 
 
 def parallel_linear(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     dim: int | None = None,
@@ -114,7 +121,7 @@ def linear(
 
 
 def parallel_embedding(
-    input: Tensor,  # noqa: A002 - torch's name
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -125,14 +132,14 @@ def parallel_embedding(
     dim: int | None = None,
     *,
     embedding_dim: int | None = None,
-    gather_output: bool = False,
+    gather_output: bool = True,
     group: GroupLike = None,
     layer: object = None,
 ) -> Tensor:
     """Look tokens up in a table that is split.
 
     Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none.
-    1 or -1, split features: none, or an all-gather forward with ``gather_output``; ``max_norm``
+    1 or -1, split features: an all-gather forward, or none without ``gather_output``; ``max_norm``
     costs an all-reduce of one number for each different token.
 
     Args:

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._group import GroupLike
-from tp_shard.nn._loss_functional import check_options, parallel_cross_entropy
+from tp_shard.nn._loss._functional import parallel_cross_entropy
+from tp_shard.nn._loss._reading import check_options
 
 __all__ = ["ParallelCrossEntropyLoss"]
 
@@ -71,7 +72,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         self.inplace = inplace
         self.group = group
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss.
 
         Args:

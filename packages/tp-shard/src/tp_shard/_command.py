@@ -1,0 +1,127 @@
+"""``tp shard``: plans on the command line."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import typer
+from torch import nn
+from tp_core.errors import ConfigError, ModelError
+
+from tp_shard import plans
+from tp_shard._examples import example_call
+from tp_shard._verify import verify
+
+__all__ = ["app", "load_builder"]
+
+_KEYS = ("model", "plan", "batch", "loss")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def shard() -> None:
+    """Plans that split models over ranks."""
+
+
+@app.command("verify")
+def verify_command(
+    builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")],
+    *,
+    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks; they are simulated.")] = 2,
+    propose: Annotated[
+        str, typer.Option(help='Where the builder brings no plan: "auto" or "hf", the plan of transformers.')
+    ] = "auto",
+) -> None:
+    """Compare a whole model with the split one: every output and every gradient, on simulated ranks.
+
+    The builder takes no arguments and returns a model, or a dict with "model" and any of "plan", "batch" and
+    "loss", as ts.verify() takes them. The exit status is 0 only if all numbers are equal.
+    """
+    if propose not in ("auto", "hf"):
+        msg = f'--propose is "auto" or "hf", got {propose!r}'
+        raise ConfigError(msg)
+    built = _built(builder)
+    model, batch = built["model"], built.get("batch")
+    if batch is None:
+        call = example_call(model)
+        if call is None:
+            msg = (
+                f"{builder} returns a model alone, and what it takes is not known: return "
+                f'{{"model": ..., "batch": ...}}'
+            )
+            raise ConfigError(msg)
+        batch = dict(call.kwargs) or call.args
+    plan = built.get("plan")
+    if plan is None:
+        plan = _proposed(model, batch, ranks, "hf" if propose == "hf" else "auto")
+    report = verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)
+    typer.echo(str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def load_builder(name: str) -> Callable[[], Any]:
+    """Return the function that ``file.py:function`` or ``package.module:function`` names.
+
+    Raises:
+        ConfigError: There is no such file, module or function.
+    """
+    place, _, function = name.rpartition(":")
+    if not place or not function.isidentifier():
+        msg = f"a builder is written model.py:build or package.module:build, got {name!r}"
+        raise ConfigError(msg)
+    found = getattr(_module(place), function, None)
+    if not callable(found):
+        msg = f"{place} has no function {function!r}"
+        raise ConfigError(msg)
+    return found  # type: ignore[no-any-return]  # it is callable, as seen
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            msg = f"there is no module {place!r} ({error}); a file is written with its .py: model.py:build"
+            raise ConfigError(msg) from error
+    path = Path(place)
+    if not path.is_file():
+        msg = f"there is no file {place!r}"
+        raise ConfigError(msg)
+    sys.path.insert(0, str(path.parent.resolve()))  # for what it imports from beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        msg = f"{place!r} is no Python file"
+        raise ConfigError(msg)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _built(name: str) -> dict[str, Any]:
+    made = load_builder(name)()
+    if isinstance(made, nn.Module):
+        return {"model": made}
+    if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
+        msg = (
+            f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
+            f"{type(made).__name__}"
+        )
+        raise ModelError(msg)
+    unknown = sorted(set(made) - set(_KEYS))
+    if unknown:
+        msg = f"{name} returns {unknown} beside what is known: {', '.join(_KEYS)}"
+        raise ConfigError(msg)
+    return dict(made)
+
+
+def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:
+    from tp_shard._group import Group
+
+    propose = plans.from_hf if how == "hf" else plans.auto
+    return propose(model, batch, group=Group(0, ranks), verbose=False)

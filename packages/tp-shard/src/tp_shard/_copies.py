@@ -1,0 +1,113 @@
+"""Copies of a model to try things on: in another type, with other values, blocks that are alike as one."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["parameter_count", "probe_copy", "repeated_blocks"]
+
+_NUMBERS = int | float | str | bool | None
+
+
+def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: bool) -> nn.Module:
+    """Return a copy on the CPU, in ``dtype``; the model is not changed.
+
+    Args:
+        model: The model; what is on the meta device gets random values.
+        dtype: Of the copy's floating-point tensors.
+        random: Whether parameters get random values, none of which are 0 or alike by accident.
+        share: Whether blocks of one list that are built alike become one module, which saves their memory.
+    """
+    memo: dict[int, Any] = {}
+    twins = repeated_blocks(model) if share else {}
+    generator = torch.Generator().manual_seed(0)
+    for module in _reached(model, set(twins)):
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in memo:
+                drawn = random or p.is_meta
+                values = _draw(p, name, generator) if drawn else p.detach().cpu()
+                values = values.to(dtype) if p.is_floating_point() else values
+                values = values.clone() if values.data_ptr() == p.data_ptr() else values
+                memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+        for b in module._buffers.values():
+            if b is not None and id(b) not in memo:
+                memo[id(b)] = _buffer(b, dtype, generator)
+    for twin, first in reversed(list(twins.items())):  # inner lists before those around them
+        block = copy.deepcopy(_by_id(model, first), memo)
+        memo[twin] = block
+    return copy.deepcopy(model, memo)
+
+
+def parameter_count(model: nn.Module, *, share: bool) -> int:
+    """Return how many numbers the parameters of a :func:`probe_copy` have."""
+    twins = set(repeated_blocks(model)) if share else set()
+    seen = {id(p): p for m in _reached(model, twins) for p in m._parameters.values() if p is not None}
+    return sum(p.numel() for p in seen.values())
+
+
+def repeated_blocks(model: nn.Module) -> dict[int, int]:
+    """Return for each block of a list that is built like an earlier one which one that is, by their ids."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        first: dict[Any, int] = {}
+        for block in module.children():
+            key = _structure(block)
+            if first.setdefault(key, id(block)) != id(block):
+                found.setdefault(id(block), first[key])
+    return found
+
+
+def _structure(block: nn.Module) -> Any:
+    """Return what blocks that do the same have in common: all but values, and their place."""
+    return tuple(
+        (
+            path,
+            type(module),
+            module.training,
+            tuple(
+                (n, None if p is None else (p.shape, p.requires_grad)) for n, p in module._parameters.items()
+            ),
+            tuple((n, None if b is None else b.shape) for n, b in module._buffers.items()),
+            tuple(
+                (name, value)
+                for name, value in sorted(vars(module).items())
+                if isinstance(value, _NUMBERS) and not any(w in name for w in ("idx", "index", "layer_id"))
+            ),
+        )
+        for path, module in block.named_modules()
+    )
+
+
+def _reached(root: nn.Module, twins: set[int]) -> Iterator[nn.Module]:
+    yield root
+    for child in root.children():
+        if id(child) not in twins:
+            yield from _reached(child, twins)
+
+
+def _by_id(model: nn.Module, wanted: int) -> nn.Module:
+    return next(m for m in model.modules() if id(m) == wanted)
+
+
+def _draw(p: Tensor, name: str, generator: torch.Generator) -> Tensor:
+    """Draw values of usual size: weights as wide as they are, scales about 1, biases about 0."""
+    values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+    if p.dim() > 1:
+        return values / math.sqrt(p.size(-1))
+    return 0.3 * values + (1.0 if name == "weight" else 0.0)
+
+
+def _buffer(b: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if not b.is_meta:
+        values = b.detach().cpu().clone()
+    elif b.is_floating_point():
+        values = torch.rand(b.shape, generator=generator, dtype=torch.float32)
+    else:
+        values = torch.arange(b.size(-1) if b.dim() else 1).expand(b.shape).clone().to(b.dtype)
+    return values.to(dtype) if values.is_floating_point() else values

@@ -1,0 +1,226 @@
+"""Losses of a head over class shards, of whose logits a chunk of rows exists at a time."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tp_shard.nn._loss._cross_entropy import SECOND_BACKWARD
+from tp_shard.nn._loss._exchange import exchange
+from tp_shard.nn._loss._options import LossOptions, Rows, computed_in, returned_in
+from tp_shard.nn._loss._softmax_parts import Merged, fill_gradient, measure, merge, per_row, reduce_rows
+
+__all__ = ["Head", "HeadKind", "fused_cross_entropy"]
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Head(Protocol):
+    """What makes logits out of features, and sums up the gradients of what it makes them of."""
+
+    def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
+        """Return the logits of some rows, of shape (rows, local classes), in a buffer of their own."""
+
+    def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
+        """Add what the gradient of some rows' logits gives; it may be overwritten.
+
+        Collectives: begins an all-reduce of the features' gradient.
+        """
+
+    def gradients(self) -> Gradients:
+        """Return the gradients of features, weight and bias, ``None`` where one is not needed."""
+
+
+class HeadKind(Protocol):
+    """Which head it is, with its settings."""
+
+    def open(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: LossOptions,
+        needed: tuple[bool, ...],
+    ) -> Head:
+        """Return the head over these tensors."""
+
+    def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
+        """Return the weight's gradient out of that of the classes which have logits."""
+
+
+def fused_cross_entropy(
+    kind: HeadKind,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: LossOptions,
+    *,
+    chunk_rows: int,
+) -> Tensor:
+    """Return the loss of a head's logits.
+
+    Forward: an all-gather of 3 or 4 numbers per row for each chunk, and where gradients are needed
+    an all-reduce of the features' gradient, chunk by chunk, beside the computation of the next.
+    Backward: nothing; with reduction "none" the logits are computed again, the all-gather is one
+    and the all-reduce happens here.
+
+    Args:
+        kind: The head.
+        x: Features of shape (rows, in), the same on all ranks.
+        weight: Of shape (local classes, in).
+        bias: Of shape (local classes,).
+        target: Of shape (rows,), the same on all ranks.
+        options: What is computed.
+        chunk_rows: How many rows of logits exist at a time.
+    """
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    function = _AtOnce if needed and options.reduction != "none" else _Twice
+    return function.apply(x, weight, bias, kind, target, options, chunk_rows)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+
+
+class _AtOnce(torch.autograd.Function):
+    """Computes gradients in the forward pass, while a chunk's logits are there; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: HeadKind,
+        target: Tensor,
+        options: LossOptions,
+        chunk_rows: int,
+    ) -> Tensor:
+        dtype = computed_in(x.dtype)
+        rows = Rows(target, options, dtype)
+        denominator = rows.factor.sum() if options.reduction == "mean" else None
+        one = torch.ones((), dtype=dtype, device=x.device)
+        row_grad = per_row(one, rows.valid, denominator, dtype)
+        head = kind.open(x, weight, bias, options, ctx.needs_input_grad[:3])
+        total = torch.zeros((), dtype=dtype, device=x.device)
+        for a, b in _chunks(x.size(0), chunk_rows):
+            part = rows.part(a, b)
+            logits = head.logits(a, b, part)
+            spent = logits.dtype == dtype
+            found = measure(logits, part, options, dtype, logits if spent else None)
+            merged = merge(exchange(found, part, options), part, options)
+            total += merged.loss.sum()
+            maximum = found[:, 0] if spent else None
+            _to_gradient(logits, maximum, merged, part, row_grad[a:b], options)
+            head.add(logits, a, b, part)
+            del logits  # before the next chunk's are made
+        ctx.grads = head.gradients()
+        ctx.likes = _likes(x, weight, bias)
+        ctx.kind, ctx.options = kind, options
+        loss = total / denominator if denominator is not None else total
+        return loss.to(returned_in(x, dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.grads is None:
+            raise RuntimeError(
+                SECOND_BACKWARD.format("its gradients were given to the first", 'use reduction="none"')
+            )
+        grads, ctx.grads = ctx.grads, None
+        if grad.device.type != "cpu" or float(grad) != 1.0:  # asking a device would wait for it
+            for g in grads:
+                if g is not None:
+                    g.mul_(grad)
+        return (*_placed(grads, ctx.likes, ctx.kind, ctx.options), None, None, None, None)
+
+
+class _Twice(torch.autograd.Function):
+    """Computes each chunk's logits in both passes: the gradients of the rows' losses differ."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: HeadKind,
+        target: Tensor,
+        options: LossOptions,
+        chunk_rows: int,
+    ) -> Tensor:
+        dtype = computed_in(x.dtype)
+        rows = Rows(target, options, dtype)
+        found = torch.empty(x.size(0), options.columns, dtype=dtype, device=x.device)
+        head = kind.open(x, weight, bias, options, (False, False, False))
+        for a, b in _chunks(x.size(0), chunk_rows) if x.size(0) else ():
+            part = rows.part(a, b)
+            logits = head.logits(a, b, part)
+            found[a:b] = measure(logits, part, options, dtype, logits if logits.dtype == dtype else None)
+            del logits  # before the next chunk's are made
+        merged = merge(exchange(found, rows, options), rows, options)
+        ctx.kind, ctx.options, ctx.chunk_rows, ctx.dtype = kind, options, chunk_rows, dtype
+        ctx.save_for_backward(
+            x, weight, bias, target, merged.lse, merged.softmax_factor, merged.target_factor
+        )
+        return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(x, dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, bias, target, lse, softmax_factor, target_factor = ctx.saved_tensors
+        rows = Rows(target, ctx.options, ctx.dtype)
+        row_grad = per_row(grad, rows.valid, None, ctx.dtype)
+        head = ctx.kind.open(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
+        for a, b in _chunks(x.size(0), ctx.chunk_rows):
+            part = rows.part(a, b)
+            logits = head.logits(a, b, part)
+            merged = Merged(lse[a:b], lse[a:b], softmax_factor[a:b], target_factor[a:b])
+            _to_gradient(logits, None, merged, part, row_grad[a:b], ctx.options)
+            head.add(logits, a, b, part)
+            del logits  # as above
+        placed = _placed(head.gradients(), _likes(x, weight, bias), ctx.kind, ctx.options)
+        return (*placed, None, None, None, None)
+
+
+def _chunks(rows: int, size: int) -> list[tuple[int, int]]:
+    # One chunk at least: the ranks check their targets with it.
+    return [(a, min(rows, a + size)) for a in range(0, max(rows, 1), size)]
+
+
+def _likes(*tensors: Tensor | None) -> list[tuple[torch.Size, torch.dtype] | None]:
+    return [None if t is None else (t.shape, t.dtype) for t in tensors]
+
+
+def _placed(
+    grads: Gradients,
+    likes: list[tuple[torch.Size, torch.dtype] | None],
+    kind: HeadKind,
+    options: LossOptions,
+) -> list[Tensor | None]:
+    """Return the gradients in the types, and that of the weight in the shape, of what they are of."""
+    placed: list[Tensor | None] = []
+    for i, (grad, like) in enumerate(zip(grads, likes, strict=True)):
+        if grad is None or like is None:
+            placed.append(None)
+        else:
+            cast = grad.to(like[1])
+            placed.append(kind.place(cast, like[0], options) if i == 1 else cast)
+    return placed
+
+
+def _to_gradient(
+    logits: Tensor,
+    maximum: Tensor | None,
+    merged: Merged,
+    rows: Rows,
+    grad: Tensor,
+    options: LossOptions,
+) -> None:
+    """Turn a chunk's logits into their gradient, where they are."""
+    fill_gradient(
+        logits,
+        logits,
+        maximum,
+        (merged.lse, merged.softmax_factor, merged.target_factor),
+        (rows.index, rows.mine),
+        grad,
+        options,
+    )

@@ -1,0 +1,126 @@
+"""What lies between column and row layers, where each rank works on its own part of the features.
+
+Autograd's graph says it, whatever the modules are called: going back from the input of a row layer, one
+meets column layers, and any other parameter met on the way is used by each rank for its own part alone.
+"""
+
+import weakref
+
+from torch import Tensor, nn
+from tp_core.errors import ModelError
+
+from tp_shard import _collectives
+from tp_shard._marks import holds_shard
+from tp_shard.nn import _linear_functions, _sequence, _summed
+
+__all__ = ["check_inside", "check_region", "remember_names"]
+
+# The nodes of a Function are of a class that torch keeps under a private name; the tests of regions
+# would find nothing without it.
+_BEGIN = (_linear_functions._Column._backward_cls, _sequence._Gather._backward_cls)
+_SUMMED = (
+    _collectives._Copy._backward_cls,
+    _summed._SumAll._backward_cls,
+    _collectives._Scatter._backward_cls,
+    _sequence._Scatter._backward_cls,
+)
+_END = (_linear_functions._Row._backward_cls, _sequence._ReduceScatter._backward_cls)
+
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def remember_names(model: nn.Module) -> None:
+    """Let messages about the modules of a model call them by their names in it."""
+    reference = weakref.ref(model)
+    for module in model.modules():
+        _models[module] = reference
+
+
+def check_region(x: Tensor, layer: nn.Module) -> bool:
+    """Make sure that each rank's part of a row layer's input depends on no unsummed whole parameter.
+
+    Returns:
+        Whether there was a graph to look at.
+
+    Raises:
+        ModelError: There is such a parameter, named with what to write; on every rank alike.
+    """
+    if x.grad_fn is None:
+        return False
+    _, leaves = _walk(x, (*_BEGIN, *_SUMMED))
+    found = [p for p in leaves if isinstance(p, nn.Parameter) and not holds_shard(p)]
+    if found:
+        named = sorted(filter(None, (_parameter_name(p, layer) for p in found)))
+        shapes = ", ".join(str(tuple(p.shape)) for p in found)
+        what = ", ".join(named) or f"parameters of shape {shapes}"
+        owners = sorted({name.rpartition(".")[0] for name in named}) or ["..."]
+        pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
+        msg = (
+            f"{_name(layer)} takes this rank's part of the features, and {what}, on the way to it, is the "
+            "same on all ranks: each would get the gradient of its own part alone. Add "
+            f"{{{pairs}}} to the plan, which sums these gradients, or leave the "
+            "block whole"
+        )
+        raise ModelError(msg)
+    return True
+
+
+def check_inside(x: object, module: nn.Module) -> bool:
+    """Make sure that a replicated module's input is this rank's part of some features.
+
+    Returns:
+        Whether there was a graph to look at.
+
+    Raises:
+        ModelError: Its input is the same on all ranks, so that sums of gradients would be too large.
+    """
+    if not isinstance(x, Tensor) or x.grad_fn is None:
+        return False
+    stops, leaves = _walk(x, (*_BEGIN, *_SUMMED, *_END))
+    if stops & {*_BEGIN, _collectives._Scatter._backward_cls}:
+        return True
+    if any(not isinstance(leaf, nn.Parameter) or holds_shard(leaf) for leaf in leaves):
+        return False  # a graph of which only a piece is seen, as in a recomputation
+    msg = (
+        f"{_name(module)} is Replicated() in the plan, and its input comes from no column layer: all ranks "
+        "have the same, and summing their gradients would multiply them; leave it out of the plan"
+    )
+    raise ModelError(msg)
+
+
+def _walk(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
+    """Go back from a tensor; return the kinds of nodes at which it stopped, and the leaves it met."""
+    met: set[type] = set()
+    leaves: list[Tensor] = []
+    seen = set()
+    waiting = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, stops):
+            met.add(type(node))
+        elif hasattr(node, "variable"):
+            leaves.append(node.variable)
+        else:
+            waiting += [following for following, _ in node.next_functions]
+    return met, leaves
+
+
+def _parameter_name(parameter: Tensor, near: nn.Module) -> str | None:
+    root = _root(near)
+    names = () if root is None else root.named_parameters()
+    return next((name for name, p in names if p is parameter), None)
+
+
+def _name(module: nn.Module) -> str:
+    root = _root(module)
+    names = () if root is None else root.named_modules()
+    kind = f"{type(module).__name__}({module.extra_repr()})"
+    return next((name for name, m in names if m is module and name), kind)
+
+
+def _root(module: nn.Module) -> nn.Module | None:
+    reference = _models.get(module)
+    return None if reference is None else reference()

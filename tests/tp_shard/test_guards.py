@@ -1,0 +1,188 @@
+"""What others' code would silently do wrong with shards is refused, in words that say what to do."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import tp_shard as ts
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import (
+    clip_grad_norm_,  # before any layer is split, as scripts do
+    parametrizations,
+)
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StateError
+from tp_core.plugins import Job
+from tp_shard._backend import ShardBackend
+
+Column, Row = ts.Column, ts.Row
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None):
+        return self.state_dict() if state_dict is None else state_dict
+
+
+def split():
+    return ts.parallelize(Mlp(), {"up": Column(), "down": Row()})
+
+
+def trained():
+    model = split()
+    model(torch.randn(4, 8)).square().sum().backward()
+    return model
+
+
+def gradients_that_differ_between_ranks_are_named():
+    model = trained()
+    ts.check_gradients(model)
+    rank = ts.distributed.get_rank()
+    for change in (lambda g: g.mul_(1 + rank), lambda g: g.copy_(g.flip(0) if rank else g)):
+        other = copy.deepcopy(model)
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        change(other.norm.weight.grad)
+        with pytest.raises(DisagreementError, match=r"ranks 0 and 1 .* gradients of norm.weight"):
+            ts.check_gradients(other)
+        with ts.distributed.debug(), pytest.raises(DisagreementError, match=r"norm.weight"):
+            ts.clip_grad_norm_(other, 1.0)
+        ts.clip_grad_norm_(other, 1.0)
+    if rank:
+        model.norm.bias.grad = None
+    with pytest.raises(DisagreementError, match=r"norm.bias \(norm .* and none\)"):
+        ts.check_gradients(model)
+
+
+def gradients_that_differ_by_rounding_alone_pass():
+    model = trained()
+    for p in model.parameters():
+        p.grad *= 1 + 1e-5 * ts.distributed.get_rank()
+    ts.check_gradients(model)
+    model.norm.weight.grad.fill_(float("inf"))  # for whoever looks at such numbers
+    ts.check_gradients(model)
+
+
+def optimizers_of_whole_matrices_are_refused_before_their_first_step():
+    model = trained()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    named = type("DistributedShampoo", (torch.optim.SGD,), {})
+    before = [p.detach().clone() for p in model.parameters()]
+    for make, name in [
+        (lambda: torch.optim.Adafactor(model.parameters()), "Adafactor"),
+        (lambda: torch.optim.Muon(matrices), "Muon"),
+        (lambda: torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (lambda: named(model.parameters(), lr=0.1), "DistributedShampoo"),
+    ]:
+        with pytest.raises(ConfigError, match=f"{name} computes with whole matrices"):
+            make().step(lambda: 0.0)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+    whole = [p for p in model.parameters() if p is model.norm.weight]
+    torch.optim.Adafactor(whole).step()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def torchs_own_clipping_is_refused():
+    model = trained()
+    with pytest.raises(ConfigError, match=r"call ts.clip_grad_norm_"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ConfigError, match=r"call ts.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.down.weight, 1.0)
+    clip_grad_norm_(model.norm.parameters(), 1.0)
+    ts.clip_grad_norm_(model, 1.0)
+
+
+def norms_of_split_weights_are_refused():
+    x = torch.randn(2, 8)
+    for name in ("spectral_norm", "weight_norm", "orthogonal"):
+        model = split()
+        with pytest.raises(ModelError, match=r"would take the norm of this rank's shard"):
+            getattr(parametrizations, name)(model.up)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of the older functions
+        for transform in (nn.utils.spectral_norm, nn.utils.weight_norm):
+            model = split()
+            with pytest.raises(ModelError, match="would take the norm of this rank"):
+                transform(model.down)
+
+
+def other_parametrizations_stay_allowed():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = split()
+    nn.utils.parametrize.register_parametrization(model.up, "weight", Twice())
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def save_pretrained_says_how_to_save_a_split_model():
+    model = split()
+    with pytest.raises(StateError, match=r"ts.collect_state_dict\(model"):
+        model.save_pretrained("folder")
+    state = ts.collect_state_dict(model, model.state_dict())
+    assert model.save_pretrained("folder", state_dict=state) is state
+    assert model.save_pretrained("folder", True, state) is state
+    assert list(Mlp().save_pretrained("folder")) == list(state)
+
+
+def gradients_that_are_dtensors_are_clipped_by_the_norm_of_the_whole():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).reshape(3, 2)
+    for placement in (Shard(0), Replicate()):
+        parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [placement]))
+        parameter.grad = distribute_tensor(whole.clone(), mesh, [placement])
+        torch.testing.assert_close(ts.clip_grad_norm_(parameter, 1.0), whole.norm())
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole / whole.norm())
+    parameter.grad = DTensor.from_local(whole, mesh, [Partial()])
+    with pytest.raises(ConfigError, match="a sum that is yet to be made has no norm"):
+        ts.clip_grad_norm_(parameter, 1.0)
+
+
+def a_session_compares_gradients_once_and_in_debug_mode_always():
+    job = Job(devices=resolve_devices(["cpu"]), environment=LaunchEnvironment.read())
+    session = ShardBackend().open(job)
+    model = session.prepare_model(split())
+    factor = [1.0]
+    model.norm.weight.register_hook(lambda g: g * factor[0])
+    x = torch.randn(4, 8)
+    factor[0] = 1.0 + ts.distributed.get_rank()
+    with pytest.raises(DisagreementError, match="gradients of norm"):
+        session.backward(model(x).sum())
+    factor[0] = 1.0
+    model.zero_grad()
+    session.backward(model(x).sum())
+    factor[0] = 1.0 + ts.distributed.get_rank()
+    session.backward(model(x).sum())
+    with ts.distributed.debug(), pytest.raises(DisagreementError, match="gradients of norm"):
+        session.backward(model(x).sum())
+    with pytest.raises(ConfigError, match="Adafactor computes with whole matrices"):
+        session.prepare_optimizer(torch.optim.Adafactor(model.parameters()))
+
+
+CHECKS = [
+    gradients_that_differ_between_ranks_are_named,
+    gradients_that_differ_by_rounding_alone_pass,
+    optimizers_of_whole_matrices_are_refused_before_their_first_step,
+    torchs_own_clipping_is_refused,
+    norms_of_split_weights_are_refused,
+    other_parametrizations_stay_allowed,
+    save_pretrained_says_how_to_save_a_split_model,
+    gradients_that_are_dtensors_are_clipped_by_the_norm_of_the_whole,
+    a_session_compares_gradients_once_and_in_debug_mode_always,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_on_ranks(on_ranks, check):
+    on_ranks(2, check)
