@@ -18,17 +18,6 @@ def _end_with_this_process():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_in_shared_memory():
-    shared = Path("/dev/shm")
-    before = set(shared.iterdir())
-    yield
-    deadline = time.monotonic() + 10
-    while left := set(shared.iterdir()) - before:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)  # other tests, which run beside this one, are done with theirs in a moment
-
-
 @pytest.fixture
 def start_script(tmp_path):
     """Start a program in a process of its own, in its own session."""
@@ -59,7 +48,7 @@ def start_script(tmp_path):
 def run_script(start_script):
     """Run a program to its end; return what it printed."""
 
-    def run(code, *arguments, timeout_s=50):
+    def run(code, *arguments, timeout_s=250):
         process = start_script(code, *arguments)
         out, err = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, err
@@ -100,7 +89,7 @@ def processes_of():
 
 @pytest.fixture
 def wait_until():
-    def wait(condition, *, timeout_s=10.0):
+    def wait(condition, *, timeout_s=250):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"

@@ -31,12 +31,12 @@ class Obedient:
             case ("kill", number):
                 faulthandler.disable()  # it is meant to die, and not to talk about it
                 os.kill(os.getpid(), number)
-                time.sleep(30)
+                time.sleep(600)
             case ("kill-once", path):
                 if not Path(path).exists():
                     Path(path).touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                    time.sleep(30)
+                    time.sleep(600)
                 return "survived"
             case ("raise-times", path, times):
                 with Path(path).open("a+") as file:

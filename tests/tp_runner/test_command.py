@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tp_runner._command import app
+from tp_runner._command._command import app
 from typer.testing import CliRunner
 
 MODULE = """
@@ -116,8 +116,8 @@ def test_errors_end_the_run_or_stand_in_their_place(folder):
         ("missing", ["--input", "lines.txt"], "no runner '.*:missing'"),
         ("upper", ["--input", "nothing*"], "no file, directory or pattern 'nothing\\*'"),
         ("upper", ["--input", "lines.txt", "--format", "xml"], "--format must be one of auto"),
-        ("upper", ["--input", "lines.txt", "--format", "jsonl"], "line 1 of lines.txt is no JSON"),
-        ("odd", ["--input", "lines.txt"], "cannot be written as JSON: type is no JSON value"),
+        ("upper", ["--input", "lines.txt", "--format", "jsonl"], "line 1 of lines.txt is not JSON"),
+        ("odd", ["--input", "lines.txt"], "cannot be written as JSON: type is not a JSON value"),
         ("time", ["--input", "lines.txt"], "neither a runner class nor a function"),
     ],
 )
@@ -142,18 +142,63 @@ def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_unti
     command = [
         sys.executable,
         "-c",
-        "from tp_runner._command import app; app()",
+        "from tp_runner._command._command import app; app()",
         f"{module_in(folder)}:Slow",
         *("--input", "in.jsonl", "--output", "out.jsonl", "--devices", "2", "--no-progress"),
     ]
     out = folder / "out.jsonl"
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    wait_until(lambda: out.exists() and out.stat().st_size > 1000, timeout_s=20)
+    wait_until(lambda: out.exists() and out.stat().st_size > 1000, timeout_s=250)
     first.send_signal(number)
-    assert first.wait(10) != 0
+    assert first.wait(250) != 0
     with out.open("ab") as file:
         file.write(b'{"source": "in.jsonl", "li')  # as if it had been cut off in a write
     done, rows = call(folder, "Slow", "--input", "in.jsonl")
     assert done.exit_code == 0, done.output
     assert not re.search(r"^0 done before", done.output)
     assert [(row["line"], row["result"]) for row in rows] == [(n + 1, 2 * n) for n in range(300)]
+
+
+def test_items_that_failed_are_tried_again_and_are_the_exit_status(folder):
+    (folder / "lines.txt").write_text("a\nb\nc\n")
+    done, _ = call(folder, "fussy", "--input", "lines.txt", "--keep-going")
+    assert done.exit_code == 1
+    module = folder / f"{module_in(folder)}.py"
+    module.write_text(MODULE + "\n\ndef fussy_no_more(line):\n    return line\n")
+    sys.modules.pop(module_in(folder), None)
+    done, rows = call(folder, "fussy_no_more", "--input", "lines.txt", "--keep-going")
+    assert done.exit_code == 0, done.output
+    assert "2 done before, 1 now (1 had failed before), 0 of them failed" in done.output
+    assert sorted((row["line"], row["result"]) for row in rows) == [(1, "a"), (2, "b"), (3, "c")]
+
+
+def test_the_same_input_by_another_path_is_the_same(folder):
+    (folder / "lines.txt").write_text("a\nb\n")
+    call(folder, "upper", "--input", "lines.txt")
+    for name in ("./lines.txt", str(folder / "lines.txt"), f"../{folder.name}/lines.txt"):
+        done, rows = call(folder, "upper", "--input", name)
+        assert "2 done before, 0 now" in done.output
+        assert len(rows) == 2
+
+
+def test_standard_input_goes_to_standard_output(folder):
+    command = [sys.executable, "-c", "from tp_runner._command._command import app; app()"]
+    arguments = [
+        f"{module_in(folder)}:upper",
+        "--input",
+        "-",
+        "--output",
+        "-",
+        "--devices",
+        "1",
+        "--no-progress",
+    ]
+    done = subprocess.run(
+        [*command, *arguments], input="a\nb\n", capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"source": "-", "line": 1, "result": "A"},
+        {"source": "-", "line": 2, "result": "B"},
+    ]
+    assert not (folder / "-").exists()

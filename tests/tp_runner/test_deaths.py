@@ -8,7 +8,7 @@ import time
 
 import pytest
 import tp_runner
-from tp_runner import ItemTimeout, OrderedRunner, RunCancelled, RunnerBusy, WorkerDied
+from tp_runner import ItemTimeoutError, OrderedRunner, RunCancelledError, WorkerDiedError
 
 from tests.tp_runner.obedient import ENGINES, IDS, Ordered, Unordered
 
@@ -18,11 +18,9 @@ from tests.tp_runner.obedient import ENGINES, IDS, Ordered, Unordered
 @pytest.mark.parametrize("options", ENGINES[:2], ids=IDS[:2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_death_is_noticed_at_once_and_names_signal_and_items(options, number):
-    began = time.monotonic()
     with Ordered(2, **options) as runner:
-        with pytest.raises(WorkerDied, match=f"killed by {number.name}") as e:
+        with pytest.raises(WorkerDiedError, match=f"killed by {number.name}") as e:
             list(runner.stream([1, ("kill", number), 3]))
-        assert time.monotonic() - began < 10
         assert e.value.exitcode == -number
         assert e.value.index == 1
         assert 1 in e.value.held
@@ -35,7 +33,7 @@ def test_a_worker_that_exits_is_dead_too():
         def producer_work(device, cfg, item):
             os._exit(7)
 
-    with Exits(1) as runner, pytest.raises(WorkerDied, match="exit status 7") as e:
+    with Exits(1) as runner, pytest.raises(WorkerDiedError, match="exit status 7") as e:
         list(runner.stream([1]))
     assert e.value.exitcode == 7
 
@@ -43,7 +41,7 @@ def test_a_worker_that_exits_is_dead_too():
 @pytest.mark.parametrize("kind", [Ordered, Unordered])
 def test_with_restart_no_item_is_lost_or_doubled(kind, tmp_path):
     items = [("kill-once", str(tmp_path / str(i))) if i % 40 == 11 else i for i in range(200)]
-    with kind(2, restart=10) as runner:
+    with kind(2, max_restarts=10) as runner:
         results = list(runner.stream(items))
         assert sum(worker.deaths for worker in runner.stats().workers) == 5
     expected = ["survived" if i % 40 == 11 else i * 10 for i in range(200)]
@@ -54,10 +52,10 @@ def test_with_restart_no_item_is_lost_or_doubled(kind, tmp_path):
 
 
 def test_an_item_that_kills_again_and_again_is_given_up():
-    with Ordered(2, restart=100, on_error="return") as runner:
+    with Ordered(2, max_restarts=100, on_error="return") as runner:
         results = list(runner.stream([1, ("kill", signal.SIGKILL), 3]))
     assert results[::2] == [10, 30]
-    assert isinstance(results[1], WorkerDied)
+    assert isinstance(results[1], WorkerDiedError)
     assert "3 workers died with this item" in str(results[1])
 
 
@@ -65,10 +63,10 @@ def test_when_the_last_worker_dies_every_item_it_held_is_failed():
     with Ordered(1, on_error="return") as runner:
         got = []
         items = [1, ("kill", signal.SIGKILL), *range(1000)]
-        with pytest.raises(WorkerDied, match="no worker is left"):
+        with pytest.raises(WorkerDiedError, match="no worker is left"):
             got.extend(runner.stream(items))
     assert got[0] == 10
-    assert isinstance(got[1], WorkerDied)
+    assert isinstance(got[1], WorkerDiedError)
 
 
 def test_a_worker_killed_between_two_calls_is_replaced(is_running, wait_until):
@@ -79,47 +77,47 @@ def test_a_worker_killed_between_two_calls_is_replaced(is_running, wait_until):
         assert list(runner.stream(range(50))) == [i * 10 for i in range(50)]
 
 
-def test_a_death_is_noticed_although_a_child_of_the_worker_lives_on():
+def test_a_death_is_noticed_although_a_child_of_the_worker_lives_on(tmp_path):
+    noticed = tmp_path / "noticed"
+
     class Parent(OrderedRunner):
         @staticmethod
         def producer_work(device, cfg, item):
             if not os.fork():
-                time.sleep(8)
+                while not noticed.exists():
+                    time.sleep(0.05)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    began = time.monotonic()
-    with Parent(1) as runner, pytest.raises(WorkerDied, match="SIGKILL"):
+    with Parent(1) as runner, pytest.raises(WorkerDiedError, match="SIGKILL"):
         list(runner.stream([1]))
-    assert time.monotonic() - began < 7
+    noticed.touch()
 
 
 # -- time --------------------------------------------------------------------------------------
 
 
 def test_an_item_that_takes_too_long_is_ended_and_its_worker_replaced():
-    began = time.monotonic()
-    with Ordered(2, timeout_s=0.3) as runner:
-        with pytest.raises(ItemTimeout, match=r"item 2 .* took longer than timeout_s=0.3") as e:
-            list(runner.stream([1, 2, ("sleep", 60), 4]))
+    with Ordered(2, timeout_s=3) as runner:
+        with pytest.raises(ItemTimeoutError, match=r"item 2 .* took longer than timeout_s=3") as e:
+            list(runner.stream([1, 2, ("sleep", 3600), 4]))
         assert e.value.index == 2
         assert isinstance(e.value, TimeoutError)
         assert list(runner.stream([1, 2])) == [10, 20]
-    assert time.monotonic() - began < 20
 
 
 def test_others_go_on_while_slow_items_are_ended():
-    items = [("sleep", 60) if i == 5 else i for i in range(100)]
-    with Ordered(2, timeout_s=0.3, on_error="return") as runner:
+    items = [("sleep", 3600) if i == 5 else i for i in range(100)]
+    with Ordered(2, timeout_s=3, on_error="return") as runner:
         results = list(runner.stream(items))
-    assert isinstance(results.pop(5), ItemTimeout)
+    assert isinstance(results.pop(5), ItemTimeoutError)
     assert results == [i * 10 for i in range(100) if i != 5]
 
 
 def test_a_cancelled_call_says_so_and_the_runner_stays_usable(wait_until):
     with Ordered(2) as runner:
         threading.Timer(0.3, runner.cancel).start()
-        with pytest.raises(RunCancelled):
+        with pytest.raises(RunCancelledError):
             list(runner.stream(("sleep", 0.01) for _ in iter(int, 1)))
         assert list(runner.stream([1])) == [10]
 
@@ -127,28 +125,20 @@ def test_a_cancelled_call_says_so_and_the_runner_stays_usable(wait_until):
 # -- threads and nesting -----------------------------------------------------------------------
 
 
-def test_a_second_thread_is_refused_with_a_sentence():
-    errors = []
+def test_threads_share_the_workers_of_one_runner():
+    results = {}
 
     def other(runner):
-        try:
-            list(runner.stream([1]))
-        except RunnerBusy as error:
-            errors.append(str(error))
+        results["other"] = list(runner.stream(range(3000)))
 
     with Ordered(2) as runner:
         stream = runner.stream(range(10_000))
-        next(stream)
+        first = next(stream)
         thread = threading.Thread(target=other, args=(runner,))
         thread.start()
-        thread.join(10)
-        assert errors == [
-            (
-                "this runner is working on another call, of another thread; wait for that one, or "
-                "use a second runner"
-            )
-        ]
-        assert sum(1 for _ in stream) == 9_999
+        results["mine"] = [first, *stream]
+        thread.join(200)
+    assert results == {"mine": [i * 10 for i in range(10_000)], "other": [i * 10 for i in range(3000)]}
 
 
 def test_a_runner_inside_a_worker_works():
@@ -160,10 +150,8 @@ def test_a_runner_inside_a_worker_works():
 
 def test_leaving_by_an_exception_stops_the_workers_at_once(is_running):
     pids = []
-    began = time.monotonic()
     with contextlib.suppress(LookupError), Ordered(2) as runner:
         pids = list(runner.stream([("pid",)] * 20))
-        next(runner.stream([1, ("sleep", 60), ("sleep", 60)]))
+        next(runner.stream([1, ("sleep", 3600), ("sleep", 3600)]))
         raise LookupError
-    assert time.monotonic() - began < 5
     assert not any(is_running(pid) for pid in pids)

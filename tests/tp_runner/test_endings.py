@@ -1,6 +1,9 @@
-"""However a program ends, its workers end within two seconds and leave nothing behind."""
+"""However a program ends, its workers end with it and leave nothing behind."""
 
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,7 +29,7 @@ PROGRAM = """
         print("ready", flush=True)
         next(results)
 """
-SLEEP = "time.sleep(60)"
+SLEEP = "time.sleep(600)"
 SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
 
 
@@ -36,22 +39,20 @@ SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
     [(signal.SIGKILL, SPIN), (signal.SIGTERM, SLEEP), (signal.SIGINT, SLEEP)],
     ids=["SIGKILL", "SIGTERM", "SIGINT"],
 )
-def test_workers_end_with_their_parent(start_script, is_running, method, number, work):
+def test_workers_end_with_their_parent(start_script, is_running, wait_until, method, number, work):
     process = start_script(PROGRAM.format(work=work), method)
     pids = process.stdout.readline().split()
     assert pids
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(number)
-    process.wait(10)
-    deadline = time.monotonic() + 2
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlives its parent"
-        time.sleep(0.01)
+    process.wait(100)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))  # or a worker outlives its parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, processes_of, method):
+def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, processes_of, wait_until, method):
     for delay_ms in (0, 5, 10, 20, 40, 80, 160, 320):
         process = start_script(
             """
@@ -69,11 +70,8 @@ def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, proces
         assert process.stdout.readline() == "started\n"
         time.sleep(delay_ms / 1000)
         process.kill()
-        process.wait(10)
-        deadline = time.monotonic() + 2
-        while left := processes_of(process.pid):
-            assert time.monotonic() < deadline, f"{left} outlive a parent killed after {delay_ms} ms"
-            time.sleep(0.01)
+        process.wait(100)
+        wait_until(lambda session=process.pid: not processes_of(session))
 
 
 def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_running):
@@ -85,21 +83,20 @@ def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_ru
         class Starter(tp_runner.OrderedRunner):
             @staticmethod
             def producer_work(device, cfg, item):
-                os.system("sleep 5 > /dev/null 2>&1 &")  # it inherits what can be inherited
+                os.system("sleep 600 > /dev/null 2>&1 &")  # it inherits what can be inherited
                 os._exit(7)
 
         if __name__ == "__main__":
             for method in ("spawn", "forkserver", "fork"):
-                began = time.monotonic()
                 with tp_runner.UnorderedRunner(2, start_method=method), Starter(1, start_method=method) as r:
                     try:
                         list(r.stream([1]))
-                    except tp_runner.WorkerDied as error:
-                        print(error.exitcode, time.monotonic() - began < 4, flush=True)
+                    except tp_runner.WorkerDiedError as error:
+                        print(error.exitcode, flush=True)
         """
     )
-    out, err = process.communicate(timeout=40)
-    assert out.splitlines() == ["7 True"] * 3, err
+    out, err = process.communicate(timeout=250)
+    assert out.splitlines() == ["7"] * 3, err
 
 
 def test_each_of_several_threads_notices_the_death_of_its_own_worker(run_script):
@@ -118,7 +115,7 @@ def test_each_of_several_threads_notices_the_death_of_its_own_worker(run_script)
                 with Mortal(2, start_method="fork") as runner:
                     try:
                         list(runner.stream([1]))
-                    except tp_runner.WorkerDied as error:
+                    except tp_runner.WorkerDiedError as error:
                         codes.append(error.exitcode)
 
         codes = []
@@ -152,12 +149,12 @@ def test_ctrl_c_in_the_terminal_reaches_the_program_once(start_script, is_runnin
                 print("usable", flush=True)
         """
     )
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=250)
     assert out.split() == ["interrupted", "usable"], err
     assert err == ""
 
 
-def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script, is_running):
+def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script, is_running, wait_until):
     process = start_script(
         """
         import os, time
@@ -174,19 +171,59 @@ def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script,
         if not child:
             os.close(1)
             os.close(2)
-            time.sleep(5)
+            time.sleep(600)
             os._exit(0)
         print(*pids, flush=True)
-        time.sleep(60)
+        time.sleep(600)
         """
     )
     pids = process.stdout.readline().split()
     process.kill()
-    process.wait(10)
-    deadline = time.monotonic() + 2
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlives its parent"
-        time.sleep(0.01)
+    process.wait(100)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))  # or a worker outlives its parent
+
+
+@pytest.mark.slow
+def test_nothing_is_left_in_shared_memory(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os, signal
+import numpy, torch
+import tp_runner
+
+def work(item):
+    if item is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item + 1
+
+for method in ("fork", "spawn", "forkserver"):
+    for kind in (numpy.ones, torch.ones):
+        assert len(list(tp_runner.map(work, [kind(100_000)] * 20, devices=2, start_method=method))) == 20
+    try:
+        list(tp_runner.map(work, [numpy.ones(100_000)] * 20 + [None], devices=2, start_method=method))
+    except tp_runner.WorkerDiedError:
+        print("died", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    # In a namespace of its own nobody else puts anything there.
+    private = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = "mount -t tmpfs tmpfs /dev/shm"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*private, "sh", "-c", mount], check=False).returncode
+    ):
+        pytest.skip("this machine lets nobody have a mount namespace of his own")
+    shell = f'{mount} && {{ "$0" "$1"; find /dev/shm -type f; }}'
+    done = subprocess.run(
+        [*private, "sh", "-c", shell, sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.stdout.split() == ["died"] * 3, done.stderr
 
 
 def test_a_closed_runner_leaves_no_process_and_no_descriptor(run_script):
@@ -229,11 +266,11 @@ def test_a_killed_fork_server_is_replaced(run_script):
             @staticmethod
             def producer_work(device, cfg, item):
                 if item == "slow":
-                    time.sleep(60)
+                    time.sleep(600)
                 return os.getppid(), os.getpid()
 
         if __name__ == "__main__":
-            with Pids(1, timeout_s=0.5, restart=1, on_error="return") as runner:
+            with Pids(1, timeout_s=5, max_restarts=1, on_error="return") as runner:
                 [(server, worker)] = runner.stream([1])
                 os.kill(server, signal.SIGKILL)
                 [late] = runner.stream(["slow"])
@@ -242,4 +279,4 @@ def test_a_killed_fork_server_is_replaced(run_script):
                 print(server_now != server, worker_now != worker)
         """
     )
-    assert out.split() == ["ItemTimeout", "True", "True"]
+    assert out.split() == ["ItemTimeoutError", "True", "True"]

@@ -4,12 +4,11 @@ from typing import ClassVar
 
 import pytest
 import tp_runner
-from tp_core import Engine, Pool, Verdict
 from tp_core.errors import ConfigError
-from tp_core.plugins import registry
+from tp_core.plugins import Engine, Pool, Verdict, registry
 from tp_core.testing import EngineConformance
 from tp_runner import _plugin
-from tp_runner._engines import InlineEngine, ProcessEngine, ThreadEngine
+from tp_runner._registered import InlineEngine, ProcessEngine, ThreadEngine
 
 
 class TestFork(EngineConformance):

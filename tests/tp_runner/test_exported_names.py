@@ -1,28 +1,50 @@
+import builtins
 import subprocess
 import sys
 
 import tp_runner
+from tp_core.errors import TpError
+from tp_runner import errors
 
 
 def test_the_public_names_are_sorted_and_these():
     assert tp_runner.__all__ == [
         "CfgNode",
-        "ItemTimeout",
+        "Executor",
+        "ItemTimeoutError",
         "NotPicklableError",
         "OrderedRunner",
         "ResultStream",
-        "RunCancelled",
-        "RunnerBusy",
-        "RunnerClosed",
+        "RunCancelledError",
+        "RunnerClosedError",
+        "RunnerOptions",
         "RunnerStats",
         "UnorderedRunner",
-        "WorkerDied",
+        "WorkerDiedError",
         "WorkerError",
+        "WorkerInfo",
         "WorkerStats",
-        "map",
+        "compat",
+        "errors",
+        "register_joblib",
+        "worker",
     ]
-    assert sorted(tp_runner.__all__) == tp_runner.__all__
     assert all(hasattr(tp_runner, name) for name in tp_runner.__all__)
+
+
+def test_a_star_import_shadows_no_builtin():
+    names = {}
+    exec("from tp_runner import *", names)
+    assert not set(names) & set(dir(builtins))
+    assert callable(tp_runner.map)
+
+
+def test_every_error_says_so_by_its_name_and_is_a_builtin_too():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert name.endswith("Error")
+        assert issubclass(kind, TpError)
+        assert name == "ItemError" or name in (errors.__doc__ or "")
 
 
 def test_neither_parent_nor_worker_imports_torch_when_nothing_uses_it():
@@ -35,4 +57,4 @@ for method in ("spawn", "forkserver", "fork"):
     assert list(tp_runner.map(loaded, range(3), devices=2, start_method=method)) == [False] * 3
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

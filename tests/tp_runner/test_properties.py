@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tp_runner import OrderedRunner, UnorderedRunner, WorkerError
 
-common = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Each example starts processes, or waits for some.
+few = settings(max_examples=settings().max_examples // 3)
 
 
 class Work:
@@ -53,17 +54,21 @@ def expected_of(items):
 @pytest.fixture(scope="module", params=["process", "thread"])
 def runners(request):
     made = {}
-    for n_workers in (1, 3):
-        for scale in (None, 1, 4.5):
-            options = {"on_error": "return", "engine": request.param, "queue_scale": scale}
-            made["ordered", n_workers, scale] = Ordered(n_workers, **options)
-            made["unordered", n_workers, scale] = Unordered(n_workers, **options)
-    yield made
-    for runner in made.values():
-        runner.close()
+
+    def runner(kind, n_workers, scale):
+        """Return the one runner of its kind: only those that an example draws are started."""
+        if (kind, n_workers, scale) not in made:
+            made[kind, n_workers, scale] = kind(
+                n_workers, on_error="return", engine=request.param, queue_scale=scale
+            )
+        return made[kind, n_workers, scale]
+
+    yield runner
+    for each in made.values():
+        each.close()
 
 
-@common
+@few
 @given(
     items=items_of_any_kind,
     n_workers=st.sampled_from([1, 3]),
@@ -71,12 +76,12 @@ def runners(request):
     lazily=st.booleans(),
 )
 def test_ordered_results_are_those_of_map(runners, items, n_workers, scale, lazily):
-    runner = runners["ordered", n_workers, scale]
+    runner = runners(Ordered, n_workers, scale)
     results = list(runner.stream(iter(items) if not lazily else (item for item in items)))
     assert [value_of(result) for result in results] == expected_of(items)
 
 
-@common
+@few
 @given(
     items=items_of_any_kind,
     n_workers=st.sampled_from([1, 3]),
@@ -84,16 +89,16 @@ def test_ordered_results_are_those_of_map(runners, items, n_workers, scale, lazi
     lazily=st.booleans(),
 )
 def test_unordered_results_are_the_same_multiset(runners, items, n_workers, scale, lazily):
-    runner = runners["unordered", n_workers, scale]
+    runner = runners(Unordered, n_workers, scale)
     results = list(runner.stream(items if not lazily else (item for item in items)))
     counted = collections.Counter(value_of(result) for result in results)
     assert counted == collections.Counter(expected_of(items))
 
 
-@common
+@few
 @given(items=items_of_any_kind, stop_after=st.integers(0, 20))
 def test_an_abandoned_call_leaves_no_trace_in_the_next(runners, items, stop_after):
-    runner = runners["ordered", 3, None]
+    runner = runners(Ordered, 3, None)
     for _ in zip(range(stop_after), runner.stream([(7, 0, False)] * 100), strict=False):
         pass
     results = list(runner.stream(items))
@@ -110,12 +115,12 @@ class Mortal(OrderedRunner):
         return value
 
 
-@settings(deadline=None, max_examples=8)
+@few
 @given(n_items=st.integers(1, 400), deadly=st.sets(st.integers(0, 399), max_size=4))
 def test_deaths_lose_and_double_nothing(tmp_path_factory, n_items, deadly):
     folder = tmp_path_factory.mktemp("deaths")
     items = [(i, str(folder / str(i)) if i in deadly else None) for i in range(n_items)]
-    with Mortal(2, restart=10, start_method="fork") as runner:
+    with Mortal(2, max_restarts=10, start_method="fork") as runner:
         assert list(runner.stream(items)) == list(range(n_items))
 
 
@@ -156,7 +161,7 @@ delays = st.lists(st.sampled_from([0, 0, 0, 1, 20]), min_size=1, max_size=30)
 kinds = st.sampled_from([DelayedOrdered, DelayedUnordered])
 
 
-@settings(deadline=None, max_examples=20)
+@few
 @given(kind=kinds, n_workers=st.integers(1, 3), scale=st.integers(1, 40), worker=delays, consumer=delays)
 def test_items_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, scale, worker, consumer):
     runner = kind(n_workers, {"delays_ms": worker}, scale, start_method="fork")
@@ -166,7 +171,8 @@ def test_items_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, scale, 
     assert most <= n_workers * scale + (2 * chunk + 1) + chunk
 
 
-@settings(deadline=None, max_examples=20)
+@pytest.mark.slow
+@few
 @given(
     kind=kinds,
     n_workers=st.integers(1, 3),

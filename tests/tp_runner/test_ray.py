@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from tp_core.errors import ConfigError
 from tp_core.testing import EngineConformance
-from tp_runner import ItemTimeout, NotPicklableError, OrderedRunner, UnorderedRunner, WorkerDied, WorkerError
-from tp_runner._engines import RayEngine
+from tp_runner import (
+    ItemTimeoutError,
+    NotPicklableError,
+    OrderedRunner,
+    UnorderedRunner,
+    WorkerDiedError,
+    WorkerError,
+)
+from tp_runner._registered import RayEngine
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
@@ -105,11 +112,11 @@ def test_errors_name_their_item_and_the_runner_stays_usable(cluster):
 
 
 def test_dead_actors_are_noticed_and_started_again(cluster, tmp_path):
-    with Ordered(2, engine="ray", restart=4) as runner:
+    with Ordered(2, engine="ray", max_restarts=4) as runner:
         items = [("die-once", str(tmp_path / str(i))) if i in {3, 40} else i for i in range(80)]
         results = list(runner.stream(items))
     assert results == ["survived" if i in {3, 40} else i + 1000 for i in range(80)]
-    with Ordered(2, engine="ray") as runner, pytest.raises(WorkerDied) as e:
+    with Ordered(2, engine="ray") as runner, pytest.raises(WorkerDiedError) as e:
         list(runner.stream([1, ("die",), 2]))
     assert e.value.index == 1
 
@@ -134,7 +141,7 @@ def test_no_more_is_read_ahead_than_asked(cluster):
 def test_an_item_that_takes_too_long_is_given_up_and_its_actor_replaced(cluster):
     with Ordered(2, engine="ray", timeout_s=1.0, on_error="return") as runner:
         results = list(runner.stream([1, ("sleep", 60), 2, 3]))
-        assert [type(result) for result in results] == [int, ItemTimeout, int, int]
+        assert [type(result) for result in results] == [int, ItemTimeoutError, int, int]
         assert results[1].index == 1
         assert list(runner.stream(range(4))) == [1000, 1001, 1002, 1003]
 
@@ -165,7 +172,7 @@ def test_actors_are_placed_by_the_resources_that_they_take(cluster):
 
 def test_the_loss_of_a_node_is_mended_on_the_other(cluster, caplog):
     node = cluster.add_node(num_cpus=1, resources={"short-lived": 1})
-    with Ordered(5, engine="ray", restart=5) as runner:
+    with Ordered(5, engine="ray", max_restarts=5) as runner:
         stream = runner.stream(("sleep", 0.01) for _ in range(300))
         for _ in range(50):
             next(stream)

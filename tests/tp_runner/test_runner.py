@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from tp_core.errors import ConfigError, DeviceError
-from tp_runner import CfgNode, OrderedRunner, RunnerClosed, UnorderedRunner
+from tp_runner import CfgNode, OrderedRunner, RunnerClosedError, UnorderedRunner
 
 ENGINES = [
     {"engine": "process", "start_method": "fork"},
     {"engine": "process", "start_method": "forkserver"},
-    {"engine": "process", "start_method": "spawn"},
+    # Each worker imports torch anew.
+    pytest.param({"engine": "process", "start_method": "spawn"}, marks=pytest.mark.slow),
     {"engine": "thread"},
     {"engine": "inline"},
 ]
@@ -117,7 +118,7 @@ def test_a_closed_runner_says_so_and_can_be_started_again(options):
     assert list(runner.stream([1, 2])) == [2, 4]
     runner.close()
     runner.close()
-    with pytest.raises(RunnerClosed, match=r"activate\(\) starts it again"):
+    with pytest.raises(RunnerClosedError, match=r"activate\(\) starts it again"):
         runner.stream([1])
     runner.activate()
     runner.activate()
@@ -200,7 +201,7 @@ def test_devices_may_be_torch_devices():
     ("options", "message"),
     [
         ({"retry": 1}, "unknown option 'retry' of engine 'process'; there are: batch, collate"),
-        ({"retries": -1}, "retries must be a whole number of at least 0, got -1"),
+        ({"max_retries": -1}, "max_retries must be a whole number of at least 0, got -1"),
         ({"on_error": "ignore"}, "on_error must be one of 'raise', 'return', got 'ignore'"),
         ({"start_method": "vfork"}, "start_method must be one of 'forkserver', 'spawn', 'fork'"),
         ({"log_level": "LOUD"}, "log_level must be a level of logging such as .*, got 'LOUD'"),
@@ -215,7 +216,7 @@ def test_devices_may_be_torch_devices():
         ({"batch": 2, "collate": 3}, "collate must be a function of a list of items, got 3"),
         ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
         ({"engine": "thread", "timeout_s": 1.0}, "a thread cannot be stopped"),
-        ({"engine": "inline", "restart": 1}, "there is no worker"),
+        ({"engine": "inline", "max_restarts": 1}, "there is no worker"),
         ({"engine": "steam"}, "no engine is called 'steam'"),
     ],
 )
@@ -224,7 +225,7 @@ def test_options_that_are_wrong_or_mean_nothing_are_refused(options, message):
         Doubler(1, **options)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_workers_compute_with_as_many_threads_as_asked(method):
     class Threads(OrderedRunner):
         @staticmethod

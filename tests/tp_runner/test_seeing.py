@@ -41,15 +41,17 @@ class Talks(OrderedRunner):
 
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
 def test_the_figures_tell_what_each_worker_did(engine):
+    began = time.perf_counter()
     with Sleeps(2, engine=engine) as runner:
         list(runner.stream(range(40)))
         stats = runner.stats()
+    took_s = time.perf_counter() - began
     assert isinstance(stats, RunnerStats)
     assert stats.delivered == sum(worker.items for worker in stats.workers) == 40
-    assert 0.4 <= sum(worker.working_s for worker in stats.workers) < 40
+    assert 0.4 <= sum(worker.working_s for worker in stats.workers) < 2 * took_s
     assert 0 < stats.rate < 200
     for worker in stats.workers:
-        assert 0 < worker.utilisation <= 1
+        assert 0 < worker.utilization <= 1
         assert f"worker {worker.worker} on cpu: {worker.items} items" in str(stats)
     if engine != "inline":
         assert all(worker.waiting_s > 0 for worker in stats.workers)

@@ -2,64 +2,114 @@
 
 Example:
     >>> import tp_runner
-    >>> list(tp_runner.map(abs, [-1, 2, -3], devices=2, engine="thread"))
+    >>> list(tp_runner.map(abs, [-1, 2, -3], n_workers=2, engine="thread"))
     [1, 2, 3]
+
+The way of an item, and the files that it passes::
+
+    OrderedRunner.stream, map, submit        _runner, _map, _executor
+        |                                    _devices, _options (checked), _engines (which fleet)
+        v
+    _scheduling/                             whoever waits for results does all of this, for every run
+        Source.take                          _source: lists at once, anything else through a thread
+        Run.next_chunk                       _run: bounds, order;  _chunking: how many items travel together
+        RunnerPool._dispatch                 _pool: the runs take turns;  _assignments: who has what
+        |  ^
+        v  |  Chunk  /  Done, Ready, Died    _workers/_events: all that passes between the two rooms
+    _workers/                                _fleet: what every kind of worker can do
+        InlineFleet, ThreadFleet             _inline, _thread
+        RayFleet                             _ray/
+        ProcessFleet                         _process/_fleet, _handle
+            Codec.encode                     _codec, _pickling: a pickle, and large buffers beside it
+            Request -> pipe, shared memory   _wire, _shared_memory
+               |  ^
+               |  ^                          _spawn, _forkserver: how the process came to be; _setup
+               v  |                          _stored_program: what it runs, there once for all
+            WorkerProcess                    _worker;  what it runs: ../_program, ../_work, ../_batching
+            ReplyWriter                      _replies: results, log records, failures
+        |  ^
+        v  |
+    RunnerPool._on_events
+        a failure, death or timeout          _retries: a pure policy; facts in, a decision out
+        a worker that has done enough        _recycling
+        Run.next_finished                    in order, or as it comes
+        |
+        v
+    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_futures, _async_stream
+
+``tp run`` is in :mod:`tp_runner._command`; easycore's spellings are in :mod:`tp_runner.compat`.
 """
 
 from typing import TYPE_CHECKING
 
-from tp_core import lazy_exports
+from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_runner._calls import map  # noqa: A004 - what the builtin is, on several workers
+    from tp_runner import compat, errors
     from tp_runner._cfg import CfgNode
-    from tp_runner._errors import (
-        ItemTimeout,
-        NotPicklableError,
-        RunCancelled,
-        RunnerBusy,
-        RunnerClosed,
-        WorkerDied,
-        WorkerError,
-    )
+    from tp_runner._executor import Executor
+    from tp_runner._joblib import register_joblib
+    from tp_runner._map import map as map
+    from tp_runner._options import RunnerOptions
     from tp_runner._runner import OrderedRunner, UnorderedRunner
     from tp_runner._stats import RunnerStats, WorkerStats
     from tp_runner._stream import ResultStream
+    from tp_runner._workers._identity import WorkerInfo, worker
+    from tp_runner.errors import (
+        ItemTimeoutError,
+        NotPicklableError,
+        RunCancelledError,
+        RunnerClosedError,
+        WorkerDiedError,
+        WorkerError,
+    )
 
+    __version__: str
+
+# ``tp_runner.map`` is public too, but ``from tp_runner import *`` must not shadow the builtin.
 __all__ = [
     "CfgNode",
-    "ItemTimeout",
+    "Executor",
+    "ItemTimeoutError",
     "NotPicklableError",
     "OrderedRunner",
     "ResultStream",
-    "RunCancelled",
-    "RunnerBusy",
-    "RunnerClosed",
+    "RunCancelledError",
+    "RunnerClosedError",
+    "RunnerOptions",
     "RunnerStats",
     "UnorderedRunner",
-    "WorkerDied",
+    "WorkerDiedError",
     "WorkerError",
+    "WorkerInfo",
     "WorkerStats",
-    "map",
+    "compat",
+    "errors",
+    "register_joblib",
+    "worker",
 ]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "_calls": ["map"],
             "_cfg": ["CfgNode"],
-            "_errors": [
-                "ItemTimeout",
-                "NotPicklableError",
-                "RunCancelled",
-                "RunnerBusy",
-                "RunnerClosed",
-                "WorkerDied",
-                "WorkerError",
-            ],
+            "_executor": ["Executor"],
+            "_joblib": ["register_joblib"],
+            "_map": ["map"],
+            "_options": ["RunnerOptions"],
             "_runner": ["OrderedRunner", "UnorderedRunner"],
             "_stats": ["RunnerStats", "WorkerStats"],
             "_stream": ["ResultStream"],
+            "_workers._identity": ["WorkerInfo", "worker"],
+            "compat": [],
+            "errors": [
+                "ItemTimeoutError",
+                "NotPicklableError",
+                "RunCancelledError",
+                "RunnerClosedError",
+                "WorkerDiedError",
+                "WorkerError",
+            ],
         },
     )

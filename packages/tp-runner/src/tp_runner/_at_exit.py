@@ -11,10 +11,10 @@ _last: list[Any] = []
 
 
 def watch(closable: Any, *, last: bool = False) -> None:
-    """Have ``closable.stop()`` called at the end of this process, if it still exists then.
+    """Have ``closable.at_exit()`` called at the end of this process, if it still exists then.
 
     Args:
-        closable: What to stop.
+        closable: What to end.
         last: Whether to do so when all others have been; such a one is kept until then.
     """
     if last:
@@ -23,9 +23,9 @@ def watch(closable: Any, *, last: bool = False) -> None:
         _open.add(closable)
 
 
-def _stop_all() -> None:
+def _end_all() -> None:
     for closable in [*_open, *_last]:
-        closable.stop()
+        closable.at_exit()
 
 
-atexit.register(_stop_all)
+atexit.register(_end_all)

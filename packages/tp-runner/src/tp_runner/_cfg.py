@@ -68,23 +68,42 @@ def copy_cfg(cfg: Any) -> Any:
     if cfg is None:
         return CfgNode()
     if isinstance(cfg, CfgNode):
-        return copy.deepcopy(cfg)
+        return _copied(cfg)
     if isinstance(cfg, Mapping):
-        return CfgNode(copy.deepcopy(dict(cfg)))
+        return CfgNode(_copied(dict(cfg)))
     if isinstance(cfg, argparse.Namespace | types.SimpleNamespace):
-        return copy.deepcopy(cfg)
+        return _copied(cfg)
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         frozen = type(cfg).__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has them
         if hasattr(cfg, "__dict__") and not frozen:
-            return copy.deepcopy(cfg)
+            return _copied(cfg)
         fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-        return CfgNode(copy.deepcopy(fields))
+        return CfgNode(_copied(fields))
     if hasattr(cfg, "_asdict"):
-        return CfgNode(copy.deepcopy(cfg._asdict()))
+        return CfgNode(_copied(cfg._asdict()))
     if hasattr(cfg, "__dict__") and not isinstance(cfg, type) and not callable(cfg):
-        return copy.deepcopy(cfg)
+        return _copied(cfg)
     msg = (
         f"cfg must be a mapping, a namespace, a dataclass or None, got {type(cfg).__name__}: "
         f"{cfg!r}; wrap it: cfg={{'value': ...}}"
     )
     raise ConfigError(msg)
+
+
+def _copied(value: Any) -> Any:
+    """Copy a value deeply, save for what processes can only inherit, such as multiprocessing's locks."""
+    try:
+        return copy.deepcopy(value)
+    except RuntimeError:  # what such objects raise; it may be a part of the value alone
+        if isinstance(value, dict):
+            mapping = CfgNode() if isinstance(value, CfgNode) else copy.copy(value)
+            mapping.update({key: _copied(part) for key, part in value.items()})
+            return mapping
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)(_copied(part) for part in value)
+        if isinstance(value, argparse.Namespace | types.SimpleNamespace) or dataclasses.is_dataclass(value):
+            new = copy.copy(value)
+            for name, part in vars(value).items():
+                object.__setattr__(new, name, _copied(part))
+            return new
+        return value

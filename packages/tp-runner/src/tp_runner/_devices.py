@@ -1,32 +1,45 @@
 """Which devices the workers are on; plain CPU workers need no torch."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from tp_core.errors import DeviceError
 
+from tp_runner._options import available_cores
+
 __all__ = ["resolve"]
 
 
-def resolve(devices: Any, *, elsewhere: bool = False) -> tuple[str, ...]:
+def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = False) -> tuple[str, ...]:
     """Return one device for each worker.
 
     Args:
         devices: A number of CPU workers; ``None`` for one on each core; a device or a sequence of
             them; ``"auto"`` for whatever accelerators there are.
+        n_workers: A number of CPU workers, in place of ``devices``.
         elsewhere: Whether the workers are on other machines, whose devices nobody can see here.
 
     Raises:
         DeviceError: There are none, or they do not exist here.
     """
-    if devices is None:
-        return ("cpu",) * _cores()
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if devices < 1:
-            msg = f"devices as a number of CPU workers must be at least 1, got {devices}"
+    if n_workers is not None:
+        if devices is not None:
+            msg = (
+                f"n_workers={n_workers!r} is a number of CPU workers and devices={devices!r} names "
+                "devices; give one of them"
+            )
             raise DeviceError(msg)
-        return ("cpu",) * devices
+        return ("cpu",) * _checked("n_workers", n_workers)
+    if devices is None:
+        return ("cpu",) * available_cores()
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return ("cpu",) * _checked("devices as a number of CPU workers", devices)
+    if isinstance(devices, str) and devices.isdigit():
+        msg = (
+            f"devices={devices!r} could be CPU workers or accelerators; give n_workers={devices} for "
+            f"CPU workers, or the devices themselves, such as ['cuda:0', 'cuda:1']"
+        )
+        raise DeviceError(msg)
     if devices == "cpu":
         return ("cpu",)
     if isinstance(devices, Sequence) and not isinstance(devices, str):
@@ -46,8 +59,8 @@ def resolve(devices: Any, *, elsewhere: bool = False) -> tuple[str, ...]:
     return tuple(str(device) for device in resolve_devices(devices))
 
 
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
+def _checked(name: str, count: Any) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        msg = f"{name} must be a whole number of at least 1, got {count!r}"
+        raise DeviceError(msg)
+    return count

@@ -1,83 +1,203 @@
-"""The engines of this package, as the registry knows them."""
+"""The engines of this package, and opening a pool on one of them or on a plugin's.
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+Nothing here imports torch; :mod:`tp_runner._registered` shows the same engines to tp_core's registry.
+"""
 
-import torch
-from tp_core import Engine, Pool, Verdict
+import importlib
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from tp_runner._open import open_own
-from tp_runner._options import make_settings
-from tp_runner._pool import RunnerPool
+from tp_core.errors import ConfigError
 
-__all__ = ["ENGINES", "InlineEngine", "ProcessEngine", "RayEngine", "ThreadEngine"]
+from tp_runner._options import Settings, make_settings
+from tp_runner._scheduling._pool import OpenRun, RunnerPool
+from tp_runner._stream import ResultStream
 
-# The pool keeps to the contract without inheriting from it: it would import torch.
-Pool.register(RunnerPool)
-
-
-class _OwnEngine(Engine):
-    def open(
-        self,
-        worker: Callable[..., Any],
-        devices: Sequence[torch.device],
-        *,
-        options: Mapping[str, Any],
-    ) -> Pool:
-        """Start one worker per device; ``worker(device)`` returns what is applied to each item."""
-        names = tuple(str(device) for device in devices)
-        settings = make_settings(self.name, len(names), options)
-        pool: Any = open_own(self.name, worker, names, settings)
-        registered: Pool = pool
-        return registered
+__all__ = ["ENGINES", "EngineSpec", "PoolFactory", "open_pool"]
 
 
-class ProcessEngine(_OwnEngine):
-    """Worker processes on this machine."""
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine of this package.
 
-    name: ClassVar[str] = "process"
+    Attributes:
+        name: What users call it.
+        fleet: Where its fleet's class is, as ``module:class``; imported when it is used.
+        score: How well it fits, from 0 to 100, where nobody has asked for one.
+        summary: What its workers are, in a sentence.
+        remedy: What fits better, if something does.
+        unfit: The options that mean nothing to it, and why.
+    """
 
-    def assess(self, devices: Sequence[torch.device]) -> Verdict:
-        """Fit for any devices."""
-        return Verdict.fits(80, f"{len(devices)} processes, one for each device")
+    name: str
+    fleet: str
+    score: int
+    summary: str
+    remedy: str = ""
+    unfit: Mapping[str, str] = field(default_factory=dict)
 
 
-class ThreadEngine(_OwnEngine):
-    """Worker threads of this process."""
+_RAY_ONLY = "only Ray places workers by them"
+_PROCESSES_ONLY = "only processes are replaced"
+_NOT_REPLACED = {"max_items_per_worker": _PROCESSES_ONLY, "max_memory_per_worker": _PROCESSES_ONLY}
 
-    name: ClassVar[str] = "thread"
-
-    def assess(self, devices: Sequence[torch.device]) -> Verdict:
-        """Fit for any devices, but the threads share one interpreter."""
-        return Verdict.fits(
+ENGINES = {
+    spec.name: spec
+    for spec in (
+        EngineSpec(
+            "inline",
+            "tp_runner._workers._inline:InlineFleet",
+            10,
+            "one item after the other, in the caller's thread",
+            unfit=_NOT_REPLACED
+            | {
+                "log_level": "there is no worker",
+                "max_restarts": "there is no worker",
+                "max_wait_s": "the input is read in the caller's thread",
+                "resources": _RAY_ONLY,
+                "start_method": "there is no worker",
+                "start_timeout_s": "the caller's own thread cannot be stopped",
+                "threads": "there is no worker",
+                "timeout_s": "the caller's own thread cannot be stopped",
+            },
+        ),
+        EngineSpec(
+            "process",
+            "tp_runner._workers._process._fleet:ProcessFleet",
+            80,
+            "one process for each device",
+            unfit={"resources": _RAY_ONLY},
+        ),
+        EngineSpec(
+            "ray",
+            "tp_runner._workers._ray._fleet:RayFleet",
+            20,
+            "one actor on a Ray cluster for each device",
+            unfit=_NOT_REPLACED | {"start_method": "Ray starts the workers"},
+        ),
+        EngineSpec(
+            "thread",
+            "tp_runner._workers._thread:ThreadFleet",
             40,
-            f"{len(devices)} threads, which share one interpreter",
+            "one thread for each device; they share one interpreter",
             remedy="engine='process' for work in Python",
-        )
+            unfit=_NOT_REPLACED
+            | {
+                "log_level": "records of threads are the parent's own",
+                "max_restarts": "threads do not die",
+                "resources": _RAY_ONLY,
+                "seed": "threads share one generator",
+                "start_method": "threads are not started by one",
+                "threads": "they all share the process's own setting",
+                "timeout_s": "a thread cannot be stopped",
+            },
+        ),
+    )
+}
 
 
-class InlineEngine(_OwnEngine):
-    """The caller's own thread."""
+class PoolFactory:
+    """Everything that is needed to open a pool, checked.
 
-    name: ClassVar[str] = "inline"
+    Args:
+        engine: The name of an engine, ours or a plugin's.
+        program: What the workers run; called with its device in each of them.
+        devices: One for each worker.
+        options: What was given by name.
 
-    def assess(self, devices: Sequence[torch.device]) -> Verdict:
-        """Fit for any devices, one item after the other."""
-        del devices
-        return Verdict.fits(10, "one item after the other, in the caller's thread")
+    Raises:
+        ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
+    """
+
+    def __init__(
+        self, engine: str, program: Any, devices: tuple[str, ...], options: Mapping[str, Any]
+    ) -> None:
+        self._engine = engine
+        self._program = program
+        self._devices = devices
+        self._options = options
+        self._settings: Settings | None = None
+        if engine in ENGINES:
+            self._settings = make_settings(engine, len(devices), options, ENGINES[engine].unfit)
+        else:
+            self._plugin_engine = _find_engine(engine)
+
+    def open(self) -> Any:
+        """Start the workers."""
+        if self._settings is not None:
+            return open_pool(ENGINES[self._engine], self._program, self._devices, self._settings)
+        import torch
+
+        devices = [torch.device(device) for device in self._devices]
+        given = {name: value for name, value in self._options.items() if value is not None}
+        ordered = given.pop("ordered", True)
+        pool = self._plugin_engine.open(self._program, devices, options=given)
+        return PluginPoolAdapter(pool, self._engine, ordered=ordered)
 
 
-class RayEngine(_OwnEngine):
-    """Actors on a Ray cluster."""
-
-    name: ClassVar[str] = "ray"
-
-    def assess(self, devices: Sequence[torch.device]) -> Verdict:
-        """Fit where Ray is installed; never better than processes for one machine."""
-        if importlib.util.find_spec("ray") is None:
-            return Verdict.unfit("ray is not installed", remedy="pip install tp-runner[ray]")
-        return Verdict.fits(20, f"{len(devices)} actors on a Ray cluster")
+def open_pool(spec: EngineSpec, program: Any, devices: tuple[str, ...], settings: Settings) -> RunnerPool:
+    """Start workers on an engine of this package."""
+    module, _, name = spec.fleet.partition(":")
+    fleet = getattr(importlib.import_module(module), name)
+    return RunnerPool(fleet(program, devices, settings), settings)
 
 
-ENGINES: tuple[type[_OwnEngine], ...] = (InlineEngine, ProcessEngine, RayEngine, ThreadEngine)
+def _find_engine(name: str) -> Any:
+    from tp_core.plugins import registry
+
+    for contribution in registry.engines():
+        if contribution.item.name == name:
+            return contribution.item
+    registry.require(name)
+    known = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
+    msg = f"no engine is called {name!r}; installed: {known or 'none'}"
+    raise ConfigError(msg)
+
+
+class PluginPoolAdapter:
+    """A plugin's pool, used as one of our own as far as the contract goes: it has ``run`` and ``close``.
+
+    Args:
+        pool: The pool of an engine that a plugin brings.
+        engine: The name of that engine.
+        ordered: Whether results come in the order of the items.
+    """
+
+    def __init__(self, pool: Any, engine: str, *, ordered: bool) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._ordered = ordered
+        self.closed = False
+
+    def run(self, items: Iterable[Any]) -> ResultStream:
+        """Return an iterator over the results."""
+        return ResultStream.over(*self.open_run(items))
+
+    def open_run(self, items: Iterable[Any]) -> OpenRun:
+        """Return the results as lists of one, and what ends them."""
+
+        def steps() -> Generator[list[Any], None, None]:
+            for result in self._pool.run(items, ordered=self._ordered):
+                yield [result]
+
+        generator = steps()
+        return OpenRun(generator, generator.close, generator.close)
+
+    def close(self, *, timeout_s: float = 60.0) -> None:
+        """End the workers, in whatever time it takes."""
+        del timeout_s
+        if not self.closed:
+            self.closed = True
+            self._pool.close()
+
+    def stop(self) -> None:
+        """End the workers."""
+        self.close()
+
+    drop = stop
+
+    def __getattr__(self, name: str) -> Any:
+        # What remains is what our own pools have beyond the contract.
+        msg = f"engine {self._engine!r} cannot do {name!r}; the engines of tp-runner can"
+        raise ConfigError(msg)

@@ -1,64 +1,133 @@
-"""Checking the options of an engine, so that none is misspelt, misused or ignored."""
+"""The options of a runner, typed and checked, so that none is misspelt, misused or ignored."""
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 from tp_core.errors import ConfigError
 
 from tp_runner._batching import Batching
-from tp_runner._launch import START_METHODS
-from tp_runner._settings import Settings
-from tp_runner._surroundings import share_of_cores
 
-__all__ = ["OPTIONS", "make_settings"]
+__all__ = ["START_METHODS", "RunnerOptions", "Settings", "available_cores", "make_settings"]
 
-OPTIONS = (
-    "batch",
-    "collate",
-    "log_level",
-    "max_bytes",
-    "max_wait_s",
-    "on_error",
-    "ordered",
-    "queue_scale",
-    "resources",
-    "restart",
-    "retries",
-    "start_method",
-    "threads",
-    "timeline",
-    "timeout_s",
-)
-
-_UNFIT = {
-    "process": {"resources": "only Ray places workers by them"},
-    "thread": {
-        "log_level": "records of threads are the parent's own",
-        "resources": "only Ray places workers by them",
-        "restart": "threads do not die",
-        "start_method": "threads are not started by one",
-        "threads": "they all share the process's own setting",
-        "timeout_s": "a thread cannot be stopped",
-    },
-    "inline": {
-        "log_level": "there is no worker",
-        "max_wait_s": "the input is read in the caller's thread",
-        "resources": "only Ray places workers by them",
-        "restart": "there is no worker",
-        "start_method": "there is no worker",
-        "threads": "there is no worker",
-        "timeout_s": "the caller's own thread cannot be stopped",
-    },
-    "ray": {
-        "start_method": "Ray starts the workers",
-    },
-}
+START_TIMEOUT_S = 600.0
+START_METHODS = ("forkserver", "spawn", "fork")
 
 
-def make_settings(engine: str, n_workers: int, options: Mapping[str, Any]) -> Settings:
+class RunnerOptions(TypedDict, total=False):
+    """What runners and ``map`` take by name beyond their own arguments.
+
+    Attributes:
+        batch: How many items the work gets at once; the last batch may be smaller.
+        collate: Makes a batch of a list of items; by default tensors and arrays of one shape are stacked,
+            and anything else stays a list.
+        log_level: Which log records of workers reach the caller; by default those of the root logger's level.
+        max_bytes: How many bytes may be on their way; 256 MiB by default.
+        max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
+            it was given; for work that leaks.
+        max_memory_per_worker: With how many bytes of private memory it is.
+        max_restarts: How often dead workers are started again in the runner's life; 0 by default.
+        max_retries: How often a failed item is tried again; 0 by default.
+        max_wait_s: How long an incomplete batch waits for more items; by default for as long as it takes.
+        on_error: ``"raise"`` a failure, or ``"return"`` it in the item's place.
+        resources: What one Ray actor takes of its cluster, by Ray's names.
+        seed: Makes the random numbers of each item (Python's, numpy's and torch's) depend on it and the
+            item's place alone, whatever worker takes it; of each batch, on its first item's place. By
+            default no two workers have the same.
+        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; for processes.
+        start_timeout_s: How long a worker's start may take; 10 minutes by default, and on Ray, where a
+            worker may wait for its place, any time.
+        threads: How many threads each worker may compute with; by default ``OMP_NUM_THREADS``, or its share
+            of the cores.
+        timeline: Whether what each worker does when is kept for ``write_timeline``.
+        timeout_s: How long an item may take; its worker is replaced then.
+    """
+
+    batch: int | None
+    collate: Callable[[list[Any]], Any] | None
+    log_level: int | str | None
+    max_bytes: int | None
+    max_items_per_worker: int | None
+    max_memory_per_worker: int | None
+    max_restarts: int | None
+    max_retries: int | None
+    max_wait_s: float | None
+    on_error: Literal["raise", "return"] | None
+    resources: Mapping[str, float] | None
+    seed: int | None
+    start_method: Literal["forkserver", "spawn", "fork"] | None
+    start_timeout_s: float | None
+    threads: int | None
+    timeline: bool | None
+    timeout_s: float | None
+
+
+OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that is decided before the first worker starts.
+
+    Attributes:
+        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; processes only.
+        preload: What the fork server imports before it forks; found out, not asked for.
+        threads: How many threads each worker may compute with.
+        ordered: Whether results come in the order of the items.
+        queue_scale: How many items may be on their way for each worker; ``None`` to adapt.
+        max_bytes: How many bytes may be on their way.
+        on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
+        max_retries: How often a failed item is tried again.
+        max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
+            it was given; for work that leaks.
+        max_memory_per_worker: With how many bytes of private memory it is.
+        max_restarts: How often dead workers are started again in the pool's life.
+        timeout_s: How long an item may take.
+        batching: How items are put together.
+        max_wait_s: How long an incomplete batch waits for more items.
+        log_level: The level of log records that workers send.
+        timeline: Whether what each worker does when is kept.
+        seed: What the random numbers of items depend on, beside their places.
+        start_timeout_s: How long a worker's start may take.
+        max_items_per_worker: After how many items a worker is replaced.
+        max_memory_per_worker: With how many bytes of private memory it is.
+        resources: What each actor takes of a Ray cluster.
+    """
+
+    start_method: str = "forkserver"
+    preload: tuple[str, ...] = ()
+    threads: int = 1
+    ordered: bool = True
+    queue_scale: float | None = None
+    max_bytes: int = 256 << 20
+    on_error: str = "raise"
+    max_retries: int = 0
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    batching: Batching | None = None
+    max_wait_s: float | None = None
+    log_level: int = 30
+    timeline: bool = False
+    seed: int | None = None
+    start_timeout_s: float | None = None
+    max_items_per_worker: int | None = None
+    max_memory_per_worker: int | None = None
+    resources: Mapping[str, float] | None = None
+
+
+def make_settings(
+    engine: str, n_workers: int, options: Mapping[str, Any], unfit: Mapping[str, str]
+) -> Settings:
     """Check options that were given by name; fill in the rest.
+
+    Args:
+        engine: The name of the engine, for messages.
+        n_workers: How many workers there are.
+        options: What was given.
+        unfit: Which options mean nothing to this engine, and why.
 
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
@@ -67,28 +136,36 @@ def make_settings(engine: str, n_workers: int, options: Mapping[str, Any]) -> Se
         if name not in OPTIONS:
             msg = f"unknown option {name!r} of engine {engine!r}; there are: {', '.join(OPTIONS)}"
             raise ConfigError(msg)
-        reason = _UNFIT.get(engine, {}).get(name)
+        reason = unfit.get(name)
         if reason is not None and value is not None and value != 0:
             msg = f"engine {engine!r} has no use for {name}={value!r}: {reason}"
             raise ConfigError(msg)
     given = {name: value for name, value in options.items() if value is not None}
     batching = _batching(given)
     values: dict[str, Any] = {
-        "threads": share_of_cores(n_workers),
+        "threads": _default_threads(n_workers),
         "log_level": logging.getLogger().getEffectiveLevel(),
+        **({} if engine == "ray" else {"start_timeout_s": START_TIMEOUT_S}),
         **given,
     }
     _check_choice(values, "start_method", START_METHODS)
     _check_choice(values, "on_error", ("raise", "return"))
-    for name in ("retries", "restart"):
+    for name in ("max_retries", "max_restarts"):
         _check_whole(values, name, 0)
-    for name in ("threads", "max_bytes"):
+    _check_whole(values, "seed", 0)
+    for name in ("threads", "max_bytes", "max_items_per_worker", "max_memory_per_worker"):
         _check_whole(values, name, 1)
-    for name in ("timeout_s", "max_wait_s", "queue_scale"):
+    for name in ("timeout_s", "max_wait_s", "queue_scale", "start_timeout_s"):
         _check_positive(values, name)
     values["log_level"] = _log_level(values["log_level"])
     _check_resources(given.get("resources", {}))
     return Settings(**values, batching=batching)
+
+
+def _default_threads(n_workers: int) -> int:
+    """Return what the user has set for every process, or a worker's share of the cores."""
+    own = os.environ.get("OMP_NUM_THREADS", "")
+    return int(own) if own.isdigit() and int(own) else max(1, available_cores() // n_workers)
 
 
 def _batching(given: dict[str, Any]) -> Batching | None:
@@ -147,3 +224,11 @@ def _check_resources(value: Any) -> None:
             f"{{'num_cpus': 2, 'num_gpus': 0.5}}, got {value!r}"
         )
         raise ConfigError(msg)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1

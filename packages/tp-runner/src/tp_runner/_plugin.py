@@ -13,9 +13,9 @@ tp_contract = 1
 @hookimpl
 def tp_engines() -> Iterable[Any]:
     """Bring ``process``, ``thread``, ``inline`` and ``ray``."""
-    from tp_runner._engines import ENGINES
+    from tp_runner._registered import InlineEngine, ProcessEngine, RayEngine, ThreadEngine
 
-    return [engine() for engine in ENGINES]
+    return [InlineEngine(), ProcessEngine(), RayEngine(), ThreadEngine()]
 
 
 @hookimpl
@@ -25,6 +25,6 @@ def tp_commands() -> Iterable[Command]:
 
 
 def _load_run() -> Any:
-    from tp_runner._command import app
+    from tp_runner._command._command import app
 
     return app

@@ -14,17 +14,17 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from tp_runner._pool import RunnerPool
+    from tp_runner._scheduling._pool import RunnerPool
 
-__all__ = ["shown"]
+__all__ = ["with_progress"]
 
 PERIOD_S = 0.1
 
 
-def shown(
-    lists: Iterator[list[Any]], total: int | None, pool: "RunnerPool"
+def with_progress(
+    chunks: Iterator[list[Any]], total: int | None, pool: "RunnerPool"
 ) -> Generator[list[Any], None, None]:
-    """Yield the lists, showing how many items they have held so far."""
+    """Yield lists of results, showing how many they have held so far."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -51,7 +51,7 @@ def shown(
             )
 
         try:
-            for results in lists:
+            for results in chunks:
                 n_items += len(results)
                 yield results
                 if time.monotonic() - shown_at > PERIOD_S:
@@ -61,5 +61,5 @@ def shown(
                 progress.update(task, total=n_items)
         finally:
             show()
-            if isinstance(lists, Generator):
-                lists.close()
+            if isinstance(chunks, Generator):
+                chunks.close()

@@ -3,18 +3,21 @@
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from tp_runner._cfg import copy_cfg
 from tp_runner._devices import resolve
-from tp_runner._errors import RunnerClosed
-from tp_runner._open import Opener
-from tp_runner._program import ClassProgram
+from tp_runner._engines import PoolFactory
+from tp_runner._options import RunnerOptions
 from tp_runner._stats import RunnerStats
 from tp_runner._stream import ResultStream
+from tp_runner._workers._program import ClassProgram
+from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
-    from tp_runner._pool import RunnerPool
+    from tp_core import DeviceSpec
+
+    from tp_runner._scheduling._pool import RunnerPool
 
 __all__ = ["OrderedRunner", "UnorderedRunner"]
 
@@ -23,8 +26,9 @@ class _Runner:
     """A stream of items through one stateful worker for each device.
 
     Args:
-        devices: A number of CPU workers; a device or a sequence of them, one worker for each;
-            ``"auto"`` for the accelerators there are; ``None`` for one CPU worker on each core.
+        devices: A device or a sequence of them, one worker for each; ``"auto"`` for the accelerators
+            there are; ``None`` for one CPU worker on each core. **An integer is a number of CPU
+            workers here**, where everything else of tp takes it for a number of accelerators.
         cfg: A mapping, namespace, dataclass or ``None``. Each worker gets its own copy, and the
             consumer a fresh one with each call.
         queue_scale: The most items on their way for each worker. By default the runner finds a
@@ -32,9 +36,8 @@ class _Runner:
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"``, ``"ray"`` or the
             name of an engine that a plugin brings.
         progress: Whether calls show a progress bar.
-        options: ``start_method``, ``on_error``, ``retries``, ``restart``, ``timeout_s``, ``batch``,
-            ``collate``, ``max_wait_s``, ``max_bytes``, ``threads``, ``log_level``, ``timeline``;
-            the README says what they do.
+        n_workers: How many CPU workers, in place of ``devices``.
+        options: What :class:`RunnerOptions` lists.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
@@ -57,20 +60,21 @@ class _Runner:
 
     def __init__(
         self,
-        devices: Any = None,
+        devices: "DeviceSpec" = None,
         cfg: Any = None,
         queue_scale: float | None = None,
         *,
+        n_workers: int | None = None,
         engine: str = "process",
         progress: bool = False,
-        **options: Any,
+        **options: Unpack[RunnerOptions],
     ) -> None:
         self._cfg = copy_cfg(cfg)
         self._progress = progress
-        self._opener = Opener(
+        self._factory = PoolFactory(
             engine,
             ClassProgram(type(self), self._cfg),
-            resolve(devices, elsewhere=engine == "ray"),
+            resolve(devices, n_workers=n_workers, elsewhere=engine == "ray"),
             {**options, "queue_scale": queue_scale, "ordered": self._ordered},
         )
         self.activate()
@@ -113,7 +117,7 @@ class _Runner:
 
         Raises:
             WorkerError: The work on an item raised; all results before it were consumed.
-            WorkerDied: A worker died.
+            WorkerDiedError: A worker died, and was not started again.
             Exception: Whatever the input or the consumer raised.
         """
         cfg = copy_cfg(self._cfg)
@@ -125,19 +129,26 @@ class _Runner:
         return self.consumer_end(cfg)
 
     def stream(self, items: Iterable[Any]) -> ResultStream:
-        """Return an iterator over the results, without a consumer; it can be closed early."""
-        from tp_runner._calls import stream
+        """Return an iterator over the results, without a consumer; it can be closed early.
+
+        Several streams, asynchronous streams and submitted items take turns on the workers.
+        """
+        from tp_runner._map import stream
 
         return stream(self._running(), items, progress=self._progress)
 
     def astream(self, items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
         """Return an asynchronous iterator over the results; the items may come asynchronously."""
-        from tp_runner._calls import astream
+        from tp_runner._async_stream import AsyncResultStream
 
-        return astream(self._running(), items, progress=self._progress)
+        return AsyncResultStream(self._running(), items, progress=self._progress)
 
     def submit(self, item: Any) -> "Future[Any]":
-        """Return a future of the result of one item; for servers, from any thread."""
+        """Return a future of the result of one item; for servers, from any thread.
+
+        Leaving a ``with`` block, :meth:`close` and the end of the program finish every future;
+        :meth:`stop`, and a ``with`` block that an exception leaves, end them with ``RunnerClosedError``.
+        """
         return self._running().submit(item)
 
     def pause(self) -> None:
@@ -149,7 +160,7 @@ class _Runner:
         self._running().resume()
 
     def cancel(self) -> None:
-        """End the current call from another thread; it raises ``RunCancelled``."""
+        """End every stream: whoever waits for its results gets ``RunCancelledError``."""
         self._running().cancel()
 
     def stats(self) -> RunnerStats:
@@ -165,13 +176,14 @@ class _Runner:
     def activate(self) -> None:
         """Start the workers, if they are not running."""
         if self._pool is None or self._pool.closed:
-            self._pool = self._opener.open()
+            self._pool = self._factory.open()
 
     def close(self, *, timeout_s: float = 60.0) -> None:
-        """End the workers with ``producer_end``; calling it again does nothing.
+        """Finish what was submitted and end the workers with ``producer_end``; again, it does nothing.
 
         Args:
-            timeout_s: How long they may take; those that have not ended then are killed.
+            timeout_s: How long the workers may take over their end; those that have not ended then
+                are killed. 0 ends everything at once.
 
         Raises:
             WorkerError: ``producer_end`` raised.
@@ -194,12 +206,13 @@ class _Runner:
             self.stop()
 
     def __del__(self) -> None:
-        self.stop()
+        if self._pool is not None:
+            self._pool.drop()
 
     def _running(self) -> "RunnerPool":
         if self._pool is None or self._pool.closed:
             msg = f"this {type(self).__name__} is closed; activate() starts it again"
-            raise RunnerClosed(msg)
+            raise RunnerClosedError(msg)
         return self._pool
 
 

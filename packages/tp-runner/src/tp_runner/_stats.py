@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tp_runner._fleet import Timing
+from tp_runner._workers._events import Timing
 
-__all__ = ["RunnerStats", "Tally", "WorkerStats"]
+__all__ = ["RunnerStats", "StatsCollector", "WorkerStats"]
 
 MOST_EVENTS = 200_000
 
@@ -40,7 +40,7 @@ class WorkerStats:
     deaths: int
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The share of its time that it worked, from 0 to 1."""
         whole = self.waiting_s + self.working_s + self.sending_s
         return self.working_s / whole if whole else 0.0
@@ -69,7 +69,7 @@ class RunnerStats:
         head = f"{self.delivered} results in {self.elapsed_s:.2f} s ({self.rate:.1f}/s)"
         lines = [
             f"  worker {w.worker} on {w.device}: {w.items} items in {w.chunks} chunks, "
-            f"{w.utilisation:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, "
+            f"{w.utilization:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, "
             f"sending {w.sending_s:.2f} s), died {w.deaths} times"
             for w in self.workers
         ]
@@ -87,7 +87,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class Tally:
+class StatsCollector:
     """Adds up what happens.
 
     Attributes:

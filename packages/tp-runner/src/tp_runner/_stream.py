@@ -14,17 +14,23 @@ class ResultStream(itertools.chain[Any]):
     """
 
     _end: Callable[[], None]
+    _cancel: Callable[[], None]
 
     @classmethod
-    def over(cls, chunks: Iterator[list[Any]], end: Callable[[], None]) -> Self:
-        """Return a stream over lists of results; ``end`` stops their coming."""
+    def over(cls, chunks: Iterator[list[Any]], end: Callable[[], None], cancel: Callable[[], None]) -> Self:
+        """Return a stream over lists of results, with what ends and what cancels it."""
         stream = cast("Self", cls.from_iterable(chunks))  # of this class, whatever the stubs say
         stream._end = end
+        stream._cancel = cancel
         return stream
 
     def close(self) -> None:
         """Stop; nothing more comes."""
         self._end()
+
+    def cancel(self) -> None:
+        """Stop, from any thread: whoever waits for a result gets ``RunCancelledError``."""
+        self._cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,115 @@
+"""Any function on the workers of a runner: an executor of ``concurrent.futures``."""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
+
+from tp_core.errors import ConfigError
+
+from tp_runner._devices import resolve
+from tp_runner._engines import PoolFactory
+from tp_runner._options import RunnerOptions
+
+if TYPE_CHECKING:
+    from tp_core import DeviceSpec
+
+__all__ = ["Executor"]
+
+MAX_RESTARTS = 1000
+
+
+class Executor(concurrent.futures.Executor):
+    """Calls functions on the workers of a runner.
+
+    It stands wherever ``concurrent.futures.ProcessPoolExecutor`` does: asyncio's ``run_in_executor``,
+    ``as_completed``, ``map`` over several iterables. Arrays and tensors travel through shared memory;
+    functions and classes of ``__main__``, lambdas and closures travel too. A future raises what the
+    function raised, with the worker's traceback in its ``__cause__``. A worker that dies is started
+    again, and so is what it was working on; a call with which three workers died raises
+    ``WorkerDiedError``, and the others go on.
+
+    Args:
+        max_workers: How many CPU workers; by default one on each core.
+        devices: Devices in place of a number of workers, one worker for each.
+        initializer: Called once in each worker, before its first call.
+        initargs: Its arguments.
+        engine: What the workers are: ``"process"``, ``"thread"`` or ``"ray"``.
+        options: What :class:`RunnerOptions` lists, save for batches and ``on_error``.
+
+    Raises:
+        ConfigError: An option is unknown, has a wrong value or means nothing here.
+        DeviceError: ``max_workers`` is not a positive number, or a device does not exist here.
+        NotPicklableError: ``initializer`` cannot travel to the workers.
+        WorkerError: ``initializer`` raised in a worker.
+
+    Example:
+        >>> with Executor(2, engine="thread") as executor:
+        ...     list(executor.map(pow, [2, 3], [5, 2]))
+        [32, 9]
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        *,
+        devices: "DeviceSpec" = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        engine: str = "process",
+        **options: Unpack[RunnerOptions],
+    ) -> None:
+        for name in ("batch", "collate", "max_wait_s", "on_error"):
+            if options.get(name) is not None:
+                msg = f"an Executor has no use for {name}={options.get(name)!r}: it makes single calls"
+                raise ConfigError(msg)
+        names = resolve(devices, n_workers=max_workers, elsewhere=engine == "ray")
+        if engine == "process" and options.get("max_restarts") is None:
+            options["max_restarts"] = MAX_RESTARTS
+        self.n_workers = len(names)
+        self._pool = PoolFactory(engine, _Program(initializer, initargs), names, options).open()
+
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> "concurrent.futures.Future[Any]":
+        """Return a future of ``fn(*args, **kwargs)``.
+
+        Raises:
+            RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
+        """
+        future: concurrent.futures.Future[Any] = self._pool.submit((fn, args, kwargs), raise_original=True)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the workers when everything that was submitted is done.
+
+        Args:
+            wait: Whether to return only then.
+            cancel_futures: Whether to cancel what no worker has been given yet.
+        """
+        if cancel_futures:
+            self._pool.cancel_submitted()
+        if wait:
+            self._pool.close()
+        else:
+            self._pool.drop()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.drop()
+
+
+class _Program:
+    def __init__(self, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+        self._initializer = initializer
+        self._initargs = initargs
+
+    def __call__(self, device: str) -> Callable[[Any], Any]:
+        del device
+        if self._initializer is not None:
+            self._initializer(*self._initargs)
+        return _call
+
+
+def _call(task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
+    function, args, kwargs = task
+    return function(*args, **kwargs)

@@ -1,0 +1,112 @@
+"""Streams over a pool's results, plain or with a progress bar, and a call that makes its own pool."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+from tp_runner._devices import resolve
+from tp_runner._engines import PoolFactory
+from tp_runner._options import RunnerOptions
+from tp_runner._scheduling._pool import OpenRun, RunnerPool
+from tp_runner._scheduling._source import length_of
+from tp_runner._stream import ResultStream
+from tp_runner._workers._program import FunctionProgram
+
+if TYPE_CHECKING:
+    from tp_core import DeviceSpec
+
+__all__ = ["map", "stream"]
+
+
+def stream(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> ResultStream:
+    """Return an iterator over the results of a run on a pool."""
+    return ResultStream.over(*_open_run(pool, items, progress=progress))
+
+
+def _open_run(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> OpenRun:
+    run = pool.open_run(items)
+    if not progress:
+        return run
+    from tp_runner._progress import with_progress
+
+    chunks = with_progress(run.chunks, length_of(items), pool)
+    return OpenRun(chunks, run.end, run.cancel)
+
+
+def map(
+    function: Callable[..., Any],
+    items: Iterable[Any],
+    *,
+    devices: "DeviceSpec" = None,
+    n_workers: int | None = None,
+    ordered: bool = True,
+    init: Callable[[str], Any] | None = None,
+    queue_scale: float | None = None,
+    engine: str = "process",
+    progress: bool = False,
+    **options: Unpack[RunnerOptions],
+) -> ResultStream:
+    """Apply a function to each item on several workers; return a lazy iterator over the results.
+
+    Args:
+        function: Applied to each item; with ``init``, to the worker's state and the item; with
+            ``batch``, to batches of items.
+        items: Read lazily.
+        devices: As for a runner: devices, ``"auto"``, or a number of CPU workers; by default one CPU
+            worker on each core.
+        n_workers: How many CPU workers, in place of ``devices``.
+        ordered: Whether results come in the order of the items or as they come.
+        init: Makes the state of a worker, given its device as a string.
+        queue_scale: The most items on their way for each worker.
+        engine: What the workers are.
+        progress: Whether to show a progress bar.
+        options: As for a runner: ``batch``, ``on_error``, ``max_retries``, ``timeout_s``, ...
+
+    Returns:
+        An iterator that starts the workers when it is first asked and ends them when it is
+        exhausted, closed or dropped.
+
+    Raises:
+        ConfigError: An option is unknown or has a wrong value.
+        DeviceError: A device does not exist here.
+
+    Example:
+        >>> list(map(abs, [-2, 3], n_workers=2, engine="thread"))
+        [2, 3]
+    """
+    factory = PoolFactory(
+        engine,
+        FunctionProgram(function, init),
+        resolve(devices, n_workers=n_workers, elsewhere=engine == "ray"),
+        {**options, "ordered": ordered, "queue_scale": queue_scale},
+    )
+    opened: list[OpenRun] = []
+
+    def chunks() -> Generator[list[Any], None, None]:
+        pool = factory.open()
+        timeout_s = 0.0
+        try:
+            run = _open_run(pool, items, progress=progress)
+            opened.append(run)
+            yield from run.chunks
+            timeout_s = 60.0
+        finally:
+            pool.close(timeout_s=timeout_s)
+
+    steps = cast("Generator[list[Any], None, None]", _emptied(chunks()))
+
+    def cancel() -> None:
+        for run in opened:
+            run.cancel()
+
+    return ResultStream.over(steps, steps.close, cancel)
+
+
+def _emptied(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """Yield the lists; when closed early, empty the one that was given last."""
+    given: list[Any] = []
+    try:
+        for given in lists:
+            yield given
+    finally:
+        given.clear()
+        cast("Generator[list[Any], None, None]", lists).close()

@@ -1,0 +1,1 @@
+"""Which item goes to which worker when, and what happens to its result."""

@@ -1,0 +1,107 @@
+"""Which worker has been given what."""
+
+import time
+
+from tp_runner._workers._events import Chunk, Done
+from tp_runner._workers._fleet import Fleet
+
+__all__ = ["Assignments"]
+
+LATE_S = 0.01
+"""After so long without a word a worker is not as quick as it was thought to be."""
+
+_NONE = (0, 0)
+
+
+class Assignments:
+    """The chunks that workers have been given and not answered yet, of every run.
+
+    Args:
+        fleet: The workers.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._inflight: dict[int, tuple[int, Chunk]] = {}
+        self._loads = [0] * fleet.size
+        self._n_long = [0] * fleet.size
+        self._since = [0.0] * fleet.size  # the last sign of life of those that have something to do
+        self._counts: dict[tuple[int, int], tuple[int, int]] = {}  # of a worker and a run: chunks, long ones
+        self._seq = 0
+
+    def next_seq(self) -> int:
+        """Return a number that no chunk has had."""
+        self._seq += 1
+        return self._seq
+
+    def idlest(self, run: int, most: int) -> int | None:
+        """Return the worker with the least to do, if it may be given another chunk of a run.
+
+        Args:
+            run: The number of the run.
+            most: How many chunks of this run one worker may have.
+        """
+        best, least = None, self._fleet.most_credits
+        for worker, load in enumerate(self._loads):
+            if load < least and self._may_have_more(worker, run, most) and self._fleet.ready(worker):
+                best, least = worker, load
+        return best
+
+    def _may_have_more(self, worker: int, run: int, most: int) -> bool:
+        own, own_long = self._counts.get((worker, run), _NONE)
+        if own == self._loads[worker]:
+            return own < most
+        # Behind chunks of other runs only where those are short, and as good as their word: who waits
+        # for a result shall not wait for somebody else's long item while another worker is free.
+        is_late = time.monotonic() - self._since[worker] > LATE_S
+        return own < most and own_long == self._n_long[worker] and not is_late
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        """Hand a chunk to a worker."""
+        self._fleet.send(worker, chunk)
+        self._inflight[chunk.seq] = worker, chunk
+        if not self._loads[worker]:
+            self._since[worker] = time.monotonic()
+        self._count(worker, chunk, 1)
+
+    def arrived(self, done: Done) -> Chunk | None:
+        """Return the chunk that has come back; ``None`` if nobody knows it any more."""
+        if done.seq not in self._inflight:
+            return None
+        self._since[done.worker] = time.monotonic()
+        return self._taken_back(done.seq)
+
+    def lost(self, worker: int) -> list[Chunk]:
+        """Return the chunks that a dead worker had been given, in that order."""
+        seqs = [seq for seq, (other, _) in self._inflight.items() if other == worker]
+        return [self._taken_back(seq) for seq in seqs]
+
+    def all_lost(self) -> list[Chunk]:
+        """Return every chunk that is with a worker, in the order in which they were given."""
+        return [self._taken_back(seq) for seq in list(self._inflight)]
+
+    def _taken_back(self, seq: int) -> Chunk:
+        worker, chunk = self._inflight.pop(seq)
+        self._count(worker, chunk, -1)
+        return chunk
+
+    def _count(self, worker: int, chunk: Chunk, by: int) -> None:
+        key = worker, chunk.run
+        n_chunks, n_long = self._counts.pop(key, _NONE)
+        n_chunks, n_long = n_chunks + by, n_long + by * chunk.is_long
+        if n_chunks:  # runs come and go: nothing is kept of those that have none here
+            self._counts[key] = n_chunks, n_long
+        self._loads[worker] += by
+        self._n_long[worker] += by * chunk.is_long
+
+    def busy(self) -> list[int]:
+        """Return the workers that have something to do."""
+        return [worker for worker, load in enumerate(self._loads) if load]
+
+    def has_any_of(self, run: int) -> bool:
+        """Whether chunks of a run are with workers."""
+        return any((worker, run) in self._counts for worker in range(len(self._loads)))
+
+    def any_alive(self) -> bool:
+        """Whether there is a worker left."""
+        return any(self._fleet.alive(worker) for worker in range(self._fleet.size))

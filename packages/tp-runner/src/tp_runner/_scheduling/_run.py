@@ -1,0 +1,333 @@
+"""One pass over an input: makes chunks of its items and puts their results in order."""
+
+import collections
+from typing import Any
+
+from tp_core.errors import TpError
+
+from tp_runner._options import Settings
+from tp_runner._scheduling._assignments import Assignments
+from tp_runner._scheduling._chunking import MOST_ITEMS, Chunking
+from tp_runner._scheduling._retries import (
+    Death,
+    Decision,
+    Finish,
+    Split,
+    after_death,
+    after_failures,
+    after_pickling_error,
+    death_failure,
+)
+from tp_runner._scheduling._source import Source
+from tp_runner._workers._events import Chunk, Died, Done
+from tp_runner._workers._failure import Failure, failure_to_error
+from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._pickle_errors import shortened
+
+__all__ = ["Run"]
+
+CHUNKS_PER_WORKER = 16
+"""So many chunks may be on their way or waiting for their turn, for each worker: enough for the
+workers to go on while a slow item holds up those behind it."""
+FEW_CHUNKS = 4
+"""The same while it is the consumer that everybody waits for."""
+
+
+class Run:
+    """The state of one pass. It waits for nothing and locks nothing: the pool does.
+
+    Args:
+        source: The input.
+        fleet: The workers.
+        assignments: What they have been given.
+        settings: How the runner is run.
+        number: This run's number.
+        ordered: Whether results come in the order of the items.
+        numbered: Whether to give each result as the place of its item, the result and its error.
+        on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        fleet: Fleet,
+        assignments: Assignments,
+        settings: Settings,
+        *,
+        number: int,
+        ordered: bool,
+        numbered: bool,
+        on_error: str,
+    ) -> None:
+        self.source = source
+        self.number = number
+        self.is_stopping = False
+        self._ended_by: TpError | None = None
+        self._fatal: BaseException | None = None
+        self._fleet = fleet
+        self._assignments = assignments
+        self._settings = settings
+        self._ordered = ordered
+        self._numbered = numbered
+        self._on_error = on_error
+        self._retry: collections.deque[Chunk] = collections.deque()
+        self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
+        self._next_index = 0
+        self._n_items = 0  # on their way, or waiting for their turn
+        self._n_chunks = 0
+        self._nbytes = 0
+        self._batch = settings.batching.size if settings.batching else 1
+        self._limit: int | None = None
+        most = fleet.most_items or MOST_ITEMS
+        if settings.queue_scale is not None:
+            self._limit = max(int(settings.queue_scale * fleet.size), fleet.size, self._batch)
+            most = min(most, max(1, self._limit // (2 * fleet.size)))
+        self.chunking = Chunking(whole=self._batch, most=max(most, self._batch))
+
+    # -- the consumer's side -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise why this run was ended from outside, if it was."""
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    def is_over(self) -> bool:
+        """Whether everything was given; raises what ended the run otherwise.
+
+        Raises:
+            Exception: What the input raised, or why no worker is left.
+        """
+        if self._fatal is not None and (not self._n_chunks or not self._ordered):
+            raise self._fatal
+        if self._n_chunks:
+            return False
+        if self.source.exhausted and self.source.error is not None:
+            raise self.source.error
+        return self.source.exhausted
+
+    def has_finished(self) -> bool:
+        """Whether a chunk may be given."""
+        if not self._queue:
+            return False
+        return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
+
+    def awaits_results(self) -> bool:
+        """Whether something is on its way, or may still come from the input."""
+        return bool(self._n_chunks or not self.source.exhausted)
+
+    def next_finished(self) -> Chunk | None:
+        """Return the next chunk to give, if it has finished."""
+        queue = self._queue
+        if not queue:
+            return None
+        if self._ordered:
+            if not queue[0].results or queue[0].missing:
+                if self._fatal is not None and not self._assignments.has_any_of(self.number):
+                    raise self._fatal
+                return None
+        elif queue[0].failed and self._on_error == "raise":
+            # Others that have finished go first.
+            good = next((c for c in queue if not c.failed), None)
+            if good is not None:
+                queue.remove(good)
+                return self._counted_out(good)
+        return self._counted_out(queue.popleft())
+
+    def _counted_out(self, chunk: Chunk) -> Chunk:
+        self._n_items -= len(chunk.items)
+        self._n_chunks -= 1
+        self._nbytes -= chunk.nbytes
+        return chunk
+
+    def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
+        """Return what to give for a finished chunk, and what to raise after it."""
+        results, error = chunk.results, None
+        errors: dict[int, BaseException] = {}
+        if chunk.failed:
+            for place, result in enumerate(results):
+                if isinstance(result, Failure):
+                    problem = self._error(chunk, place, result)
+                    if self._on_error == "raise":
+                        results, error = results[:place], problem
+                        break
+                    results[place] = errors[place] = problem
+        if self._numbered:
+            results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
+        return results, error
+
+    def _error(self, chunk: Chunk, place: int, failure: Failure) -> BaseException:
+        return failure_to_error(
+            failure,
+            index=chunk.start + place,
+            item=shortened(chunk.items[place]),
+            device=self._fleet.devices[failure.worker],
+            worker=failure.worker,
+        )
+
+    def end(self, reason: TpError | None = None) -> None:
+        """Stop; what the workers still do is thrown away when it comes."""
+        if reason is not None and self._ended_by is None:
+            self._ended_by = reason
+        self.is_stopping = True
+        self._queue.clear()
+        self._retry.clear()
+        self.source.close()
+
+    # -- the workers' side ---------------------------------------------------------------------
+
+    def credits(self) -> int:
+        """Return how many of its chunks one worker may have been given at a time."""
+        return self.chunking.credits()
+
+    def next_chunk(self, most: int | None = None) -> Chunk | None:
+        """Return what goes to a worker next, if this run's bounds allow it.
+
+        Args:
+            most: How many items it should have at most, if they have not been sent before.
+        """
+        return self._retry.popleft() if self._retry else self._new_chunk(most)
+
+    def _new_chunk(self, most: int | None) -> Chunk | None:
+        if self.source.exhausted:
+            return None
+        n_workers = self._fleet.size
+        n_items = self.chunking.next_size(self.source.remaining, n_workers)
+        if most is not None:
+            n_items = min(n_items, max(most, self._batch))
+        if self._limit is not None:
+            n_items = min(n_items, self._limit - self._n_items)
+        else:
+            slow = self.chunking.waits_for_consumer()
+            if self._n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * n_workers:
+                return None
+        if self._n_chunks and self.chunking.bytes_per_item:
+            left = self._settings.max_bytes - self._nbytes
+            n_items = min(n_items, int(left / self.chunking.bytes_per_item))
+        if n_items < self._batch:
+            return None
+        items = self.source.take(n_items, whole=self._batch)
+        if not items:
+            return None
+        chunk = Chunk(self._assignments.next_seq(), self._next_index, items, self.number)
+        chunk.is_long = self.chunking.is_long()
+        self._next_index += len(items)
+        self._n_items += len(items)
+        self._n_chunks += 1
+        if self._ordered:
+            self._queue.append(chunk)
+        return chunk
+
+    def on_sent(self, chunk: Chunk, nbytes_before: int) -> None:
+        """Note that a chunk has left, now that its size is known."""
+        if chunk.parent is None:
+            self._nbytes += chunk.nbytes - nbytes_before
+
+    def on_done(self, chunk: Chunk, done: Done) -> None:
+        """Note that a chunk has come back."""
+        if chunk.parent is None:
+            self._nbytes += done.nbytes - chunk.nbytes
+        self.chunking.learn(len(chunk.items), done.timing.worked_s, max(done.nbytes, chunk.nbytes))
+        if chunk.parent is None:
+            chunk.nbytes = done.nbytes
+        if not done.failed:
+            self._finish(chunk, done.results, failed=False)
+            return
+        for result in done.results:
+            if isinstance(result, Failure):
+                result.worker = done.worker
+        self._apply(chunk, after_failures(chunk, done.results, self._settings))
+
+    def on_pickling_error(self, chunk: Chunk, error: Exception) -> None:
+        """Note that a chunk could not be sent."""
+        self._apply(chunk, after_pickling_error(chunk, error))
+
+    def on_worker_death(self, chunks: list[Chunk], death: Death) -> None:
+        """Note that a worker has died with some chunks of this run."""
+        held = tuple(chunk.start + i for chunk in chunks for i in range(len(chunk.items)))
+        current = death.current
+        if current is None and chunks and not death.is_revived and self._on_error == "raise":
+            current = chunks[0].seq, 0
+        death = death._replace(current=current, held=held)
+        for chunk in chunks:
+            self._apply(chunk, after_death(chunk, death, self._settings))
+        if not death.any_alive:
+            failure = death_failure(death)
+            failure.summary += "; no worker is left"
+            self._fail(failure, index=held[0] if held else None)
+
+    def on_failed_start(self, chunks: list[Chunk], died: Died, failure: Failure) -> None:
+        """Note that a worker could not be started again: the run cannot go on as it was meant to."""
+        failure.worker = died.worker
+        for chunk in chunks:
+            self._apply(chunk, Finish([failure] * len(chunk.items)))
+        self._fail(failure, index=None)
+
+    def requeue(self, chunk: Chunk) -> None:
+        """Hand a chunk out again that was taken away from its worker."""
+        self._retry.append(chunk)
+
+    def _fail(self, failure: Failure, *, index: int | None) -> None:
+        self.is_stopping = True
+        if self._fatal is None:
+            device = self._fleet.devices[failure.worker]
+            self._fatal = failure_to_error(failure, index=index, device=device, worker=failure.worker)
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def _apply(self, chunk: Chunk, decision: Decision) -> None:
+        if isinstance(decision, Finish):
+            self._finish(chunk, decision.results, failed=True)
+        elif isinstance(decision, Split):
+            self._split(chunk, decision)
+        else:
+            self._retry.append(chunk)
+
+    def _split(self, chunk: Chunk, split: Split) -> None:
+        """Put parts of a chunk in line again; parts of parts belong to the whole chunk."""
+        whole, base = (chunk, 0) if chunk.parent is None else (chunk.parent, chunk.offset)
+        if chunk.parent is None:
+            whole.results = split.results or [None] * len(chunk.items)
+        else:
+            whole.missing -= 1
+            if split.results is not None:
+                whole.results[base : base + len(split.results)] = split.results
+        whole.missing += len(split.parts)
+        again = {i for part in split.parts for i in range(part.start, part.stop)}
+        whole.failed |= any(
+            isinstance(result, Failure) and i not in again for i, result in enumerate(split.results or ())
+        )
+        for part in split.parts:
+            piece = Chunk(
+                self._assignments.next_seq(),
+                chunk.start + part.start,
+                chunk.items[part.start : part.stop],
+                chunk.run,
+                parent=whole,
+                offset=base + part.start,
+                attempts=part.attempts,
+                deaths=part.deaths,
+            )
+            if part.failure is None:
+                self._retry.append(piece)
+            else:
+                self._finish(piece, [part.failure] * len(piece.items), failed=True)
+
+    def _finish(self, chunk: Chunk, results: list[Any], *, failed: bool) -> None:
+        """Note the results of a chunk, or of a part of one."""
+        whole = chunk.parent or chunk
+        whole.failed |= failed
+        if whole is chunk:
+            chunk.results = results
+        else:
+            whole.results[chunk.offset : chunk.offset + len(results)] = results
+            whole.missing -= 1
+            if whole.missing:
+                return
+        if not self._ordered:
+            self._queue.append(whole)
+        if whole.failed and self._on_error == "raise":
+            # Nothing beyond a failure is asked for; what is before it still is.
+            self.source.close()
+            self.source.exhausted = True
+            if not self._ordered:
+                self.is_stopping = True

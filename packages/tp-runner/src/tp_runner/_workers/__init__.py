@@ -1,0 +1,1 @@
+"""What does the work: fleets of processes, threads or actors, and what runs in them."""

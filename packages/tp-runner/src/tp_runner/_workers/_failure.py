@@ -1,0 +1,246 @@
+"""What travels back in place of a result, and the exception that the caller gets for it."""
+
+import contextlib
+import itertools
+import pickle
+import signal
+import traceback
+from typing import Any, Self
+
+from tp_runner.errors import (
+    ItemError,
+    ItemTimeoutError,
+    NotPicklableError,
+    WorkerDiedError,
+    WorkerError,
+    copy_attributes,
+    make_error,
+)
+
+__all__ = [
+    "DIED",
+    "END",
+    "INIT",
+    "ITEM",
+    "RAISED",
+    "RESULT",
+    "TIMEOUT",
+    "Failure",
+    "describe_exit",
+    "failure_to_error",
+]
+
+RAISED = "raised"  # the work raised
+ITEM = "item"  # the item cannot be pickled, or not be unpickled by the worker
+RESULT = "result"  # the result cannot be pickled
+DIED = "died"  # the worker died with it
+TIMEOUT = "timeout"  # it took too long
+_DEEPEST = 20  # exceptions of one chain
+INIT, END = "init", "end"  # a worker's start or end raised; no item is to blame
+
+
+class Failure:
+    """Why an item has no result. It can always be pickled: it holds text and bytes alone.
+
+    Attributes:
+        kind: One of this module's constants.
+        summary: The exception's type and message, or a sentence.
+        traceback: The worker's traceback, as Python prints it.
+        type_name: The full name of the exception's type; empty if there was none.
+        exitcode: The exit status of a worker that died.
+        held: The places in the input of all items that it held.
+        worker: The number of the worker where it happened, once the parent knows of it.
+    """
+
+    __slots__ = (
+        "_exception",
+        "_pickle",
+        "_type_pickle",
+        "exitcode",
+        "held",
+        "kind",
+        "summary",
+        "traceback",
+        "type_name",
+        "worker",
+    )
+
+    def __init__(self, kind: str, summary: str, *, exitcode: int | None = None) -> None:
+        self.kind = kind
+        self.summary = summary
+        self.traceback = ""
+        self.exitcode = exitcode
+        self.held: tuple[int, ...] = ()
+        self.worker = 0
+        self._exception: BaseException | None = None
+        self._pickle = self._type_pickle = b""
+        self.type_name = ""
+
+    @classmethod
+    def of(cls, error: BaseException, kind: str = RAISED, *, skip_frames: int = 1) -> Self:
+        """Describe an exception that was just caught; our own frames at the top are left out."""
+        trace = error.__traceback__
+        for _ in range(skip_frames):
+            trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+        failure = cls(kind, _summary(error))
+        try:
+            failure.traceback = "".join(traceback.format_exception(type(error), error, trace))
+        except Exception:  # noqa: BLE001 - a user's __str__ may do anything
+            failure.traceback = "".join(traceback.format_tb(trace)) + failure.summary
+        failure._exception = error
+        kind_of = _original_type(error)
+        failure.type_name = f"{kind_of.__module__}.{kind_of.__qualname__}".removeprefix("builtins.")
+        return failure
+
+    @property
+    def original_type(self) -> type[BaseException] | None:
+        """The type of the original exception, where it can be known, even if that one was lost."""
+        if self.exception is not None:
+            return _original_type(self.exception)
+        with contextlib.suppress(Exception):  # it may be unknown here
+            loaded = pickle.loads(self._type_pickle) if self._type_pickle else None
+            return loaded if isinstance(loaded, type) and issubclass(loaded, BaseException) else None
+        return None
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The original exception, where it could be pickled and unpickled."""
+        if self._exception is None and self._pickle:
+            try:
+                chain = pickle.loads(self._pickle)
+                self._exception = _relinked(chain)
+            except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
+                self._exception = None
+            self._pickle = b""
+        return self._exception
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        data, type_data = self._pickle, self._type_pickle
+        if self._exception is not None:
+            data = _pickled(_chain_of(self._exception))
+            type_data = _pickled(_original_type(self._exception))
+        known = self.kind, self.summary, self.traceback, self.exitcode, self.held, self.type_name
+        return *known, data, type_data
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.kind, self.summary, self.traceback, self.exitcode, self.held, self.type_name = state[:6]
+        self._pickle, self._type_pickle = state[6:]
+        self.worker = 0
+        self._exception = None
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception_only(error)).strip()
+    except Exception:  # noqa: BLE001 - a user's __str__ may do anything
+        return f"{type(error).__name__}: <it cannot be printed>"
+
+
+def _original_type(error: BaseException) -> type[BaseException]:
+    """Return the type of an exception; of an error of ours about another one, the type of that."""
+    return getattr(error, "original_type", None) or type(error)
+
+
+def _chain_of(error: BaseException) -> list[tuple[bytes, bool]]:
+    """Return an exception and those below it, each by itself, and whether it was raised from the next."""
+    chain: list[tuple[bytes, bool]] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen and len(chain) < _DEEPEST:
+        seen.add(id(current))
+        is_cause = current.__cause__ is not None
+        below = current.__cause__ if is_cause or current.__suppress_context__ else current.__context__
+        chain.append((_pickled(current), is_cause))
+        current = below
+    return chain
+
+
+def _relinked(chain: list[tuple[bytes, bool]]) -> BaseException | None:
+    """Undo :func:`_chain_of`; those that cannot be rebuilt, and what is below them, are left out."""
+    found: list[tuple[BaseException, bool]] = []
+    for data, is_cause in chain:
+        loaded = None
+        with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
+            loaded = pickle.loads(data) if data else None
+        if not isinstance(loaded, BaseException):
+            break
+        found.append((loaded, is_cause))
+    for (above, is_cause), (below, _) in itertools.pairwise(found):
+        if is_cause:
+            above.__cause__ = below
+        else:
+            above.__context__ = below
+    return found[0][0] if found else None
+
+
+def _pickled(error: Any) -> bytes:
+    with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
+        return pickle.dumps(error, 5)
+    try:
+        import cloudpickle
+
+        data: bytes = cloudpickle.dumps(error)
+    except Exception:  # noqa: BLE001 - as above; the text is kept
+        return b""
+    return data
+
+
+_KINDS: dict[str, type[ItemError]] = {
+    DIED: WorkerDiedError,
+    TIMEOUT: ItemTimeoutError,
+    ITEM: NotPicklableError,
+    RESULT: NotPicklableError,
+}
+_MESSAGES = {
+    RAISED: "the work on item {index} ({item}) raised on {device}, worker {worker}: {summary}",
+    ITEM: "item {index} ({item}) cannot travel to worker {worker} on {device}: {summary}",
+    RESULT: "the result of item {index} ({item}) cannot travel from worker {worker} on {device}: {summary}",
+    DIED: "worker {worker} on {device} died with item {index} ({item}): {summary}",
+    TIMEOUT: "item {index} ({item}) {summary} on {device}; worker {worker} was replaced",
+    INIT: "worker {worker} did not start on {device}: {summary}",
+    END: "the end of worker {worker} on {device} raised: {summary}",
+}
+
+
+def failure_to_error(
+    failure: Failure, *, index: int | None = None, item: str = "", device: str, worker: int
+) -> ItemError:
+    """Make the exception that says what happened, to which item, where."""
+    kind: type[ItemError] = _KINDS.get(failure.kind, WorkerError)
+    message = _MESSAGES[failure.kind].format(
+        index=index, item=item, device=device, worker=worker, summary=failure.summary
+    )
+    if failure.traceback:
+        message += f"\n\nTraceback in the worker:\n{failure.traceback.rstrip()}"
+    error = make_error(
+        kind,
+        failure.original_type if kind is WorkerError else None,
+        message,
+        type_name=failure.type_name,
+        index=index,
+        item=item,
+        device=device,
+        worker=worker,
+        remote_traceback=failure.traceback,
+    )
+    if isinstance(error, WorkerDiedError):
+        error.exitcode = failure.exitcode
+        error.held = failure.held
+    error.__cause__ = failure.exception
+    if error.original_type is not None and failure.exception is not None:
+        copy_attributes(failure.exception, error)
+    return error
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Say how a process ended."""
+    if exitcode is None:
+        return "it did not say how"
+    if exitcode >= 0:
+        return f"exit status {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = "; the system may have run out of memory" if exitcode == -signal.SIGKILL else ""
+    return f"killed by {name}{hint}"

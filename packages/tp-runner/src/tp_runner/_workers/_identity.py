@@ -1,0 +1,115 @@
+"""Which worker this code runs in, and what its random numbers are."""
+
+import contextlib
+import importlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tp_core.internal import seed_of
+
+__all__ = [
+    "WorkerInfo",
+    "acting_as",
+    "become",
+    "import_generators",
+    "keep_generators",
+    "seed_generators",
+    "worker",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker among those of its runner.
+
+    Attributes:
+        number: Its number, from 0.
+        count: How many workers there are.
+        device: Its device.
+        seed: What the runner was given as ``seed``.
+    """
+
+    number: int
+    count: int
+    device: str
+    seed: int | None
+
+
+_of_process: WorkerInfo | None = None
+_of_thread = threading.local()
+
+
+def worker() -> WorkerInfo | None:
+    """Return which worker the caller runs in; ``None`` outside of all workers.
+
+    Example:
+        >>> def shard(items):
+        ...     me = tp_runner.worker()
+        ...     return items[me.number :: me.count]
+    """
+    return getattr(_of_thread, "info", None) or _of_process
+
+
+def become(info: WorkerInfo) -> None:
+    """Make this process a worker, and give it random numbers of its own.
+
+    With a seed every worker begins with the same ones, so that a model that each of them makes is the
+    same; its items are seeded one by one. Without one, no two workers, of any run, have the same.
+    """
+    global _of_process  # noqa: PLW0603 - it is about the process
+    _of_process = _of_thread.info = info
+    if info.seed is None:
+        seed_generators(int.from_bytes(os.urandom(8)))
+    else:
+        import_generators()
+        seed_generators(info.seed)
+
+
+@contextlib.contextmanager
+def acting_as(info: WorkerInfo) -> Iterator[None]:
+    """Be a worker in this thread for a while."""
+    before = getattr(_of_thread, "info", None)
+    _of_thread.info = info
+    try:
+        yield
+    finally:
+        _of_thread.info = before
+
+
+def import_generators() -> None:
+    """Import those whose seeding is asked for: what is imported later would begin where it likes."""
+    for name in ("numpy", "torch"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def seed_generators(*key: int) -> None:
+    """Seed Python's generator by some numbers, and numpy's and torch's where they are loaded."""
+    seed = seed_of(key)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
+        torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def keep_generators() -> Iterator[None]:
+    """Leave the generators as they were: the caller's own, where its thread does the work."""
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)

@@ -1,0 +1,121 @@
+"""Workers that are no workers: everything is done in the caller's thread, for a debugger."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from tp_runner._options import Settings
+from tp_runner._workers._events import Chunk, Done, Event, Timing
+from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
+from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._identity import WorkerInfo, acting_as, keep_generators, seed_generators
+from tp_runner._workers._work import run_chunk
+
+__all__ = ["InlineFleet", "finish_work", "start_work"]
+
+
+def start_work(program: Any, device: str, worker: int) -> Any:
+    """Start a program on a device in this process.
+
+    Raises:
+        WorkerError: Its start raised.
+    """
+    try:
+        return program(device)
+    except Exception as error:
+        failure = Failure.of(error, INIT)
+        raise failure_to_error(failure, device=device, worker=worker) from error
+
+
+def finish_work(work: Any, device: str, worker: int) -> None:
+    """End a program in this process.
+
+    Raises:
+        WorkerError: Its end raised.
+    """
+    try:
+        getattr(work, "close", lambda: None)()
+    except Exception as error:
+        failure = Failure.of(error, END)
+        raise failure_to_error(failure, device=device, worker=worker) from error
+
+
+PERIOD_S = 0.01
+
+
+class InlineFleet(Fleet):
+    """Does the work when it is waited for. Breakpoints and profilers see all of it."""
+
+    direct: ClassVar[bool] = True
+    most_items = 1
+    most_credits = 1
+
+    def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
+        self.devices = devices
+        self._program = program
+        self._settings = settings
+        self._works: list[Any] = []
+        self._waiting: collections.deque[tuple[int, Chunk]] = collections.deque()
+        self._finished: list[Event] = []
+
+    def start(self) -> list[Event]:
+        for worker in range(len(self._works), self.size):
+            with acting_as(self._info(worker)), self._kept(self._settings.seed):
+                self._works.append(start_work(self._program, self.devices[worker], worker))
+        return []
+
+    def _info(self, worker: int) -> WorkerInfo:
+        return WorkerInfo(worker, self.size, self.devices[worker], self._settings.seed)
+
+    @contextlib.contextmanager
+    def _kept(self, seed: int | None = None) -> Iterator[None]:
+        """Leave the caller's generators as they were, where there is a seed; begin with ``seed``."""
+        if self._settings.seed is None:
+            yield
+            return
+        with keep_generators():
+            if seed is not None:
+                seed_generators(seed)
+            yield
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        self._waiting.append((worker, chunk))
+
+    def wait(self, timeout_s: float | None) -> None:
+        if not self._waiting:  # another thread may bring something, or go on after a pause
+            time.sleep(PERIOD_S if timeout_s is None else min(timeout_s, PERIOD_S))
+            return
+        worker, chunk = self._waiting.popleft()
+        began = time.monotonic()
+        settings = self._settings
+        with acting_as(self._info(worker)), self._kept():
+            results, failed = run_chunk(
+                self._works[worker],
+                chunk.items,
+                [0, 0, 0],
+                batching=settings.batching,
+                start=chunk.start,
+                seed=settings.seed,
+            )
+        timing = Timing(began, 0.0, time.monotonic() - began, 0.0)
+        self._finished.append(Done(worker, chunk.seq, results, failed, timing))
+
+    def poll(self) -> list[Event]:
+        events, self._finished = self._finished, []
+        return events
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._finished.clear()
+
+    def wake(self) -> None:
+        """Nothing waits."""
+
+    def close(self, *, timeout_s: float) -> None:
+        works, self._works = self._works, []
+        self._waiting.clear()
+        if timeout_s > 0:
+            for worker, work in enumerate(works):
+                finish_work(work, self.devices[worker], worker)

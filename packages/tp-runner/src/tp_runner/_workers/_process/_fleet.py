@@ -1,0 +1,325 @@
+"""Workers that are processes: two pipes each, one loop, one piece of shared memory."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from tp_core.errors import ConfigError
+
+from tp_runner._options import Settings
+from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
+from tp_runner._workers._failure import END, INIT, Failure, describe_exit, failure_to_error
+from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._logging import handle_record
+from tp_runner._workers._process import _fd_inheritance, _wire
+from tp_runner._workers._process._codec import Codec
+from tp_runner._workers._process._handle import WorkerHandle
+from tp_runner._workers._process._inheritance import collect_descriptors
+from tp_runner._workers._process._replies import HELD
+from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool
+from tp_runner._workers._process._stored_program import store_program
+from tp_runner._workers._process._vitals import count_oom_kills, private_memory
+from tp_runner._workers._program import dump_program
+from tp_runner._workers._program_pickle import LARGE
+from tp_runner._workers._setup import depth
+from tp_runner._workers._work import IDLE
+from tp_runner.errors import ItemError
+
+__all__ = ["ProcessFleet"]
+
+
+DEEPEST = 10
+"""Workers that start runners whose workers start runners ... are refused from here on."""
+
+
+class ProcessFleet(Fleet):
+    """One process for each device.
+
+    Nothing is shared that a dying worker could leave locked: each one has its own pipes, and the end
+    of a pipe is the notice of a death.
+    """
+
+    def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
+        _require_forkable(devices, settings)
+        if depth() >= DEEPEST:
+            msg = (
+                f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
+                "starts runners at import time does that without an end: put it under "
+                "if __name__ == '__main__'"
+            )
+            raise ConfigError(msg)
+        self.devices = devices
+        self._settings = settings
+        self._program = program
+        self._passed: list[int] = []
+        if settings.start_method != "fork":
+            buffers: list[memoryview] = []
+            with collect_descriptors(self._passed):
+                self._program = payload = dump_program(program, buffers)
+            if settings.seed is not None:
+                self._settings = dataclasses.replace(settings, preload=("numpy", "torch"))
+            elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
+                # Imported once by the fork server instead of once by each worker.
+                self._settings = dataclasses.replace(settings, preload=("torch",))
+        self._memory = SharedMemoryPool()
+        if settings.start_method != "fork" and (buffers or len(payload) > LARGE):
+            self._program = store_program(self._memory, payload, buffers)
+        self._heartbeats = Heartbeats(len(devices))
+        self._wake = _fd_inheritance.pipe()
+        for fd in self._wake:
+            os.set_blocking(fd, False)
+        # Where there is no epoll, poll does; it counts in milliseconds.
+        self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
+        self._second = 1 if hasattr(select, "epoll") else 1000
+        self._poller.register(self._wake[0], select.POLLIN)
+        self._handles: dict[int, WorkerHandle] = {}
+        self._by_fd: dict[int, int] = {}
+        self._codec = Codec(
+            self._memory,
+            same_main=settings.start_method == "fork",
+            lease_at_most=settings.max_bytes // 2,
+        )
+        self._starting: dict[int, float] = {}  # workers that are not ready, and when they must be
+        self._oom_kills = count_oom_kills()
+        self._closing = False
+        self._owner = os.getpid()
+
+    # -- starting and ending --------------------------------------------------------------------
+
+    def start(self) -> list[Event]:
+        others: list[Event] = []
+        missing = [worker for worker in range(self.size) if worker not in self._handles]
+        try:
+            for worker in missing:
+                self._launch(worker)
+            for worker in missing:
+                self._handles[worker].send_setup()
+            while any(not self._handles[worker].ready for worker in missing):
+                self.wait(None)
+                for event in self.poll():
+                    if isinstance(event, Died) and event.worker in missing:
+                        raise self._start_error(event)
+                    if event.worker not in missing:
+                        others.append(event)
+        except BaseException:
+            self._kill_all()
+            raise
+        return others
+
+    def reset(self) -> None:
+        self._kill_all()
+
+    def _start_error(self, died: Died) -> ItemError:
+        failure = died.failure
+        if failure is None:
+            ended = f"its process ended with exit status {died.exitcode} before it was ready"
+            failure = Failure(INIT, ended)
+        return failure_to_error(failure, device=self.devices[died.worker], worker=died.worker)
+
+    def _launch(self, worker: int) -> None:
+        handle = WorkerHandle(
+            self._program,
+            self.devices[worker],
+            worker,
+            self._settings,
+            count=self.size,
+            passed=self._passed,
+            memory=self._memory.fd,
+            heartbeats=self._heartbeats.fd,
+        )
+        self._handles[worker] = handle
+        self._starting[worker] = time.monotonic() + (self._settings.start_timeout_s or math.inf)
+        self._by_fd[handle.replies] = worker
+        self._poller.register(handle.replies, select.POLLIN)
+
+    def revive(self, worker: int) -> None:
+        self._heartbeats.clear(worker)
+        self._launch(worker)
+        self._handles[worker].send_setup()
+
+    def alive(self, worker: int) -> bool:
+        return worker in self._handles
+
+    def ready(self, worker: int) -> bool:
+        handle = self._handles.get(worker)
+        return handle is not None and not handle.retiring
+
+    def retire(self, worker: int) -> None:
+        handle = self._handles[worker]
+        if not handle.retiring:
+            handle.retiring = True
+            handle.send_end()
+
+    def private_memory(self, worker: int) -> int | None:
+        handle = self._handles.get(worker)
+        return None if handle is None else private_memory(handle.process.pid)
+
+    def kill(self, worker: int) -> None:
+        self._handles[worker].process.kill()
+
+    def close(self, *, timeout_s: float) -> None:
+        if self._memory.fd < 0 or self._owner != os.getpid():
+            return
+        failures: list[tuple[int, Failure]] = []
+        self._closing = True
+        deadline = time.monotonic() + timeout_s
+        try:
+            if timeout_s > 0:
+                for handle in self._handles.values():
+                    handle.send_end()
+                while self._handles and (left_s := deadline - time.monotonic()) > 0:
+                    self.wait(left_s)
+                    for event in self.poll():
+                        if isinstance(event, Died) and event.failure is not None:
+                            failures.append((event.worker, event.failure))
+        finally:
+            self._kill_all()
+            self._memory.close()
+            self._heartbeats.close()
+            for fd in self._passed:
+                os.close(fd)
+            self._passed.clear()
+            _fd_inheritance.close(*self._wake)
+            if hasattr(self._poller, "close"):
+                self._poller.close()
+        for worker, failure in failures:
+            raise failure_to_error(failure, device=self.devices[worker], worker=worker)
+
+    def _kill_all(self) -> None:
+        handles = list(self._handles.values())
+        for handle in handles:
+            handle.process.kill()
+        for handle in handles:
+            handle.process.wait(5)
+            self._drop(handle)
+
+    def _drop(self, handle: WorkerHandle) -> None:
+        self._poller.unregister(handle.replies)
+        del self._by_fd[handle.replies], self._handles[handle.worker]
+        self._starting.pop(handle.worker, None)
+        handle.close()
+        for block in (*handle.inflight.values(), *handle.held.values()):
+            self._memory.free(block)
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        block, message = self._codec.encode(chunk)
+        handle = self._handles[worker]
+        handle.inflight[chunk.seq] = block
+        handle.write(message)
+
+    # -- receiving ------------------------------------------------------------------------------
+
+    def started(self, worker: int) -> tuple[int, float] | None:
+        seq, _, began_ns = self._heartbeats.current(worker)
+        return None if seq == IDLE or not began_ns else (seq, began_ns / 1e9)
+
+    def wake(self) -> None:
+        try:
+            os.write(self._wake[1], b"w")
+        except BlockingIOError:  # it is full: the reader will wake up anyway
+            return
+
+    def wait(self, timeout_s: float | None) -> None:
+        if self._starting and (due := min(self._starting.values())) < math.inf:
+            left_s = max(0.0, due - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        self._poller.poll(None if timeout_s is None else timeout_s * self._second)
+
+    def poll(self) -> list[Event]:
+        events: list[Event] = []
+        if self._starting:
+            self._end_late_starts()
+        for fd, _ in self._poller.poll(0):
+            if fd == self._wake[0]:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            else:
+                self._receive(self._handles[self._by_fd[fd]], events)
+        return events
+
+    def _receive(self, handle: WorkerHandle, events: list[Event]) -> None:
+        for reply, blob in handle.messages():
+            if reply.kind == _wire.DONE:
+                events.append(self._done(handle, reply, blob))
+            elif reply.kind == _wire.RELEASE:
+                self._memory.free(handle.held.pop(reply.seq))
+            elif reply.kind == _wire.LOG:
+                handle_record(pickle.loads(blob))
+            elif reply.kind == _wire.READY:
+                handle.ready = True
+                self._starting.pop(handle.worker, None)
+                events.append(Ready(handle.worker))
+            elif reply.kind == _wire.FAILED:
+                handle.failure = pickle.loads(blob)
+            elif reply.kind == _wire.BYE:
+                handle.left = True
+        if handle.ended:
+            events.append(self._on_end(handle))
+
+    def _end_late_starts(self) -> None:
+        now = time.monotonic()
+        for worker, deadline in self._starting.items():
+            if now >= deadline:
+                self._starting[worker] = math.inf  # it is told by the end of its pipe, like any other
+                limit = self._settings.start_timeout_s
+                handle = self._handles[worker]
+                handle.failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
+                handle.process.kill()
+
+    def _on_end(self, handle: WorkerHandle) -> Died:
+        exitcode = handle.process.wait(5)
+        if exitcode is None:  # it closed its pipe and lives on
+            handle.process.kill()
+            exitcode = handle.process.wait(5)
+        seq, place, began_ns = self._heartbeats.current(handle.worker)
+        current = (seq, place) if seq in handle.inflight else None
+        self._drop(handle)
+        self._heartbeats.clear(handle.worker)
+        failure = handle.failure
+        if self._closing and failure is None and not handle.left:
+            failure = Failure(END, f"its process ended before it was done: {describe_exit(exitcode)}")
+        return Died(
+            handle.worker,
+            exitcode,
+            current,
+            failure,
+            began_ns / 1e9,
+            is_retired=handle.retiring and handle.left,
+            is_out_of_memory=exitcode == -signal.SIGKILL and self._saw_oom_kill(),
+            was_ready=handle.ready,
+        )
+
+    def _saw_oom_kill(self) -> bool:
+        before, self._oom_kills = self._oom_kills, count_oom_kills()
+        return before is not None and self._oom_kills is not None and self._oom_kills > before
+
+    def _done(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
+        block = handle.inflight.pop(reply.seq)
+        results, failed, nbytes, leased = self._codec.decode(block, reply, blob)
+        if reply.flags & HELD:
+            handle.held[reply.seq] = block
+        elif not leased:
+            self._memory.free(block)
+        timing = Timing(reply.began, reply.waited_s, reply.worked_s, reply.sent_s)
+        return Done(handle.worker, reply.seq, results, failed, timing, nbytes)
+
+
+def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
+    if settings.start_method == "fork" and any(device.startswith("cuda") for device in devices):
+        import torch
+
+        if torch.cuda.is_initialized():
+            msg = (
+                "start_method='fork' with CUDA devices needs a parent that has not used CUDA, and "
+                "this one has; take 'forkserver' or 'spawn'"
+            )
+            raise ConfigError(msg)

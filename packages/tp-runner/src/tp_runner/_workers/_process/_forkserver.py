@@ -1,0 +1,203 @@
+"""A server that forks workers: it has imported what they need, and no threads, locks or data."""
+
+import array
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tp_runner._at_exit import watch
+from tp_runner._workers._process._spawn import Process, bootstrap, spawn
+
+__all__ = ["ForkServer", "fork_by_server", "serve"]
+
+_LENGTH = struct.Struct("<I")
+_STATUS = struct.Struct("<ii")
+_MOST_DESCRIPTORS = 250  # a little less than the kernel's own limit
+
+
+class ForkServer:
+    """The parent's side of one server."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload))
+        self._process = spawn(code, [theirs.fileno()])
+        theirs.close()
+        self._socket = ours
+        self._lock = threading.Lock()
+        self._ended: dict[int, int] = {}
+        self._owner = os.getpid()
+
+    def fork(self, descriptors: Sequence[int]) -> Process:
+        """Start a worker that shares ``descriptors``."""
+        with self._lock:
+            rights = array.array("i", descriptors)
+            data = pickle.dumps(len(descriptors))
+            self._socket.sendmsg(
+                [_LENGTH.pack(len(data)) + data],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
+            )
+            # The server first tells of those that ended, then of the new one.
+            while True:
+                pid, status = self._receive()
+                if status == _STARTED:
+                    return _Grandchild(pid, self)
+                self._ended[pid] = status
+
+    def exitcode(self, pid: int) -> int | None:
+        """Return how a worker ended, without waiting; ``None`` if it has not."""
+        with self._lock:
+            while select.select([self._socket], [], [], 0)[0]:
+                other, status = self._receive()
+                self._ended[other] = status
+            return self._ended.pop(pid, None)
+
+    def is_alive(self) -> bool:
+        """Whether it can start more workers, in this process."""
+        return self._owner == os.getpid() and self._process.wait(0) is None
+
+    def stop(self) -> None:
+        """End the server."""
+        if self._owner == os.getpid():
+            self._socket.close()
+            self._process.wait(5)
+
+    at_exit = stop
+
+    def _receive(self) -> tuple[int, int]:
+        data = b""
+        while len(data) < _STATUS.size:
+            more = self._socket.recv(_STATUS.size - len(data))
+            if not more:
+                msg = "the fork server has ended; start_method='spawn' does without one"
+                raise ConnectionResetError(msg)
+            data += more
+        pid, status = _STATUS.unpack(data)
+        return pid, status
+
+
+class _Grandchild(Process):
+    """A process whose parent is the server."""
+
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        super().__init__(pid)
+        self._server = server
+
+    def _poll(self) -> int | None:
+        try:
+            return self._server.exitcode(self.pid)
+        except OSError:  # the server was killed: nobody knows any more how it ended, only whether
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return 255
+            return None
+
+
+_STARTED = -1000  # in the place of an exit status: this one was just started
+_servers: dict[tuple[str, ...], ForkServer] = {}  # of this process, by what they have imported
+_servers_lock = threading.Lock()
+
+
+def fork_by_server(preload: Sequence[str], descriptors: Sequence[int]) -> Process:
+    """Fork a worker from a server that has imported ``preload``; start the server if need be.
+
+    Raises:
+        ConnectionError: The server has ended, and so has the one that took its place.
+    """
+    server = _server(preload)
+    try:
+        return server.fork(descriptors)
+    except ConnectionError:  # somebody has killed it: a new one does as well
+        server.stop()
+        return _server(preload).fork(descriptors)
+
+
+def _server(preload: Sequence[str]) -> ForkServer:
+    key = tuple(sorted(preload))
+    with _servers_lock:
+        server = _servers.get(key)
+        if server is None or not server.is_alive():
+            server = _servers[key] = ForkServer(key)
+            watch(server, last=True)
+        return server
+
+
+def serve(fd: int, preload: Sequence[str]) -> None:
+    """Be the server: fork workers on request until the parent closes its side."""
+    for name in preload:
+        with contextlib.suppress(ImportError):  # the worker that needs it says so better
+            importlib.import_module(name)
+    from tp_runner._workers._process import _worker
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = socket.socket(fileno=fd)
+    wakeup, wakeup_end = os.pipe()
+    os.set_blocking(wakeup_end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup_end)
+    while True:
+        both: list[Any] = [parent, wakeup]
+        ready, _, _ = select.select(both, [], [])
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+        _tell_of_ended(parent)
+        if parent in ready:
+            descriptors = _receive_request(parent)
+            if descriptors is None:
+                parent.close()
+                return
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                parent.close()
+                os.close(wakeup)
+                os.close(wakeup_end)
+                status = 1
+                try:
+                    _worker.main(*descriptors)
+                    status = 0
+                finally:
+                    os._exit(status)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            parent.sendall(_STATUS.pack(pid, _STARTED))
+
+
+def _tell_of_ended(parent: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        with contextlib.suppress(OSError):
+            parent.sendall(_STATUS.pack(pid, os.waitstatus_to_exitcode(status)))
+
+
+def _receive_request(parent: socket.socket) -> list[int] | None:
+    rights = array.array("i")
+    try:
+        data, ancillary, _, _ = parent.recvmsg(
+            _LENGTH.size, socket.CMSG_SPACE(_MOST_DESCRIPTORS * rights.itemsize)
+        )
+    except ConnectionResetError:
+        return None
+    if not data:
+        return None
+    (length,) = _LENGTH.unpack(data)
+    parent.recv(length)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            rights.frombytes(content[: len(content) - len(content) % rights.itemsize])
+    return list(rights)

@@ -1,0 +1,167 @@
+"""Shared memory that the parent owns and every worker maps: reused, unnamed, one descriptor."""
+
+import collections
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_runner._workers._work import IDLE
+
+__all__ = ["Block", "Heartbeats", "MappedMemory", "SharedMemoryPool"]
+
+SMALLEST = 64 << 10
+INITIAL = 64 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Block:
+    """A range of the shared memory: ``nbytes`` from ``offset`` on."""
+
+    offset: int
+    nbytes: int
+
+
+class MappedMemory:
+    """One process's map of an shared memory's file; follows when the file has grown."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self._nbytes = 0
+        self.grow(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Map at least ``nbytes``. Views of the old map stay valid: they keep it alive."""
+        if nbytes > self._nbytes:
+            self._map = mmap.mmap(self._fd, nbytes)
+            self.view = memoryview(self._map)
+            self._nbytes = nbytes
+
+    def release(self) -> None:
+        """Let go of the map, which ends with the last view of it."""
+        self.view = memoryview(b"")
+        del self._map
+
+    def lease(self, offset: int, nbytes: int) -> Any:
+        """Return an object that owns this range; views made of it keep it alive."""
+        return (ctypes.c_char * nbytes).from_buffer(self._map, offset)
+
+
+class SharedMemoryPool(MappedMemory):
+    """The parent's side: hands out blocks of some sizes, eight to an octave, and takes them back.
+
+    Free blocks are kept in a stack for each size, so that the ones used last, whose pages are
+    touched and warm, are used first. Memory that was never touched costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.fd = unnamed_file()
+        os.ftruncate(self.fd, INITIAL)
+        self.nbytes = INITIAL
+        self.leased = 0
+        self._end = 0
+        self._free: dict[int, list[Block]] = collections.defaultdict(list)
+        self._leases: dict[int, tuple[weakref.ref[Any], Block]] = {}
+        self._returned: collections.deque[int] = collections.deque()
+        super().__init__(self.fd, INITIAL)
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a block of at least ``nbytes``; the file grows when it must."""
+        self._collect()
+        size = wanted = _rounded(nbytes)
+        while size <= 2 * wanted:
+            if free := self._free.get(size):
+                return free.pop()
+            size = _rounded(size + 1)
+        block = Block(self._end, wanted)
+        self._end += wanted
+        if self._end > self.nbytes:
+            self.nbytes = max(2 * self.nbytes, 1 << (self._end - 1).bit_length())
+            os.ftruncate(self.fd, self.nbytes)
+            self.grow(self.nbytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        self._free[block.nbytes].append(block)
+
+    def lease_block(self, block: Block) -> memoryview:
+        """Return a view of a block, which comes back when the last view of it has died."""
+        lease = self.lease(block.offset, block.nbytes)
+        # The callback runs wherever the last view dies, in any thread or a collection: it only
+        # notes the fact, and the next allocation acts on it.
+        key, returned = block.offset, self._returned
+        self._leases[key] = (weakref.ref(lease, lambda _: returned.append(key)), block)
+        self.leased += block.nbytes
+        return memoryview(lease).cast("B")
+
+    def _collect(self) -> None:
+        while self._returned:
+            _, block = self._leases.pop(self._returned.popleft())
+            self.leased -= block.nbytes
+            self.free(block)
+
+    def close(self) -> None:
+        """Close the file; memory goes back when the last view has died."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.release()
+        self._free.clear()
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the next size that blocks have: an eighth of a power of two, many times."""
+    step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
+    return -(-nbytes // step) * step
+
+
+def unnamed_file() -> int:
+    """Return a descriptor of memory without a name, which ends with its last user."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="tp-runner-")  # where there is no memfd
+    os.unlink(path)  # noqa: PTH108 - it has no name from here on
+    return fd
+
+
+WORDS = 8  # a cache line: sequence number of the chunk, place in it, when that began
+_ROW = WORDS * 8
+
+
+class Heartbeats:
+    """One row of words for each worker, which the parent reads without asking.
+
+    It outlives a worker's death: this is how the item that killed it is known.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self.fd = unnamed_file()
+        os.ftruncate(self.fd, n_workers * _ROW)
+        self._rows = [self.row(self.fd, worker) for worker in range(n_workers)]
+
+    @staticmethod
+    def row(fd: int, worker: int) -> MutableSequence[int]:
+        """Map the row of one worker."""
+        whole = memoryview(mmap.mmap(fd, (worker + 1) * _ROW)).cast("q")
+        return whole[worker * WORDS :]  # type: ignore[return-value]  # a memoryview of integers
+
+    def current(self, worker: int) -> tuple[int, int, int]:
+        """Return the sequence number, the place in that chunk and when work on it began."""
+        row = self._rows[worker]
+        return row[0], row[1], row[2]
+
+    def clear(self, worker: int) -> None:
+        """Forget what a dead worker was doing."""
+        self._rows[worker][0] = IDLE
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._rows.clear()

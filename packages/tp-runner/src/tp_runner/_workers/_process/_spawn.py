@@ -1,0 +1,110 @@
+"""Starting worker processes by fork, spawn or a fork server, and learning how they ended."""
+
+import abc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["START_METHODS", "Process", "bootstrap", "fork", "spawn"]
+
+START_METHODS = ("forkserver", "spawn", "fork")
+
+
+class Process(abc.ABC):
+    """A process that was started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._exitcode: int | None = None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return its exit status, negative for a signal; ``None`` if it has not ended in time."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.0005
+        while self._exitcode is None:
+            self._exitcode = self._poll()
+            if self._exitcode is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(pause_s * 2, 0.05)
+        return self._exitcode
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        if self.wait(0) is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    @abc.abstractmethod
+    def _poll(self) -> int | None:
+        """Return the exit status without waiting."""
+
+
+class _Child(Process):
+    """A child of this process."""
+
+    def _poll(self) -> int | None:
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else waited for every child of this process
+            return 255
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def fork(child: Callable[[], None]) -> Process:
+    """Run ``child`` in a copy of this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return _Child(pid)
+    status = 1
+    try:
+        child()
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may return into the parent's frames
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def spawn(code: str, descriptors: Sequence[int]) -> Process:
+    """Run ``code`` in a new interpreter that shares ``descriptors``."""
+    process = subprocess.Popen(
+        [sys.executable, *_flags(), "-c", code],
+        pass_fds=tuple(descriptors),
+        stdin=subprocess.DEVNULL,
+    )
+    process.returncode = 0  # this module waits for it; Popen shall neither wait nor complain
+    return _Child(process.pid)
+
+
+def bootstrap(module: str, function: str, *arguments: Any) -> str:
+    """Return code for a new interpreter that finds modules where this one does."""
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(*{arguments!r})"
+    )
+
+
+def _flags() -> list[str]:
+    """Return what a new interpreter needs to behave like this one."""
+    flags = [f"-W{option}" for option in sys.warnoptions]
+    flags += [f"-X{key}" if value is True else f"-X{key}={value}" for key, value in sys._xoptions.items()]
+    if sys.flags.no_site:
+        flags.append("-S")
+    if sys.flags.dont_write_bytecode:
+        flags.append("-B")
+    if sys.flags.optimize:
+        flags.append("-" + "O" * sys.flags.optimize)
+    return flags

@@ -1,0 +1,189 @@
+"""A worker process: reads chunks from one pipe, writes results to another."""
+
+import contextlib
+import fcntl
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tp_runner._workers._events import Timing
+from tp_runner._workers._failure import END, INIT, ITEM, Failure
+from tp_runner._workers._identity import become
+from tp_runner._workers._process import _fd_inheritance, _wire
+from tp_runner._workers._process._inheritance import take_over
+from tp_runner._workers._process._pickling import unpack
+from tp_runner._workers._process._replies import ReplyWriter
+from tp_runner._workers._process._shared_memory import Heartbeats, MappedMemory
+from tp_runner._workers._process._stored_program import StoredProgram, load_program
+from tp_runner._workers._program import ClassProgram
+from tp_runner._workers._setup import Setup, limit_torch, prepare
+from tp_runner._workers._work import IDLE, run_chunk
+
+__all__ = ["Descriptors", "WorkerProcess", "die_with_parent", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """The files that a worker shares with its parent."""
+
+    requests: int
+    replies: int
+    life: int
+    memory: int
+    heartbeats: int
+
+
+def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *passed: int) -> None:
+    """Run a worker in a fresh process, whose parent sends the setup first.
+
+    Args:
+        requests: Where requests come from.
+        replies: Where replies go.
+        life: A pipe that ends with the parent.
+        memory: The shared memory.
+        heartbeats: What each worker is doing.
+        passed: What the program's objects of multiprocessing need.
+    """
+    die_with_parent(life)
+    header = _wire.read_exactly(requests, _wire.REQUEST.size)
+    if header is None:
+        return
+    request = _wire.Request._make(_wire.REQUEST.unpack(header))
+    blob = _wire.read_exactly(requests, request.blob_nbytes)
+    if blob is None:
+        return
+    descriptors = Descriptors(requests, replies, life, memory, heartbeats)
+    take_over(passed)
+    surroundings, pickled = pickle.loads(blob)
+    surroundings.restore()
+    setup = pickle.loads(pickled)
+    WorkerProcess(descriptors, setup).run()
+
+
+def die_with_parent(life: int) -> None:
+    """Have the kernel kill this process when the other end of the pipe ``life`` closes.
+
+    It needs no thread and no turn of the interpreter: it works in the middle of a long computation
+    too. Where the system cannot, a thread waits for the end of the pipe.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(life, fcntl.F_GETFL)
+        fcntl.fcntl(life, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):  # the usual case: it is still open
+            if not os.read(life, 1):
+                os._exit(1)
+        return
+    threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
+
+
+def _wait_for_end(life: int) -> None:
+    os.read(life, 1)
+    os._exit(1)
+
+
+class WorkerProcess:
+    """The loop of one worker."""
+
+    def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
+        # A process that the user's code forks or starts must not hide this one's death from its parent.
+        private = descriptors.requests, descriptors.replies, descriptors.life
+        _fd_inheritance.private(*private)
+        for fd in (*private, descriptors.memory, descriptors.heartbeats):
+            os.set_inheritable(fd, False)
+        self._in = descriptors.requests
+        self._setup = setup
+        self._memory = MappedMemory(descriptors.memory, 0)
+        self._memory_fd = descriptors.memory
+        self._heartbeat = Heartbeats.row(descriptors.heartbeats, setup.worker)
+        self._replies = ReplyWriter(descriptors.replies, self._memory)
+
+    def run(self) -> None:
+        """Start, work until told to end, end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+        try:
+            prepare(self._setup, self._replies.record)
+            program = self._setup.program
+            if isinstance(program, bytes | StoredProgram):
+                stored = program
+                program = (
+                    pickle.loads(stored)
+                    if isinstance(stored, bytes)
+                    else load_program(self._memory_fd, stored)
+                )
+                limit_torch(self._setup.threads)  # it may have been imported just now
+            become(self._setup.info)
+            if isinstance(program, ClassProgram):
+                program.is_own = True  # a fork's memory is its own, too
+            work = program(self._setup.device)
+        except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
+            self._replies.failure(Failure.of(error, INIT))
+            return
+        self._replies.message(_wire.READY)
+        try:
+            self._serve(work)
+            getattr(work, "close", lambda: None)()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._replies.failure(Failure.of(error, END))
+            return
+        self._replies.message(_wire.BYE)
+
+    def _serve(self, work: Callable[[Any], Any]) -> None:
+        """Work on chunks until the parent asks for an orderly end."""
+        heartbeat, timed, batching = self._heartbeat, self._setup.timed, self._setup.batching
+        seed = self._setup.seed
+        replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
+        lease: Any
+        while True:
+            waiting = clock()
+            header = _wire.read_exactly(self._in, head.size)
+            if header is None:
+                os._exit(1)  # the parent has gone without a word
+            request = _wire.Request._make(head.unpack(header))
+            if request.kind == _wire.END:
+                return
+            blob: Any = b""
+            if request.blob_nbytes and request.blob_at < 0:
+                blob = _wire.read_exactly(self._in, request.blob_nbytes)
+            began = clock()
+            heartbeat[1] = 0
+            heartbeat[2] = time.monotonic_ns()
+            heartbeat[0] = request.seq
+            self._memory.grow(request.shared_nbytes)
+            try:
+                items, lease = self._unpack(request, blob)
+            except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
+                results, failed, lease = [Failure.of(error, ITEM)] * request.n_items, True, None
+            else:
+                results, failed = run_chunk(
+                    work, items, heartbeat, timed=timed, batching=batching, start=request.start, seed=seed
+                )
+                del items
+            heartbeat[2] = 0  # what follows is not the time of an item
+            worked = clock()
+            timing = Timing(began, began - waiting, worked - began)
+            if lease is not None:
+                lease = weakref.ref(lease)  # results that are views of the inputs keep it alive
+            replies.done(request, timing, results, lease, failed=failed)
+            results = []
+            heartbeat[0] = IDLE
+
+    def _unpack(self, request: _wire.Request, blob: Any) -> tuple[list[Any], Any]:
+        """Return the items, and the lease that their arrays and tensors keep alive."""
+        if request.blob_at >= 0:
+            blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
+        if not request.n_buffers:
+            return unpack(blob, ()), None
+        table, payload = _wire.split_blob(blob, request.n_buffers)
+        start, (last_at, last_nbytes) = table[0][0], table[-1]
+        lease = self._memory.lease(start, last_at + last_nbytes - start)
+        view = memoryview(lease).cast("B")
+        buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
+        return unpack(payload, buffers), lease

@@ -1,0 +1,80 @@
+"""What runs in each actor on a Ray cluster: the work, and log records that go back with its results."""
+
+import logging
+import pickle
+import time
+from typing import Any
+
+from tp_runner._workers._failure import END, INIT, ITEM, Failure
+from tp_runner._workers._identity import become
+from tp_runner._workers._pickle_errors import pack_what_can_be
+from tp_runner._workers._setup import Setup, limit_torch, prepare
+from tp_runner._workers._work import run_chunk
+
+__all__ = ["Answer", "RayWorker", "packed"]
+
+Answer = tuple[bytes, bool, tuple[float, float, float], list[logging.LogRecord]]
+"""What the work on a chunk comes to: the pickled results, whether some are failures, when it began,
+how long the worker had waited for it and worked on it, and the log records up to now."""
+
+
+class RayWorker:
+    """One worker; speaks in bytes, so that errors are ours and not Ray's."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._records: list[logging.LogRecord] = []
+        self._work: Any = None
+        self._waiting = time.monotonic()
+
+    def ready(self) -> tuple[bytes, list[logging.LogRecord]]:
+        """Start; return a failure, if that is what it came to, and log records."""
+        failure = b""
+        try:
+            prepare(self._setup, self._records.append)
+            program = pickle.loads(self._setup.program)
+            limit_torch(self._setup.threads)  # it may have been imported just now
+            become(self._setup.info)
+            self._work = program(self._setup.device)
+        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
+            failure = pickle.dumps(Failure.of(error, INIT), 5)
+        return failure, self._taken_records()
+
+    def work(self, data: bytes, n_items: int, start: int) -> Answer:
+        """Work on a chunk whose first item has the place ``start`` in the input."""
+        began = time.monotonic()
+        waited_s = began - self._waiting
+        try:
+            items = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
+            results, failed = [Failure.of(error, ITEM)] * n_items, True
+        else:
+            setup = self._setup
+            results, failed = run_chunk(
+                self._work, items, [0, 0, 0], batching=setup.batching, start=start, seed=setup.seed
+            )
+        worked_s = time.monotonic() - began
+        data, _, unpicklable = pack_what_can_be(results, packed)
+        self._waiting = time.monotonic()
+        return data, failed or unpicklable, (began, waited_s, worked_s), self._taken_records()
+
+    def end(self) -> tuple[bytes, list[logging.LogRecord]]:
+        """End; return a failure, if that is what it came to, and log records."""
+        failure = b""
+        try:
+            getattr(self._work, "close", lambda: None)()
+        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
+            failure = pickle.dumps(Failure.of(error, END), 5)
+        return failure, self._taken_records()
+
+    def _taken_records(self) -> list[logging.LogRecord]:
+        records = self._records[:]
+        del self._records[: len(records)]  # in place: the handler keeps this very list
+        return records
+
+
+def packed(obj: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle an object by itself, with what its receiver cannot import."""
+    import cloudpickle
+
+    return cloudpickle.dumps(obj, protocol=5), []

@@ -1,0 +1,151 @@
+"""What is set up in a worker process before the user's code runs: device, threads, logging."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from tp_runner._batching import Batching
+from tp_runner._workers._identity import WorkerInfo
+from tp_runner._workers._logging import RecordForwarder
+
+__all__ = ["Setup", "depth", "limit_torch", "prepare"]
+
+DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is told before its first chunk.
+
+    Attributes:
+        program: What it runs, or its pickle.
+        device: Its device.
+        worker: Its number.
+        count: How many workers there are.
+        threads: How many threads it may compute with.
+        timed: Whether it notes when each item began.
+        batching: How items are put together.
+        log_level: The level of the parent's root logger.
+        seed: What the random numbers of items depend on.
+    """
+
+    program: Any
+    device: str
+    worker: int
+    count: int
+    threads: int
+    timed: bool
+    batching: Batching | None
+    log_level: int
+    seed: int | None
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What user code may know of it."""
+        return WorkerInfo(self.worker, self.count, self.device, self.seed)
+
+    def pickled(self) -> bytes:
+        """Return this with what a process needs to be like this one before it unpickles it.
+
+        A fork server is as old as the first runner: its directory and environment are those of then.
+        """
+        return pickle.dumps((Surroundings.of_this_process(), pickle.dumps(self, 5)), 5)
+
+
+class Surroundings(NamedTuple):
+    """What a program finds around it: a worker finds what its parent does.
+
+    Attributes:
+        path: Where modules are looked for.
+        folder: The working directory.
+        environment: The variables.
+        argv: The arguments of the program.
+        main_file: Where its main module came from, if it has a file.
+        authkey: What processes of multiprocessing know each other by; ``None`` if it is not used.
+    """
+
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    argv: list[str]
+    main_file: str | None
+    authkey: bytes | None
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Return those of the caller."""
+        process = sys.modules.get("multiprocessing.process")
+        return cls(
+            sys.path,
+            os.getcwd(),  # noqa: PTH109 - a string travels lighter
+            dict(os.environ),
+            sys.argv,
+            getattr(sys.modules.get("__main__"), "__file__", None),
+            None if process is None else bytes(process.current_process().authkey),
+        )
+
+    def restore(self) -> None:
+        """Make them those of this process."""
+        sys.path[:] = self.path
+        os.environ.clear()
+        os.environ.update(self.environment)
+        with contextlib.suppress(OSError):  # it may be gone, which only those who use it need to know
+            os.chdir(self.folder)
+        sys.argv[:] = self.argv
+        if self.main_file is not None:
+            sys.modules["__main__"].__file__ = self.main_file
+        if self.authkey is not None:
+            from multiprocessing import process
+
+            process.current_process().authkey = self.authkey
+
+
+def depth() -> int:
+    """Return in how many workers, each started by the one before, this code runs."""
+    value = os.environ.get(DEPTH_VARIABLE, "")
+    return int(value) if value.isdigit() else 0
+
+
+def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
+    """Pin this process to its device, limit its threads, send its log records to the parent."""
+    for variable in _THREAD_VARIABLES:
+        os.environ[variable] = str(setup.threads)
+    os.environ[DEPTH_VARIABLE] = str(depth() + 1)
+    if setup.device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(setup.device)
+    limit_torch(setup.threads)
+    _keep_freed_memory()
+    root = logging.getLogger()
+    root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]
+    root.setLevel(setup.log_level)
+    logging.captureWarnings(capture=True)
+
+
+def limit_torch(threads: int) -> None:
+    """Have torch compute with so many threads, if it has been imported."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep up to 128 MiB of freed memory instead of giving it back.
+
+    Results of one size are made again and again; touching fresh pages takes longer than copying.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return  # somebody has set this as they like it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 128 << 20)

@@ -1,0 +1,127 @@
+"""Workers that are threads of this process: for work that waits, or that releases the interpreter."""
+
+import collections
+import contextlib
+import math
+import queue
+import threading
+import time
+from typing import Any
+
+from tp_runner._options import Settings
+from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
+from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
+from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._identity import WorkerInfo, acting_as
+from tp_runner._workers._work import run_chunk
+
+__all__ = ["ThreadFleet"]
+
+
+class ThreadFleet(Fleet):
+    """One thread for each device. Items and results are handed over as they are."""
+
+    def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
+        self.devices = devices
+        self._program = program
+        self._settings = settings
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._waited_for: collections.deque[Event | None] = collections.deque()
+        self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+
+    def start(self) -> list[Event]:
+        if self._threads:
+            return []
+        self._stopping = False
+        for worker, device in enumerate(self.devices):
+            inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=self._work, args=(worker, device, inbox), name=f"tp-worker-{worker}", daemon=True
+            )
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+            thread.start()
+        unready = set(range(self.size))
+        limit = self._settings.start_timeout_s
+        deadline = time.monotonic() + (limit or math.inf)
+        while unready:
+            try:
+                event = self._events.get(timeout=min(max(deadline - time.monotonic(), 0.0), 1e6))
+            except queue.Empty:
+                self._stop(timeout_s=0.0)
+                worker = min(unready)
+                failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
+                raise failure_to_error(failure, device=self.devices[worker], worker=worker) from None
+            if isinstance(event, Died) and event.failure is not None:
+                self._stop(timeout_s=5.0)
+                device = self.devices[event.worker]
+                raise failure_to_error(event.failure, device=device, worker=event.worker)
+            if isinstance(event, Ready):
+                unready.discard(event.worker)
+        return []
+
+    def _work(self, worker: int, device: str, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
+        with acting_as(WorkerInfo(worker, self.size, device, None)):
+            self._work_as(worker, device, inbox)
+
+    def _work_as(self, worker: int, device: str, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
+        try:
+            work = self._program(device)
+        except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
+            self._events.put(Died(worker, None, failure=Failure.of(error, INIT)))
+            return
+        self._events.put(Ready(worker))
+        waiting = time.monotonic()
+        while (chunk := inbox.get()) is not None and not self._stopping:
+            began = time.monotonic()
+            results, failed = run_chunk(work, chunk.items, [0, 0, 0], batching=self._settings.batching)
+            now = time.monotonic()
+            timing = Timing(began, began - waiting, now - began, 0.0)
+            self._events.put(Done(worker, chunk.seq, results, failed, timing))
+            waiting = now
+            chunk, results = None, []
+        try:
+            getattr(work, "close", lambda: None)()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._events.put(Died(worker, None, failure=Failure.of(error, END)))
+
+    def send(self, worker: int, chunk: Chunk) -> None:
+        self._inboxes[worker].put(chunk)
+
+    def wait(self, timeout_s: float | None) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._waited_for.append(self._events.get(timeout=timeout_s))
+
+    def poll(self) -> list[Event]:
+        events = [self._waited_for.popleft() for _ in range(len(self._waited_for))]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return [event for event in events if event is not None]
+
+    def wake(self) -> None:
+        self._events.put(None)
+
+    def reset(self) -> None:
+        """Let each thread finish the item it is at, and start afresh."""
+        self._stop(timeout_s=60.0)
+
+    def close(self, *, timeout_s: float) -> None:
+        events = self._stop(timeout_s=timeout_s)
+        for event in events:
+            if isinstance(event, Died) and event.failure is not None:
+                device = self.devices[event.worker]
+                raise failure_to_error(event.failure, device=device, worker=event.worker)
+
+    def _stop(self, *, timeout_s: float) -> list[Event]:
+        self._stopping = True
+        for inbox in self._inboxes:
+            inbox.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._inboxes, self._threads = [], []
+        return self.poll()

@@ -1,0 +1,172 @@
+"""What a runner raises on purpose.
+
+::
+
+    TpError
+    ├── WorkerError        RuntimeError, and the     the work on an item, or a worker's start or end, raised
+    │                      type of what was raised
+    ├── WorkerDiedError    RuntimeError              a worker's process ended in the middle of its work
+    ├── ItemTimeoutError   TimeoutError              an item took longer than it may
+    ├── NotPicklableError  TypeError, PicklingError  an object that cannot travel between processes
+    ├── RunnerClosedError  RuntimeError              a call on a runner that is closed
+    └── RunCancelledError  CancelledError            a stream that was closed or cancelled while it was read
+"""
+
+import contextlib
+import functools
+import pickle
+import types
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any, ClassVar
+
+from tp_core.errors import TpError
+
+__all__ = [
+    "ItemError",
+    "ItemTimeoutError",
+    "NotPicklableError",
+    "RunCancelledError",
+    "RunnerClosedError",
+    "WorkerDiedError",
+    "WorkerError",
+]
+
+
+class ItemError(TpError):
+    """An error that knows the item, the worker and the device that it is about.
+
+    Attributes:
+        index: The item's place in the input, from 0; ``None`` when no item is to blame.
+        item: The item's ``repr``, shortened; empty when no item is to blame.
+        device: The device of the worker.
+        worker: The number of the worker, from 0.
+        remote_traceback: The traceback in the worker with the chain of its causes, as Python prints it;
+            may be empty.
+        type_name: The full name of the type of what was raised there; empty when nothing was.
+    """
+
+    original_type: ClassVar[type[Exception] | None] = None
+    """The type of what was raised, where this class is a subclass of it too."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        index: int | None = None,
+        item: str = "",
+        device: str = "",
+        worker: int = -1,
+        remote_traceback: str = "",
+        type_name: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.index = index
+        self.item = item
+        self.device = device
+        self.worker = worker
+        self.remote_traceback = remote_traceback
+        self.type_name = type_name
+
+    def __str__(self) -> str:
+        # Those of KeyError, OSError and others, which an error may be too, say something else.
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = type(self) if self.original_type is None else type(self).__mro__[1]
+        return _rebuild, (kind, self.original_type, self.args, self.__dict__)
+
+
+class WorkerError(ItemError, RuntimeError):
+    """The work on an item raised, or a worker's start or end did.
+
+    What was raised, where it can be pickled, is the ``__cause__``. The error is of its type too, with its
+    attributes: ``except ValueError`` catches a ``WorkerError`` about a ``ValueError``.
+    """
+
+
+class WorkerDiedError(ItemError, RuntimeError):
+    """A worker's process ended in the middle of its work.
+
+    Attributes:
+        exitcode: Its exit status; the negative number of the signal that killed it.
+        held: The places in the input of all items that it held.
+    """
+
+    exitcode: int | None = None
+    held: tuple[int, ...] = ()
+
+
+class ItemTimeoutError(ItemError, TimeoutError):
+    """An item took longer than ``timeout_s``; its worker was replaced."""
+
+
+class NotPicklableError(ItemError, TypeError, pickle.PicklingError):
+    """An item, a result or a runner's class that cannot travel to or from a worker."""
+
+
+class RunnerClosedError(TpError, RuntimeError):
+    """A call on a runner that is closed."""
+
+
+class RunCancelledError(TpError, CancelledError):
+    """A stream that was closed or cancelled while somebody waited for its results."""
+
+
+def make_error(
+    kind: type[ItemError], original_type: type[BaseException] | None, message: str, **details: Any
+) -> ItemError:
+    """Make an error of a kind that is of the type of what was raised too, where that can be."""
+    if (
+        original_type is not None
+        and issubclass(original_type, Exception)
+        and not issubclass(kind, original_type)
+        # In a generator these would mean its end.
+        and not issubclass(original_type, StopIteration | StopAsyncIteration)
+    ):
+        with contextlib.suppress(Exception):  # a layout, a metaclass or a user's code may be against it
+            error: ItemError = _cached_of_both(kind, original_type)(message, **details)
+            return error
+    return kind(message, **details)
+
+
+def _of_both(kind: Any, original_type: Any) -> Any:
+    builtin: Any = next(base for base in original_type.__mro__ if base.__module__ == "builtins")
+
+    def new(cls: type[ItemError], *args: Any, **_: Any) -> ItemError:
+        error: ItemError = builtin.__new__(cls)
+        error.args = args
+        return error
+
+    members = {
+        "__new__": new,
+        "__init__": kind.__init__,
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "original_type": original_type,
+    }
+    return type(kind.__name__, (kind, original_type), members)
+
+
+_cached_of_both: Callable[..., Any] = functools.lru_cache(maxsize=256)(_of_both)
+
+
+def copy_attributes(original: BaseException, error: ItemError) -> None:
+    """Give an error the attributes of what was raised, such as ``errno``; its own stay."""
+    for base in type(original).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
+                if name.startswith("__") or name == "args":
+                    continue
+                with contextlib.suppress(Exception):
+                    setattr(error, name, getattr(original, name))
+    error.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(error)})
+
+
+def _rebuild(
+    kind: type[ItemError], original_type: type[Exception] | None, args: tuple[Any, ...], state: dict[str, Any]
+) -> ItemError:
+    error = make_error(kind, original_type, *args)
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,184 @@
+"""The Executor as concurrent.futures, asyncio and joblib use it."""
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+
+import joblib
+import numpy as np
+import pytest
+from tp_core.errors import ConfigError, DeviceError
+from tp_runner import Executor, RunnerClosedError, WorkerDiedError, WorkerError, register_joblib
+
+ENGINES = [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}]
+IDS = ["process", "thread", "inline"]
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_any_function_is_called_with_its_arguments(options):
+    with Executor(2, **options) as executor:
+        assert executor.submit(int, "ff", base=16).result(200) == 255
+        assert executor.submit(lambda x, y: x - y, 5, y=3).result(200) == 2
+
+
+def test_map_takes_several_iterables_and_keeps_their_order():
+    with Executor(2, start_method="fork") as executor:
+        assert list(executor.map(pow, range(1000), [2] * 1000)) == [i * i for i in range(1000)]
+
+
+def test_a_future_raises_what_the_function_raised():
+    def fails(key):
+        return {}[key]
+
+    with Executor(1, start_method="fork") as executor:
+        error = executor.submit(fails, "key").exception(200)
+    assert type(error) is KeyError
+    assert error.args == ("key",)
+    assert isinstance(error.__cause__, WorkerError)
+    assert "in fails" in error.__cause__.remote_traceback
+
+
+def test_the_initializer_runs_in_each_worker_and_its_failure_is_raised():
+    def prepare(name, value):
+        os.environ[name] = value
+
+    with Executor(2, start_method="fork", initializer=prepare, initargs=("TP_TEST", "7")) as executor:
+        assert set(executor.map(os.getenv, ["TP_TEST"] * 50)) == {"7"}
+    with pytest.raises(WorkerError, match="prepare"):
+        Executor(1, start_method="fork", initializer=prepare)
+
+
+def test_a_call_that_kills_its_worker_fails_alone():
+    with Executor(1, start_method="fork") as executor:
+        dead = executor.submit(os.kill, 0, 0)  # a harmless one first: the group's processes exist
+        killer = executor.submit(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        others = [executor.submit(abs, -i) for i in range(20)]
+        assert isinstance(killer.exception(200), WorkerDiedError)
+        assert dead.exception(200) is None
+        assert [future.result(200) for future in others] == list(range(20))
+
+
+def test_shutdown_finishes_what_was_submitted():
+    executor = Executor(2, start_method="fork")
+    futures = [executor.submit(time.sleep, 0.02) for _ in range(10)]
+    executor.shutdown()
+    assert all(future.done() for future in futures)
+    with pytest.raises(RunnerClosedError):
+        executor.submit(abs, 1)
+
+
+def test_shutdown_without_waiting_finishes_later():
+    executor = Executor(1, start_method="fork")
+    future = executor.submit(time.sleep, 0.2)
+    executor.shutdown(wait=False)
+    with pytest.raises(RuntimeError):
+        executor.submit(abs, 1)
+    assert future.result(200) is None
+
+
+def test_shutdown_can_cancel_what_has_not_begun():
+    executor = Executor(1, engine="thread")
+    hold = threading.Event()
+    futures = [executor.submit(hold.wait, 200) for _ in range(100)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    hold.set()
+    concurrent.futures.wait(futures, 200)
+    assert futures[0].result() is True
+    assert futures[-1].cancelled()
+
+
+def test_asyncio_uses_it():
+    async def main(executor):
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(executor, pow, i, 2) for i in range(50)))
+
+    with Executor(2, start_method="fork") as executor:
+        assert asyncio.run(main(executor)) == [i * i for i in range(50)]
+
+
+def test_results_are_not_kept_alive():
+    with Executor(1, engine="thread") as executor:
+
+        class Item:
+            pass
+
+        import weakref
+
+        item = Item()
+        reference = weakref.ref(item)
+        assert executor.submit(lambda it: it is not None, item).result(200)
+        del item
+        deadline = time.monotonic() + 100
+        while reference() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert reference() is None
+
+
+def test_what_means_nothing_here_is_refused():
+    with pytest.raises(ConfigError, match="an Executor has no use for batch=3"):
+        Executor(1, batch=3)
+    with pytest.raises(DeviceError, match="n_workers must be a whole number of at least 1, got 0"):
+        Executor(0)
+
+
+# -- joblib ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend():
+    register_joblib()
+    with joblib.parallel_config("tp", n_jobs=2, start_method="fork"):
+        yield
+
+
+def test_joblib_runs_on_it(backend):
+    results = joblib.Parallel()(joblib.delayed(np.multiply)(np.full(5000, i), 2) for i in range(50))
+    assert [int(array[-1]) for array in results] == [2 * i for i in range(50)]
+
+
+def test_joblib_gets_the_exception_of_the_function(backend):
+    with pytest.raises(ZeroDivisionError):
+        joblib.Parallel()(joblib.delayed(divmod)(1, i) for i in (1, 0, 2))
+
+
+def test_joblib_results_come_as_a_generator(backend):
+    results = joblib.Parallel(return_as="generator")(joblib.delayed(abs)(-i) for i in range(20))
+    assert list(results) == list(range(20))
+
+
+@pytest.mark.slow
+def test_scikit_learn_fits_on_it(backend):
+    from sklearn.datasets import load_iris
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.model_selection import cross_val_score
+
+    x, y = load_iris(return_X_y=True)
+    model = RandomForestClassifier(10, random_state=0)
+    ours = cross_val_score(model, x, y, n_jobs=2)
+    with joblib.parallel_config("sequential"):
+        assert (cross_val_score(model, x, y) == ours).all()
+
+
+def test_a_worker_that_cannot_start_again_is_not_started_for_ever(tmp_path):
+    starts, broken = tmp_path / "starts", tmp_path / "broken"
+
+    def prepare():
+        with starts.open("a") as log:
+            log.write("start\n")
+        if broken.exists():
+            os._exit(7)
+
+    def break_and_die():
+        broken.touch()
+        os._exit(1)
+
+    with Executor(1, start_method="fork", initializer=prepare) as executor:
+        first = executor.submit(break_and_die).exception(200)
+        assert isinstance(first, WorkerDiedError)
+        assert "before it was ready: exit status 7" in str(first)
+        with pytest.raises(WorkerError, match="did not start"):
+            executor.submit(abs, -1)
+    assert len(starts.read_text().splitlines()) < 10

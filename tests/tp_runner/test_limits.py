@@ -1,0 +1,173 @@
+"""Starts that hang, work that leaks, programs that start themselves: nothing goes on without an end."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import tp_runner
+from tp_core.errors import ConfigError
+from tp_runner import OrderedRunner, WorkerDiedError, WorkerError
+from tp_runner._workers._process import _vitals
+
+NEVER = threading.Event()
+
+
+def second(state, item):
+    return item
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"start_method": "fork"}, pytest.param({}, marks=pytest.mark.slow), {"engine": "thread"}],
+    ids=str,
+)
+def test_a_start_that_hangs_is_an_error(options):
+    with pytest.raises(
+        WorkerError, match="worker 0 did not start on cpu: it was not ready after start_timeout_s="
+    ):
+        list(tp_runner.map(second, range(4), n_workers=2, init=_hang_in_one, start_timeout_s=2.0, **options))
+
+
+def _hang_in_one(device):
+    if tp_runner.worker().number == 0:
+        NEVER.wait()
+
+
+def test_a_start_that_hangs_the_second_time_is_an_error(tmp_path):
+    class Mortal(OrderedRunner):
+        @staticmethod
+        def producer_init(device, cfg):
+            if (tmp_path / "began").exists():
+                NEVER.wait()
+            (tmp_path / "began").touch()
+
+        @staticmethod
+        def producer_work(device, cfg, item):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with (
+        Mortal(1, start_method="fork", max_restarts=1, start_timeout_s=1.0) as runner,
+        pytest.raises(WorkerError, match="not ready after start_timeout_s="),
+    ):
+        list(runner.stream([1]))
+
+
+def test_an_interrupt_that_the_work_raises_in_a_thread_is_its_items_error():
+    def interrupt(item):
+        if item == 2:
+            raise KeyboardInterrupt
+        return item
+
+    results = list(tp_runner.map(interrupt, range(4), n_workers=2, engine="thread", on_error="return"))
+    assert isinstance(results.pop(2).__cause__, KeyboardInterrupt)
+    assert results == [0, 1, 3]
+
+
+def test_failed_starts_leave_no_descriptor(run_script):
+    out = run_script(
+        """
+        import os, resource
+        import tp_runner
+
+        def bad(device):
+            raise OSError("no model here")
+
+        def attempt():
+            try:
+                list(tp_runner.map(lambda s, x: x, [1], n_workers=3, init=bad, start_method="fork"))
+            except (tp_runner.WorkerError, OSError) as error:
+                return type(error).__name__
+
+        counts = []
+        for _ in range(3):
+            kind = attempt()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        print(kind, len(set(counts)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (counts[0] + 12, 100))
+        counts = []
+        for _ in range(3):
+            kind = attempt()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        print(kind, len(set(counts)))
+        """
+    )
+    assert out.splitlines() == ["WorkerError 1", "OSError 1"]
+
+
+def test_runners_that_start_themselves_are_refused_at_last():
+    def deeper(n):
+        return 1 + next(tp_runner.map(deeper, [n], n_workers=1, start_method="fork"))
+
+    with pytest.raises(WorkerError, match="this runner would be started by a worker, by a worker") as caught:
+        list(tp_runner.map(deeper, [0], n_workers=1, start_method="fork"))
+    assert ConfigError.__name__ in str(caught.value)
+
+
+# -- recycling ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ordered", "unordered"])
+def test_a_worker_is_replaced_after_some_items(kind):
+    pids = list(
+        tp_runner.map(
+            lambda _: os.getpid(), range(20), n_workers=1, max_items_per_worker=5, ordered=kind == "ordered"
+        )
+    )
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [5, 5, 5, 5]
+
+
+def test_many_items_pass_through_workers_that_are_replaced():
+    with OrderedRunner(2, max_items_per_worker=300, start_method="fork") as runner:
+        assert list(runner.stream(range(5000))) == list(range(5000))
+        assert sum(worker.deaths for worker in runner.stats().workers) == 0
+
+
+def test_a_worker_that_leaves_ends_as_it_should(tmp_path):
+    class Ends(OrderedRunner):
+        @staticmethod
+        def producer_end(device, cfg):
+            (tmp_path / str(os.getpid())).touch()
+
+    with Ends(1, max_items_per_worker=2, start_method="fork") as runner:
+        assert list(runner.stream(range(6))) == list(range(6))
+    assert len(list(tmp_path.iterdir())) in {3, 4}  # a fourth one may have been started
+
+
+def test_a_worker_with_too_much_memory_is_replaced():
+    kept = []
+
+    def leak(_):
+        kept.append(bytearray(os.urandom(1 << 20)) * 32)
+        time.sleep(0.11)
+        return os.getpid()
+
+    pids = list(
+        tp_runner.map(leak, range(8), n_workers=1, max_memory_per_worker=128 << 20, start_method="fork")
+    )
+    assert 2 <= len(set(pids)) <= 4
+
+
+def test_threads_are_not_replaced():
+    with pytest.raises(ConfigError, match="only processes are replaced"):
+        tp_runner.map(abs, [1], n_workers=1, engine="thread", max_items_per_worker=3)
+
+
+def test_a_death_for_want_of_memory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_vitals, "_PROC", tmp_path)
+    monkeypatch.setattr(_vitals, "_CGROUPS", tmp_path)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
+    events = tmp_path / "job" / "memory.events"
+    events.write_text("low 0\nmax 3\noom 0\noom_kill 0\n")
+
+    def kill(item):
+        if item:
+            events.write_text("low 0\nmax 9\noom 1\noom_kill 1\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for item, reason in ((0, "killed by SIGKILL"), (1, "the system has killed it for want of memory")):
+        with pytest.raises(WorkerDiedError, match=reason):
+            list(tp_runner.map(kill, [item], n_workers=1, start_method="fork"))

@@ -1,0 +1,115 @@
+"""Random numbers of workers and items, and which worker is asking."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import tp_runner
+from tp_core.errors import ConfigError
+
+METHODS = [{"start_method": "fork"}, {}, pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow)]
+
+
+def draw(_):
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def draw_batch(batch):
+    return [draw(item) for item in batch]
+
+
+def identify(device):
+    return torch.rand(3).tolist(), tp_runner.worker().number
+
+
+def state(made, _):
+    return made
+
+
+@pytest.mark.parametrize("options", METHODS, ids=str)
+def test_no_two_workers_nor_runs_have_the_same_numbers(options):
+    np.random.rand()
+    seen = [
+        dict(tp_runner.map(_of_worker, range(40), n_workers=2, queue_scale=1, **options)) for _ in range(2)
+    ]
+    drawn = [numbers for run in seen for numbers in run.values()]
+    assert len(drawn) >= 2
+    for generator in zip(*drawn, strict=True):
+        assert len(set(generator)) == len(drawn)
+
+
+_first = {}
+
+
+def _of_worker(_):
+    number = tp_runner.worker().number
+    return number, _first.setdefault(number, draw(None))
+
+
+@pytest.mark.parametrize("options", [*METHODS, {"engine": "inline"}], ids=str)
+def test_a_seed_makes_each_item_its_own_numbers_whatever_worker_takes_it(options):
+    alone = list(tp_runner.map(draw, range(30), n_workers=1, seed=7, start_method="fork"))
+    assert len(set(alone)) == 30
+    assert list(tp_runner.map(draw, range(30), n_workers=3, seed=7, **options)) == alone
+
+
+def test_another_seed_makes_other_numbers():
+    one, other = (list(tp_runner.map(draw, range(5), n_workers=1, seed=s, engine="inline")) for s in (1, 2))
+    assert not set(one) & set(other)
+
+
+def test_a_seed_makes_each_batch_its_own_numbers():
+    runs = [
+        list(tp_runner.map(draw_batch, range(32), n_workers=n, seed=7, batch=4, start_method="fork"))
+        for n in (1, 2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_an_item_that_is_tried_again_has_the_same_numbers(tmp_path):
+    def work(item):
+        drawn = draw(None)
+        if item == 5 and not (tmp_path / "tried").exists():
+            (tmp_path / "tried").touch()
+            raise ValueError
+        return drawn
+
+    plain = list(tp_runner.map(draw, range(10), n_workers=1, seed=3, start_method="fork"))
+    again = tp_runner.map(work, range(10), n_workers=2, seed=3, max_retries=1, start_method="fork")
+    assert list(again) == plain
+
+
+def test_with_a_seed_every_worker_makes_the_same_model():
+    made = list(tp_runner.map(state, range(60), n_workers=2, init=identify, seed=1, queue_scale=1))
+    assert len({tuple(weights) for weights, _ in made}) == 1
+
+
+def test_the_caller_keeps_its_own_numbers():
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = random.random(), float(torch.rand(()))
+    random.seed(1)
+    torch.manual_seed(1)
+    list(tp_runner.map(draw, range(3), n_workers=1, seed=5, engine="inline"))
+    assert (random.random(), float(torch.rand(()))) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"start_method": "fork"}, {}, {"engine": "thread"}, {"engine": "inline"}], ids=str
+)
+def test_a_worker_knows_its_number(options):
+    def who(_):
+        me = tp_runner.worker()
+        return me.number, me.count, me.device, me.seed
+
+    assert set(tp_runner.map(who, range(60), n_workers=2, **options)) <= {
+        (0, 2, "cpu", None),
+        (1, 2, "cpu", None),
+    }
+    assert tp_runner.worker() is None
+
+
+def test_threads_cannot_be_seeded():
+    with pytest.raises(ConfigError, match="threads share one generator"):
+        tp_runner.map(draw, [1], n_workers=1, engine="thread", seed=1)
