@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tp_core import LaunchEnvironment, Session
+from tp_core import LaunchEnvironment
+from tp_core.plugins import Session
 from tp_core.testing import run_ranks
 from tp_trainer import History, Trainer
 
@@ -249,14 +250,14 @@ def test_only_rank_0_speaks():
 
 def test_a_bar_is_shown_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("tp_trainer._progress._BAR_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tp_trainer._running._progress._BAR_INTERVAL_S", 0.0)
     with Trainer(seed=0) as trainer:
         fit(trainer, epochs=1)
     assert "epoch 1/1" in capsys.readouterr().err
 
 
 def test_long_epochs_say_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("tp_trainer._progress._LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tp_trainer._running._progress._LINE_INTERVAL_S", 0.0)
     with Trainer(seed=0) as trainer:
         fit(trainer, epochs=1)
     assert re.search(r"epoch 1/1  step \d/5  loss=\S+  [\d,.]+ steps/s", capsys.readouterr().err)

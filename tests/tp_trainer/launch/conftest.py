@@ -1,10 +1,13 @@
 """Runs the commands as a user does: as programs, with real processes, and a deadline on each."""
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +17,17 @@ from typing import Any
 import psutil
 import pytest
 from tp_trainer._launch import _cli
-from tp_trainer._launch._detach import stop
-from tp_trainer._launch._jobs import list_jobs
+from tp_trainer._launch._jobs._detach import stop
+from tp_trainer._launch._jobs._store import list_jobs
 from typer.testing import CliRunner
 
 _MAIN = "from tp_trainer._launch._cli import {0}_app; {0}_app()()"
+
+_IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 # A rank that joins a gloo group and hands over to the rest of the script.
 GLOO = """
@@ -36,44 +45,64 @@ class Tp:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.started: list[subprocess.Popen[str]] = []
-        self.tmp = cwd / "tmp"
-        self.tmp.mkdir()
+        # Not below the test's own: workers listen at sockets in it, whose paths may have 107 characters.
+        self.tmp = Path(tempfile.mkdtemp(prefix="tp"))
 
     def script(self, body: str, *, name: str = "script.py", gloo: bool = False) -> str:
         path = self.cwd / name
         path.write_text((GLOO if gloo else "") + textwrap.dedent(body))
         return name
 
-    def start(self, command: str, *args: str) -> subprocess.Popen[str]:
-        return self.start_command([sys.executable, "-c", _MAIN.format(command), *args])
+    def command(self, command: str, *args: str) -> list[str]:
+        return [sys.executable, "-c", _MAIN.format(command), *args]
 
-    def start_command(self, command: list[str]) -> subprocess.Popen[str]:
+    def start(self, command: str, *args: str) -> subprocess.Popen[str]:
+        return self.start_command(self.command(command, *args))
+
+    def start_command(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOGLEVEL")}
         env |= {"TP_STATE_DIR": str(self.cwd / "state"), "TMPDIR": str(self.tmp), "COLUMNS": "200"}
-        process = subprocess.Popen(
-            command,
-            cwd=self.cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=self.cwd, env=env, text=True, **(streams | options))
         self.started.append(process)
         return process
 
-    def __call__(self, command: str, *args: str, timeout_s: float = 40) -> subprocess.CompletedProcess[str]:
+    def start_in_terminal(self, command: list[str]) -> tuple[subprocess.Popen[str], int]:
+        """Start a command in a terminal of its own; also return the descriptor of whoever types there."""
+        master, slave = os.openpty()
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        take = [sys.executable, "-c", _IN_TERMINAL, *command]
+        process = self.start_command(take, start_new_session=True, **streams)
+        os.close(slave)
+        return process, master
+
+    def read_terminal(self, terminal: int) -> str:
+        """All that is shown until the last program in the terminal has ended."""
+        shown = b""
+        with contextlib.suppress(OSError):  # this is how it ends
+            while text := os.read(terminal, 1 << 16):
+                shown += text
+        os.close(terminal)
+        return shown.decode()
+
+    def __call__(self, command: str, *args: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
         process = self.start(command, *args)
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
-    def wait_for(self, name: str, timeout_s: float = 30) -> str:
+    def wait_for(self, name: str, timeout_s: float = 250) -> str:
         """The text of a file that a rank writes."""
         path = self.cwd / name
         wait_until(lambda: path.exists() and path.read_text() != "", timeout_s=timeout_s)
         return path.read_text()
 
     def close(self) -> None:
+        try:
+            self._end()
+        finally:
+            shutil.rmtree(self.tmp, ignore_errors=True)
+
+    def _end(self) -> None:
         for job in list_jobs():  # a test that failed half-way leaves its job running
             stop(job, grace_s=0)
         for process in self.started:
@@ -81,13 +110,13 @@ class Tp:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
-                process.wait(10)
+                process.wait(250)
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 15) -> None:
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 250) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -124,7 +153,7 @@ def here() -> Callable[..., Any]:
 def gone() -> Callable[..., None]:
     """Waits until processes have ended."""
 
-    def wait(*pids: int, timeout_s: float = 10) -> None:
+    def wait(*pids: int, timeout_s: float = 250) -> None:
         wait_until(lambda: all(is_gone(pid) for pid in pids), timeout_s=timeout_s)
 
     return wait

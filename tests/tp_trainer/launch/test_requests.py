@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from tp_core.errors import ConfigError
-from tp_trainer._launch._hosts import (
+from tp_trainer._launch._hosts._addresses import (
     Endpoint,
     address_towards,
     interface_of,
@@ -46,6 +46,11 @@ def _in_a_directory_with_a_script(tmp_path, monkeypatch):
         ({"nnodes": "1:2", "node_rank": 0, "master_addr": "h"}, "fixed number of hosts; got"),
         ({"node_rank": 0, "rdzv_backend": "c10d"}, "belong to the static rendezvous"),
         ({"rdzv_endpoint": "h:1", "rdzv_conf": {"is_host": "maybe"}}, "0 or 1; got 'maybe'"),
+        (
+            {"rdzv_endpoint": "198.51.100.1:1"},
+            "198.51.100.1:1 is not an address of this host, and --nnodes is",
+        ),
+        ({"bind_addr": "198.51.100.1"}, "--bind-addr must be an address of this host, .* got '198.51.100.1'"),
         ({"log_dir": "s.py"}, "must be a directory; 's.py' is a file"),
         ({"max_restarts": -1}, "--max-restarts must be 0 or more, got -1"),
         ({"monitor_interval_s": 0.0}, "--monitor-interval must be above 0 seconds, got 0.0"),
@@ -81,6 +86,26 @@ def test_a_request_survives_a_file():
 def test_a_single_host_needs_nothing():
     plan = make_plan(LaunchRequest(script="s.py", nproc_per_node=2))
     assert (str(plan.endpoint), plan.is_host, plan.local_addr) == ("127.0.0.1:0", True, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("options", "port"),
+    [
+        ({}, 0),
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}, 0),
+        ({"rdzv_backend": "c10d", "rdzv_conf": {"store_type": "file"}}, 0),
+        ({"node_rank": 0, "master_port": 1234}, 1234),
+    ],
+)
+def test_a_single_host_meets_itself_where_no_other_one_can(options, port, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    plan = make_plan(LaunchRequest(script="s.py", nproc_per_node=2, **options))
+    assert (plan.backend, plan.bind, plan.endpoint) == ("static", "127.0.0.1", Endpoint("127.0.0.1", port))
+    loopback = interface_of("127.0.0.1")
+    assert plan.env["GLOO_SOCKET_IFNAME"] == plan.env["NCCL_SOCKET_IFNAME"] == loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in make_plan(LaunchRequest(script="s.py", nproc_per_node=2)).env
 
 
 def test_cores_are_shared_out_unless_the_user_has(monkeypatch):
@@ -127,5 +152,5 @@ def test_endpoints_are_read(text, endpoint):
 def test_waiting_for_nobody_is_said_and_ends(free_port):
     said = []
     endpoint = Endpoint("127.0.0.1", free_port)
-    assert not wait_for_endpoint(endpoint, timeout_s=0.5, say=said.append, patience_s=0.1)
+    assert not wait_for_endpoint(endpoint, timeout_s=0.5, say=said.append, grace_s=0.1)
     assert said == [f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"]

@@ -46,7 +46,7 @@ def test_output_is_live_and_in_whole_lines(tp):
     process = tp.start("launch", "-n", "2", script)
     lines = [process.stdout.readline() for _ in range(102)]  # while the ranks still wait
     (tp.cwd / "go").touch()
-    assert process.wait(20) == 0
+    assert process.wait(250) == 0
     for rank in range(2):
         mine = [line for line in lines if line.startswith(f"[rank{rank}] ")]
         expected = [f"[rank{rank}] a b c {i}\n" for i in range(50)]

@@ -2,36 +2,43 @@
 
 from typing import TYPE_CHECKING
 
-from tp_core import lazy_exports
+from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_trainer import compat
+    from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._checkpoint import Checkpoints
-    from tp_trainer._fit import Step
-    from tp_trainer._interruption import Interrupted
-    from tp_trainer._parallel_trainer import Parallel_Trainer, ParallelTrainer
-    from tp_trainer._progress import EpochRecord, History
+    from tp_trainer._running._progress import EpochRecord, History
+    from tp_trainer._running._signals import Interrupted
+    from tp_trainer._steps._precision import Step
     from tp_trainer._trainer import Trainer
+    from tp_trainer.compat import Parallel_Trainer as Parallel_Trainer
+    from tp_trainer.compat import ParallelTrainer as ParallelTrainer
+
+    __version__: str
 
 __all__ = [
     "Checkpoints",
+    "DdpOptions",
     "EpochRecord",
     "History",
     "Interrupted",
-    "ParallelTrainer",
-    "Parallel_Trainer",
     "Step",
     "Trainer",
+    "compat",
 ]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "_backends._ddp": ["DdpOptions"],
             "_checkpoint": ["Checkpoints"],
-            "_fit": ["Step"],
-            "_interruption": ["Interrupted"],
-            "_parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
-            "_progress": ["EpochRecord", "History"],
+            "_steps._precision": ["Step"],
+            "_running._signals": ["Interrupted"],
+            "compat": [],
+            "compat._parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
+            "_running._progress": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],
         },
     )

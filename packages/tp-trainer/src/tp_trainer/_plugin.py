@@ -1,21 +1,21 @@
-"""What tp-trainer brings to the registry. Light: the heavy parts are imported in the hooks."""
+"""The hook implementations of tp-trainer. Light: the heavy parts are imported in the hooks."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tp_core.plugins import Command, hookimpl
 
 if TYPE_CHECKING:
-    from tp_core import Backend
+    from tp_core.plugins import Backend
 
 tp_contract = 1
 
 
 @hookimpl
-def tp_backends() -> "Iterable[Backend]":
+def tp_backends() -> "Iterable[Backend[Any]]":
     """One device, and one process per device."""
-    from tp_trainer._ddp import DdpBackend
-    from tp_trainer._single import SingleBackend
+    from tp_trainer._backends._ddp import DdpBackend
+    from tp_trainer._backends._single import SingleBackend
 
     return [SingleBackend(), DdpBackend()]
 

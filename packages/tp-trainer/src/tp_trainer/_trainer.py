@@ -2,51 +2,58 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from tp_core import (
-    DeviceSpec,
+from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
+from tp_core.errors import ConfigError, StepError
+from tp_core.internal import device_of_rank
+from tp_core.plugins import (
     Job,
-    LaunchEnvironment,
     LossReduction,
+    PluginRegistry,
     Precision,
     PreparedLoader,
     Selection,
     Session,
     StepOutput,
-    device_of_rank,
-    resolve_devices,
-    select,
+    read_weight,
+    registry,
 )
-from tp_core.errors import ConfigError, SelectionError
-from tp_core.plugins import PluginRegistry, registry
 
-from tp_trainer._arguments import (
-    as_checkpoints,
+from tp_trainer._checkpoint import Checkpoints
+from tp_trainer._checks._objects import (
+    check_loader,
+    check_model,
+    check_no_others,
+    check_optimizer,
     check_owner,
-    check_positive,
+    check_preparable,
     check_scheduler,
-    check_seconds,
 )
-from tp_trainer._checkpoint import Checkpoints, Keeper, generators
-from tp_trainer._fit import RunStep, Scheduler, Step, evaluate
-from tp_trainer._handshake import agree
-from tp_trainer._model_files import export_model, load_model, save_model
-from tp_trainer._opening import open_session
-from tp_trainer._precision import LossScaler, autocast, check_precision, to_bfloat16
-from tp_trainer._progress import History, Reporter
-from tp_trainer._run import Run
-from tp_trainer._update import NonFinite, Update
-from tp_trainer._watchdog import Watchdog
+from tp_trainer._checks._values import check_callable, check_loss, check_positive, check_seed
+from tp_trainer._opening._choice import check_name
+from tp_trainer._opening._lazy_session import LazySession
+from tp_trainer._opening._options import Options, options_by_backend
+from tp_trainer._running._loop import Scheduler, evaluate
+from tp_trainer._steps._loaders import BatchShares, Epochs
+from tp_trainer._steps._meter import loss_of
+from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep
+from tp_trainer._steps._precision import LossScaler, RunStep, Step, autocast, check_precision, in_precision
+from tp_trainer._steps._weights import add_whole, total_weight
+
+if TYPE_CHECKING:
+    from tp_trainer._running._progress import History
+    from tp_trainer._running._settings import FitSettings
+
+# What only runs and files need is imported there: a trainer is made in programs that do not train, too.
 
 __all__ = ["Trainer"]
 
@@ -55,8 +62,8 @@ class Trainer:
     """Runs one training script on the best backend that is installed, and says why that one.
 
     Nothing is started before a model is there to be trained: the backend is chosen when
-    :meth:`fit` or :meth:`prepare` is called, or when something is asked that only a running job
-    knows (``device``, ``rank``). A trainer is a context manager; leaving it ends what it started.
+    :meth:`fit` or :meth:`prepare` is called. Who this process is (``rank``, ``device``) is known
+    before. A trainer is a context manager; leaving it ends what it started.
 
     Args:
         backend: The name of the backend, or "auto" for the best that fits. The variable
@@ -69,10 +76,10 @@ class Trainer:
         precision: "fp32"; "bf16-mixed" or "fp16-mixed", where a step runs under autocast and fp16
             scales the loss; or "bf16-true", where the model and the batches are in bfloat16.
         accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighed
-            by samples, as if the batches were one.
+            by samples, or by what the step says, as if the batches were one.
         compile: Whether models are compiled, in place, where the backend gains most from it.
-        options: Options for backends by name, used if that one is chosen:
-            ``{"ddp": {"static_graph": True}}``.
+        options: Options of backends, used if that one is chosen: ``DdpOptions(static_graph=True)``, a list
+            of such objects, or a dict by backends' names, ``{"ddp": {"static_graph": True}}``.
         progress: Whether rank 0 shows a progress bar, or plain lines where there is no terminal.
         plugins: The registry to choose from; that of the process by default.
 
@@ -80,6 +87,8 @@ class Trainer:
         DeviceError: The devices do not exist.
         LaunchEnvironmentError: The launcher's variables are incomplete.
         ConfigError: An argument has a wrong value.
+        SelectionError: No backend of that name is installed.
+        PluginError: The plugin that brings the backend is broken or blocked.
 
     Example:
         >>> trainer = Trainer(seed=0)
@@ -95,153 +104,124 @@ class Trainer:
         loss: LossReduction = "mean",
         precision: Precision = "fp32",
         accumulate: int = 1,
-        compile: bool = False,  # noqa: A002 - torch's name for it
-        options: Mapping[str, Mapping[str, Any]] | None = None,
+        compile: bool = False,
+        options: Options | None = None,
         progress: bool = True,
         plugins: PluginRegistry = registry,
     ) -> None:
-        if loss not in {"mean", "sum"}:
-            msg = f"loss must be 'mean' or 'sum', got {loss!r}"
-            raise ConfigError(msg)
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
-            msg = f"seed must be None or a whole number from 0, got {seed!r}"
-            raise ConfigError(msg)
+        check_loss(loss)
+        check_seed(seed)
         check_precision(precision)
         check_positive("accumulate", accumulate)
+        check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
         self.progress = progress
-        self._backend_name = backend
-        self._plugins = plugins
         self._seed = seed
-        self._loss: LossReduction = loss
         self._precision: Precision = precision
         self._accumulate = accumulate
         self._compile = compile
         self._may_step = False
+        self._run: RunStep | None = None
+        self._shares: BatchShares | None = None  # where there are several data ranks
+        self._epochs = Epochs()
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
-        self._options = {} if options is None else dict(options)
-        self._explicit_devices = devices not in (None, "auto")
-        self._devices = self._resolve(devices)
-        self._selection: Selection | None = None
-        self._session: Session | None = None
+        explicit = devices not in (None, "auto")
+        self._devices = self._resolve(devices, explicit=explicit)
+        job = Job(
+            devices=self._devices,
+            environment=self.environment,
+            explicit_devices=explicit,
+            loss=loss,
+            precision=precision,
+            accumulate=accumulate,
+            compile=compile,
+            options=options_by_backend(options, plugins),
+        )
+        self._lazy = LazySession(job, plugins, backend, seed=seed)
         self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         if seed is not None:
-            generators.seed_everything(seed)
+            _seed_everything(seed)
 
-    def _resolve(self, devices: DeviceSpec) -> tuple[torch.device, ...]:
+    def _resolve(self, devices: DeviceSpec, *, explicit: bool) -> tuple[torch.device, ...]:
         found = resolve_devices(devices)
         if not self.environment.is_distributed:
             return found
-        return (device_of_rank(found, self.environment, explicit=self._explicit_devices),)
+        return (device_of_rank(found, self.environment, explicit=explicit),)
 
     # -- which backend ------------------------------------------------------------------------
 
     @property
     def selection(self) -> Selection:
-        """Who was chosen and why, and why no other one; print it to see a table.
+        """Which backend was chosen and why, and why no other one; print it to see a table.
 
-        Before a model is known it is what would be chosen for a model of no particular kind.
+        Before a model is known it is what would be chosen for an unspecified model.
         """
-        if self._selection is None:
-            return self._select(None, seed=0)
-        return self._selection
+        return self._lazy.selection
 
     @property
     def session(self) -> Session:
-        """The running session; asking for it starts the job."""
-        return self._open(None)
+        """The running session; asking for it starts the job.
 
-    def _select(self, model: nn.Module | None, *, seed: int) -> Selection:
-        job = self._job(model, seed)
-        installed = self._plugins.backends()
-        names = {c.item.name for c in installed}
-        for name in self._options:
-            if name not in names:
-                msg = (
-                    f"options are given for backend {name!r}, which is not installed; "
-                    f"installed: {', '.join(sorted(map(repr, names)))}"
-                )
-                raise ConfigError(msg)
-        try:
-            return select(job, installed, name=self._backend_name)
-        except SelectionError as error:
-            self._explain_broken(error)
-            raise
+        Raises:
+            SelectionError: No backend fits.
+        """
+        return self._open(by="trainer.session")
 
-    def _explain_broken(self, error: SelectionError) -> None:
-        """Name a broken plugin as the cause, if it is what was asked for."""
-        wanted = self._backend_name
-        if wanted == "auto":
-            wanted = os.environ.get("TP_BACKEND", "auto")
-        self._plugins.require(wanted)
-        for broken in self._plugins.broken():
-            error.add_note(str(broken))
+    @property
+    def _session(self) -> Session | None:
+        return self._lazy.current
 
-    def _job(self, model: nn.Module | None, seed: int) -> Job:
-        return Job(
-            devices=self._devices,
-            environment=self.environment,
-            explicit_devices=self._explicit_devices,
-            model=model,
-            seed=seed,
-            loss=self._loss,
-            precision=self._precision,
-            accumulate=self._accumulate,
-            compile=self._compile,
-            options=self._options,
-        )
-
-    def _open(self, model: nn.Module | None) -> Session:
-        if self._session is not None:
-            return self._session
-        seed = torch.initial_seed() if self._seed is None else self._seed
-        selection = self._select(model, seed=seed)
-        facts = {
-            "kind of loss": self._loss,
-            "seed": self._seed,
-            "precision": self._precision,
-            "accumulate": self._accumulate,
-            "compile": self._compile,
-            "version of torch": torch.__version__,
-        }
-        session = open_session(selection, self._job(model, seed), facts)
-        self._selection, self._session = selection, session
-        if self._seed is not None and session.data_size > 1:
-            # Models are made alike on all ranks; dropout and augmentation must not be.
-            generators.seed_everything(self._seed + session.data_rank * 1_000_003)
+    def _open(self, *models: nn.Module, by: str) -> Session:
+        is_open = self._lazy.current is not None
+        session = self._lazy.open(*models, by=by)
+        if not is_open and session.data_size > 1:
+            self._shares = BatchShares(session)
+            if self._seed is not None:
+                # Models are made alike on all ranks; dropout and augmentation must not be.
+                _seed_everything(self._seed + session.data_rank * 1_000_003)
         return session
 
     # -- who am I -----------------------------------------------------------------------------
 
+    # Known from the environment: asking must not choose a backend before the model is known.
+
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.session.device
+        """Where this process computes; the first device where there are several."""
+        return self._devices[0] if self._session is None else self._session.device
 
     @property
     def rank(self) -> int:
         """This process among all, from 0."""
-        return self.session.rank
+        return self.environment.rank if self._session is None else self._session.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its host, from 0."""
+        return self.environment.local_rank if self._session is None else self._session.local_rank
 
     @property
     def world_size(self) -> int:
         """How many processes run the job."""
-        return self.session.world_size
+        return self.environment.world_size if self._session is None else self._session.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes the files and speaks to the terminal."""
-        return self.session.is_main
+        return self.environment.is_main if self._session is None else self._session.is_main
 
     # -- one's own loop -----------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, shard: bool = True) -> Any:
+    def prepare(self, *objects: Any, shard: bool = True, training: bool = True) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the backend.
 
         Args:
             *objects: What to prepare, in any order.
             shard: Whether loaders are split over the data ranks; ``False`` for loaders that
                 give each rank its own samples already.
+            training: Whether loaders are to train on: every rank then takes the same steps, with a
+                stand-in sample where it has none of a batch. With ``False`` each sample is met once, by
+                one rank, and no loss is weighed by it.
 
         Returns:
             The prepared objects in the same order; the object itself if it is one.
@@ -251,23 +231,29 @@ class Trainer:
             LoaderError: A loader cannot be split over the ranks.
             ConfigError: An object is none of these, or an optimizer has another model's
                 parameters.
+            SelectionError: No backend fits, or that of the running session does not fit a model.
 
         Example:
             >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
             ... for batch in loader:
             ...     optimizer.zero_grad()
-            ...     trainer.backward(step(model, batch))
+            ...     trainer.backward(trainer.run(step, model, batch))
             ...     optimizer.step()  # doctest: +SKIP
         """
+        for value in objects:
+            check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
-        self._open(models[0] if models else None)
+        self._open(*models, by="prepare()")
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
                 check_owner(optimizer, models)
-        prepared = tuple(self._prepare(o, shard=shard) for o in objects)
+        # A backend may give a model other parameters, which its optimizer then has to take over.
+        in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
+        done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
+        prepared = tuple(done[i] for i in range(len(objects)))
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare(self, value: Any, *, shard: bool) -> Any:
+    def _prepare(self, value: Any, *, shard: bool, training: bool) -> Any:
         if isinstance(value, nn.Module):
             return self._prepare_model(value)
         if isinstance(value, Optimizer):
@@ -276,19 +262,17 @@ class Trainer:
             return self.session.prepare_optimizer(value)
         if isinstance(value, LRScheduler | ReduceLROnPlateau | PreparedLoader):
             return value
-        if isinstance(value, Iterable):
-            return self.session.prepare_loader(value, shard=shard)
-        msg = (
-            "prepare() takes models, optimizers, loaders and schedulers, got "
-            f"{type(value).__name__}: {value!r}"
-        )
-        raise ConfigError(msg)
+        loader = self.session.prepare_loader(value, training=training, shard=shard)
+        if self._shares is not None:
+            self._shares.watch(loader, training=training)
+        return loader
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         """Prepare a model once; a prepared one is returned as it is."""
-        session = self._open(model)
+        check_model("the trainer", model)
         prepared = self._prepared.get(model)
         if prepared is None:
+            session = self._open(model, by="the preparation of a model")
             if self._precision == "bf16-true":
                 model.to(torch.bfloat16)
             prepared = session.prepare_model(model)
@@ -296,16 +280,137 @@ class Trainer:
                 session.compile_model(prepared)
             # Both the user's own module and the prepared one are known from now on.
             self._prepared[model] = self._prepared[prepared] = prepared
+            self._lazy.note_fitting(prepared)
         return prepared
 
-    def backward(self, loss: Tensor) -> None:
+    def run(self, step: Step, model: nn.Module, batch: Any) -> StepOutput:
+        """Run ``step(model, batch)`` in one's own loop, as :meth:`fit` does.
+
+        Under the trainer's precision, and on every device of this process at once, each with its part of
+        the batch, where the backend has several.
+
+        Args:
+            step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples.
+            model: The prepared model.
+            batch: As a prepared loader yielded it.
+
+        Returns:
+            What the step returned, for the whole of this rank's batch: to be given to :meth:`backward`.
+        """
+        prepared = self._prepare_model(model)
+        if self._run is None:
+            self._run = self._run_step()
+        output = self._run(step, prepared, batch)
+        if self._shares is not None and torch.is_grad_enabled():
+            self._shares.note_loss(output, batch)
+        return output
+
+    def backward(
+        self,
+        loss: StepOutput,
+        *,
+        weight: float | Tensor | None = None,
+        total: float | None = None,
+        batch: Any = None,
+    ) -> None:
         """Add the gradients of ``loss`` over the global batch to the parameters.
 
-        Where a batch's samples lie unevenly on the ranks, they are weighed as the batch that the
-        prepared loader yielded last. With "fp16-mixed" the loss is scaled, and :meth:`update` makes
-        the step.
+        A loss is a mean over the samples of its batch, or over as many units as its weight says. How many
+        samples each rank has of the batch is known if the loss is what :meth:`run` returned, and else that
+        of the prepared loader which is being iterated. With "fp16-mixed" the loss is scaled, and
+        :meth:`update` makes the step.
+
+        Args:
+            loss: This rank's loss, or what a step returned: a dict with "loss", and maybe "weight".
+            weight: Over how many units the loss is a mean on this rank. One of 0 counts as nothing, and
+                the loss may then be NaN.
+            total: How many units there are on all ranks, and in all batches of the optimizer step, where
+                that is known already.
+            batch: Which batch the loss is of, where several loaders are iterated at once.
+
+        Raises:
+            ConfigError: Nothing was prepared.
+            StepError: The loss or its weight is none; or it can be of several batches that lie differently
+                on the ranks.
+
+        Collectives: those of `Session.backward`; before them an all-reduce of one number, if there is a
+        weight and no total.
         """
-        self.session.backward(loss if self._scaler is None else loss * self._scaler.scale)
+        if not isinstance(loss, Tensor):
+            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            loss = loss_of(loss, training=True)
+        if self._session is None:
+            msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
+            raise ConfigError(msg)
+        session, shares = self._session, self._shares
+        if shares is not None:
+            session.take_share(shares.of_loss(loss) if batch is None else shares.of_batch(batch))
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        if weight is None:
+            session.backward(loss if scale == 1.0 else loss * scale)
+            return
+        share = session.share
+        units = read_weight(weight) if share is None or share.samples else 0.0
+        total = total_weight(session, units) if total is None else read_weight(total, name="total")
+        add_whole(session, loss, units, total=total, scale=scale)
+
+    def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
+        """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
+
+        Of a rank that has a stand-in in place of a sample nothing is taken.
+
+        Args:
+            value: A tensor whose first dimension goes over the samples of this rank's batch, or a dict,
+                list or tuple of such. A scalar is one row.
+            batch: Which batch it is of, where several loaders are iterated at once.
+
+        Returns:
+            The same with the rows of all ranks, in the order of the global batch, without gradients.
+
+        Raises:
+            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
+        """
+        session, shares = self._open(by="gather_for_metrics()"), self._shares
+        is_nothing = shares is not None and shares.holds_nothing(batch)
+        from tp_trainer._steps._gathering import gather_rows
+
+        return gather_rows(session, value, is_nothing=is_nothing)
+
+    def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
+        """Return the rows of all data ranks, with gradients: for losses that compare samples.
+
+        To be called in a step or in one's own loop, on all ranks alike. A loss that every rank computes
+        from all rows, the same on all of them, then has the gradient of one device on the whole batch.
+
+        Args:
+            rows: Of this rank's samples, (samples, ...).
+            batch: Which batch they are of, where several loaders are iterated at once in one's own loop.
+
+        Returns:
+            The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
+
+        Raises:
+            StepError: The backend runs the step on parts of the batch that do not see each other; or there
+                are no rows; or a rank without a sample of the batch does not take part.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
+        all-reduce.
+        """
+        session = self.session
+        if session.runs_step_in_parts:
+            msg = (
+                f"the backend {self.selection.chosen.name!r} runs the step on each device's part of the "
+                "batch, and the parts do not see each other's rows; take Trainer(backend='dp-gather'), whose "
+                "steps see the whole batch, or one process per device: tp launch -n N script.py"
+            )
+            raise StepError(msg)
+        from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
+
+        return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which one's own loop computes the loss, by the trainer's precision."""
@@ -320,7 +425,7 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> bool:
-        """Make an optimizer step in one's own loop: unscale, clip, look, step.
+        """Make an optimizer step in one's own loop: unscale, clip, check, step.
 
         Args:
             model: The prepared model.
@@ -338,14 +443,10 @@ class Trainer:
 
         Collectives: those of the session's ``clip_grad_norm``, if gradients are clipped or looked at.
         """
-        update = Update(
-            self.session,
-            self._prepare_model(model),
-            optimizer,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scaler=self._scaler,
-        )
+        check_optimizer("update()", optimizer)
+        prepared = self._prepare_model(model)
+        rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
+        update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
         self._may_step = True
         try:
             return update.finish()
@@ -362,11 +463,13 @@ class Trainer:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which gradients are added up without being reduced over ranks."""
-        return self.session.no_sync(model)
+        prepared = self._prepare_model(model)
+        return self.session.no_sync(prepared)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most ``max_norm``; return the norm before."""
-        return self.session.clip_grad_norm(self._prepare_model(model), max_norm)
+        prepared = self._prepare_model(model)
+        return self.session.clip_grad_norm(prepared, max_norm)
 
     # -- the whole loop -----------------------------------------------------------------------
 
@@ -392,7 +495,7 @@ class Trainer:
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
         shard: bool = True,
-    ) -> History:
+    ) -> "History":
         """Train ``model``, in place.
 
         Args:
@@ -401,7 +504,8 @@ class Trainer:
             train_loader: Yields the batches. The batch size is that of the whole job: each data
                 rank gets its share of every batch.
             step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
-                numbers to be averaged and logged.
+                numbers to be averaged and logged. If they are not means over samples, the dict has
+                their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
             epochs: How often to go through the loader.
             val_loader: Evaluated after every epoch.
             val_step: The step for it; ``step`` by default.
@@ -425,118 +529,128 @@ class Trainer:
             shard: Whether the loaders are split over the data ranks.
 
         Returns:
-            What each epoch came to.
+            The record of each epoch.
 
         Raises:
             ConfigError: An argument has a wrong value, or the folder has checkpoints after the
-                place where the run begins.
+                place where the run begins, or another run writes there.
             ModelError: The model is wrapped already.
             LoaderError: A loader has no length, ended early, or cannot be split over the ranks; or it
                 is not at all the one that the checkpoint stands in.
-            StepError: The step returned no usable loss.
+            StepError: The step returned no usable loss, weight or metric.
+            DisagreementError: Ranks were given different things, or some steps return a weight.
             NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
                 ``checkpoint`` keep the last good state.
             StateError: The checkpoint to resume from is damaged or does not fit.
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
-        check_positive("epochs", epochs)
-        if steps_per_epoch is not None:
-            check_positive("steps_per_epoch", steps_per_epoch)
-        check_seconds("step_timeout_s", step_timeout_s)
-        check_scheduler(scheduler, scheduler_every)
-        checkpoint = as_checkpoints(checkpoint, resume, validates=val_loader is not None)
-        session = self._open(model)
-        check_owner(optimizer, [model])
-        model = self._prepare_model(model)
-        optimizer = session.prepare_optimizer(optimizer)
-        train_batches = self._loader(train_loader, shard=shard)
-        val_batches = None if val_loader is None else self._loader(val_loader, shard=shard, training=False)
-        steps = len(train_batches) if steps_per_epoch is None else steps_per_epoch
-        check_positive("the number of batches in the loader", steps)
-        update = Update(
-            session,
-            model,
-            optimizer,
-            accumulate=self._accumulate,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scaler=self._scaler,
-            nonfinite=nonfinite,
-            max_skipped=max_skipped,
+        from tp_trainer._running._settings import FitSettings
+
+        check_model("fit()", model)
+        check_optimizer("fit()", optimizer)
+        check_loader("train_loader", train_loader)
+        rules = GradientRules(
+            clip_norm=clip_norm, clip_value=clip_value, nonfinite=nonfinite, max_skipped=max_skipped
         )
-        agree(
-            session,
-            {
-                "number of epochs": epochs,
-                "number of steps in an epoch": steps,
-                "scheduler_every": scheduler_every,
-                "clip_norm": clip_norm,
-                "clip_value": clip_value,
-                "nonfinite": nonfinite,
-                "max_skipped": max_skipped,
-                "validation": val_loader is not None,
-                "save_to": save_to is not None,
-                "checkpoint": None if checkpoint is None else replace(checkpoint, folder=""),
-                "resume": resume is not None,
-            },
-        )
-        watchdog = Watchdog(self.environment, step_timeout_s)
-        run = Run(
-            session=session,
-            backend=self.selection.chosen.name,
-            run_step=watchdog.watch(self._run_step()),
+        settings = FitSettings(
             step=step,
-            val_step=val_step or step,
-            model=model,
-            optimizer=optimizer,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            val_loader=val_loader,
+            val_step=val_step,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
-            train=train_batches,
-            val=val_batches,
-            epochs=epochs,
-            steps=steps,
+            gradients=rules,
+            step_timeout_s=step_timeout_s,
+            save_to=save_to,
+            checkpoint=checkpoint,
+            resume=resume,
+            shard=shard,
+        )
+        check_scheduler(scheduler, scheduler_every, optimizer)
+        return self._fit(model, optimizer, train_loader, settings)
+
+    def _fit(
+        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
+    ) -> "History":
+        from tp_trainer._running._run import prepare_run
+
+        session, checkpoints = self._open(model, by="fit()"), settings.checkpoints()
+        check_owner(optimizer, [model])
+        if session.world_size > 1:
+            check_no_others(optimizer, model, "its gradients would differ between the ranks")
+        if checkpoints is not None:
+            check_no_others(optimizer, model, "its value would be in no checkpoint")
+        save = self._saving(model, settings.save_to)
+        model = self._prepare_model(model)
+        optimizer_step = OptimizerStep(
+            session,
+            model,
+            session.prepare_optimizer(optimizer),
+            settings.gradients,
             accumulate=self._accumulate,
-            tolerate=nonfinite == "skip",
-            update=update,
             scaler=self._scaler,
-            reporter=Reporter(enabled=self.progress and session.is_main, epochs=epochs),
-            keeper=None if checkpoint is None else Keeper(checkpoint, session),
-            watchdog=watchdog,
-            after_epoch=partial(self.save_model, model, save_to) if save_to is not None else _nothing,
+        )
+        train = self._loader(train_loader, shard=settings.shard)
+        self._epochs.go_on(train_loader, train)
+        val = settings.val_loader
+        run = prepare_run(
+            settings,
+            optimizer_step,
+            train=train,
+            val=None if val is None else self._loader(val, shard=settings.shard, training=False),
+            run_step=self._run_step(),
+            backend=self.selection.chosen.name,
+            progress=self.progress,
+            after_epoch=save,
         )
         self._may_step = True
         try:
-            return run.go(None if resume is None else Path(resume) if resume != "auto" else "auto")
+            return run.go()
         finally:
             self._may_step = False
+            self._epochs.note(train_loader, train)
+
+    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Callable[[], None]:
+        """Return what saves the model after every epoch, if there is a place that can be written to.
+
+        Raises:
+            ConfigError: ``path`` is not a path.
+            OSError: No file can be written there; on every rank.
+
+        Collectives: one broadcast, if there is a path.
+        """
+        if path is None:
+            return lambda: None
+        from tp_trainer._checkpoint._model_files import check_place
+
+        check_place(self.session, path)
+        # Absolute: wherever the process goes meanwhile.
+        return partial(self.save_model, model, Path(path).absolute())
 
     def _run_step(self) -> RunStep:
         """Return what runs a step in the trainer's precision; the session's own way where it can."""
-        run, precision = self.session.run, self._precision
-        if precision == "bf16-true":
-            return lambda step, model, batch: run(step, model, to_bfloat16(batch))
-        context = autocast(precision, self.device)
-        if context is None:
-            return run
-
-        def run_under_autocast(step: Step, model: nn.Module, batch: Any) -> StepOutput:
-            with context():
-                return run(step, model, batch)
-
-        return run_under_autocast
+        return in_precision(self.session.run, self._precision, self.device)
 
     def evaluate(
         self, model: nn.Module, loader: Iterable[Any], *, step: Step, shard: bool = True
     ) -> dict[str, float]:
         """Return the means of what ``step`` returns over the samples of ``loader``, by name.
 
-        Each sample counts once, whatever the number of ranks and the size of the last batch.
+        Each sample, or unit of the step's weights, counts once, whatever the number of ranks and the
+        size of the last batch. Training goes on afterwards as if nothing had been.
         """
+        check_model("evaluate()", model)
+        check_loader("loader", loader)
+        check_callable("step", step)
         model = self._prepare_model(model)
-        return evaluate(
-            self.session, self._run_step(), step, model, self._loader(loader, shard=shard, training=False)
-        )
+        batches = self._loader(loader, shard=shard, training=False)
+        epoch = batches.next_epoch
+        try:
+            return evaluate(self.session, self._run_step(), step, model, batches)
+        finally:
+            batches.set_epoch(epoch)
 
     def _loader(self, loader: Iterable[Any], *, shard: bool, training: bool = True) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
@@ -555,44 +669,42 @@ class Trainer:
 
         Collectives: the backend's gathering of the state, one broadcast.
         """
-        save_model(self.session, self._prepare_model(model), path)
+        from tp_trainer._checkpoint._model_files import save_model
+
+        prepared = self._prepare_model(model)
+        save_model(self.session, prepared, path)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
 
+        The folder of a checkpoint will do too, one of a run or of ``tp_shard.save_sharded``.
+
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
             StateError: The file is damaged, or is of another model; the model is untouched.
         """
-        load_model(self.session, self._prepare_model(model), path)
+        from tp_trainer._checkpoint._model_files import load_model
 
-    def export(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        prepared = self._prepare_model(model)
+        load_model(self.session, prepared, path)
+
+    def export(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write the weights as a safetensors file, which is loaded without tp; call it on every rank.
 
         ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it into the plain model. Tied
         weights are written under each of their names. A crash while it is written leaves the old file
         as it was.
 
-        Args:
-            path: The file.
-            model: Which model; the one that was trained or prepared, where it is the only one.
-
         Raises:
-            ConfigError: There is no model, or several and none was named.
             OSError: The file cannot be written; on every rank.
-            StateError: The model's state holds something that is no tensor.
+            StateError: The model's state holds something that is not a tensor.
 
         Collectives: the backend's gathering of the state, one broadcast.
         """
-        if model is None:
-            known = {id(prepared): prepared for prepared in self._prepared.values()}
-            if len(known) != 1:
-                msg = (
-                    f"export() needs to know the model: {len(known)} were prepared; give export(path, model)"
-                )
-                raise ConfigError(msg)
-            (model,) = known.values()
-        export_model(self.session, self._prepare_model(model), path)
+        prepared = self._prepare_model(model)
+        from tp_trainer._checkpoint._model_files import export_model
+
+        export_model(self.session, prepared, path)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -608,5 +720,7 @@ class Trainer:
         self.close()
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _seed_everything(seed: int) -> None:
+    from tp_trainer._checkpoint import _generators
+
+    _generators.seed_everything(seed)

@@ -1,17 +1,21 @@
 """Checkpoints: what a run is made of, in folders that are whole or not there."""
 
-from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._checkpoint._keeper import Keeper
-from tp_trainer._checkpoint._plain import to_json
-from tp_trainer._checkpoint._settings import Checkpoints
-from tp_trainer._checkpoint._tensors import collect, optimizer_values, restore
+from typing import TYPE_CHECKING
+
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_trainer._checkpoint._checkpointer import Checkpointer
+    from tp_trainer._checkpoint._folders import verify
+    from tp_trainer._checkpoint._settings import Checkpoints
 
 __all__ = [
+    "Checkpointer",
     "Checkpoints",
-    "Keeper",
-    "collect",
-    "generators",
-    "optimizer_values",
-    "restore",
-    "to_json",
+    "verify",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(
+        __name__, {"_folders": ["verify"], "_checkpointer": ["Checkpointer"], "_settings": ["Checkpoints"]}
+    )

@@ -1,91 +1,229 @@
-"""Folders with a manifest: whole or not there, and known to be what was written.
+"""Checkpoints as folders: whole or not there, and known to be what was written.
 
 A checkpoint is written into a folder with another name, brought onto the disk, and renamed. Its
-manifest has the size and the BLAKE2b digest of every file, so that what was cut off or changed
-later is found before anything of it is used.
+manifest has the size and the BLAKE2b digest of every file, so that what was cut off or changed later
+is found before anything of it is used::
+
+    run/.step-0000000010.tmp         being written
+    run/step-0000000010              a checkpoint
+    run/step-0000000010.damaged      one that is not what was written; nothing deletes it
+    run/.step-0000000010.old         being deleted
 """
 
-import hashlib
+import contextlib
 import logging
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tp_core.errors import StateError
+from tp_core.internal import sync_folder
+from tp_core.state import FileRecord, from_json, record_of, to_json
 
-from tp_trainer._checkpoint._plain import from_json, to_json
-from tp_trainer._files import sync_folder
+from tp_trainer._checkpoint._manifest import (
+    MANIFEST,
+    FormatError,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 
-__all__ = [
-    "commit",
-    "committed",
-    "newest_whole",
-    "prune",
-    "read_json",
-    "scratch",
-    "step_of",
-    "verify",
-    "write_json",
-]
+__all__ = ["RunFolder", "bytes_in", "read_json", "step_of", "verify", "write_json"]
 
 log = logging.getLogger("tp_trainer")
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-
 _PREFIX = "step-"
 _DIGITS = 10
-_CHUNK = 1 << 20
+_NAME = re.compile(rf"{_PREFIX}[0-9]{{{_DIGITS}}}")
+
+Signature = tuple[tuple[str, int, int, int, int], ...]
 
 
-def scratch(folder: Path, step: int) -> Path:
-    """Return a new folder to write the checkpoint of ``step`` into."""
-    path = folder / f".{_PREFIX}{step:0{_DIGITS}d}.tmp"
-    shutil.rmtree(path, ignore_errors=True)  # of a run that ended while it wrote
-    path.mkdir(parents=True)
-    return path
-
-
-def commit(written: Path, facts: Mapping[str, Any]) -> Path:
-    """Add the manifest to a written folder, bring all of it onto the disk, give it its name.
+class RunFolder:
+    """The folder with the checkpoints of one run.
 
     Args:
-        written: What :func:`scratch` returned, with the files in it.
-        facts: What the manifest says besides the files.
-
-    Raises:
-        OSError: The disk is full, or writing is not allowed.
+        path: Where it is; it need not be there yet. A relative one is taken from where the process
+            stands now.
     """
-    folders, listed = [written], {}
-    for path in sorted(written.rglob("*")):
-        if path.is_dir():
-            folders.append(path)
-            continue
-        digest, nbytes = _digest(path)
-        listed[str(path.relative_to(written))] = {"nbytes": nbytes, "blake2b": digest}
-        _sync_file(path)
-    write_json(written / MANIFEST, {"format": FORMAT, **facts, "files": listed}, indent=1)
-    _sync_file(written / MANIFEST)
-    for path in folders:
-        sync_folder(path)
-    final = written.with_name(written.name.removeprefix(".").removesuffix(".tmp"))
-    if final.exists():  # the same step of a run that was resumed from before it
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        written.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        written.rename(final)
-    sync_folder(final.parent)
-    return final
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._seen_whole: dict[Path, Signature] = {}
 
-def committed(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, the newest first."""
-    return sorted(folder.glob(f"{_PREFIX}{'[0-9]' * _DIGITS}"), reverse=True) if folder.is_dir() else []
+    def committed(self) -> list[Path]:
+        """Return the checkpoints, the newest first."""
+        pattern = f"{_PREFIX}{'[0-9]' * _DIGITS}"
+        return sorted(self.path.glob(pattern), reverse=True) if self.path.is_dir() else []
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Delete what runs have left that ended while they wrote or deleted."""
+        for ending in ("tmp", "old"):
+            for path in self.path.glob(f".{_PREFIX}*.{ending}"):
+                _delete(path)
+
+    def scratch(self, step: int) -> Path:
+        """Return a new folder to write the checkpoint of ``step`` into."""
+        path = self.path / f".{_name(step)}.tmp"
+        _delete(path)  # of a run that ended while it wrote
+        path.mkdir(parents=True)
+        return path
+
+    def commit(
+        self, written: Path, facts: Mapping[str, Any], known: Mapping[str, FileRecord] | None = None
+    ) -> Path:
+        """Add the manifest to a written folder, bring all of it onto the disk, give it its name.
+
+        Args:
+            written: What :meth:`scratch` returned, with the files in it.
+            facts: What the manifest says besides the files.
+            known: The files that are on the disk already, with their digests.
+
+        Raises:
+            OSError: The disk is full, or writing is not allowed.
+        """
+        files = dict(known or {})
+        found = sorted(written.rglob("*"))
+        paths = [p for p in found if not p.is_dir() and str(p.relative_to(written)) not in files]
+        with ThreadPoolExecutor(1) as beside:  # the disk has its time while the processors have theirs
+            syncing = [beside.submit(_sync_file, path) for path in paths]
+            files |= {str(path.relative_to(written)): record_of(path) for path in paths}
+            for sync in syncing:
+                sync.result()
+        final = self.path / written.name.removeprefix(".").removesuffix(".tmp")
+        _sync_file(write_manifest(written, step_of(final), facts, files))
+        for path in (written, *(path for path in found if path.is_dir())):
+            sync_folder(path)
+        if os.path.lexists(final):  # this run has not written it
+            log.warning("%s is in the way of a checkpoint; it is now %s", final, self._set_aside(final))
+        written.rename(final)
+        sync_folder(self.path)
+        self._seen_whole[final] = _signature(final)
+        return final
+
+    def prune(
+        self, written: Path, *, keep: int, best: str | None = None, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        """Delete all checkpoints but the newest ones that are whole, and the best.
+
+        Damaged ones that are met are set aside: none of them is kept in the place of a good one.
+
+        Args:
+            written: The one that was just written, which is kept.
+            keep: How many of the newest are kept.
+            best: The metric that decides which one is the best, if one is kept.
+            mode: Whether its "min" or its "max" is the best.
+        """
+        kept = [written]
+        for path in self.committed():
+            if len(kept) == keep:
+                break
+            if path != written and self._is_whole(path):
+                kept.append(path)
+        if best is not None:
+            kept += self._best(best, 1.0 if mode == "min" else -1.0)
+        for path in self.committed():
+            if path not in kept:
+                self._remove(path)
+
+    def _best(self, metric: str, sign: float) -> list[Path]:
+        """Return the whole checkpoint whose metric is the best, the newest of equals, if there is one."""
+        found: list[tuple[float, Path]] = []
+        for path in self.committed():
+            try:
+                value = read_manifest(path).metrics.get(metric)
+            except StateError as error:
+                self._on_damage(path, error)
+                continue
+            if isinstance(value, int | float) and not math.isnan(value):
+                found.append((sign * value, path))
+        found.sort(key=lambda pair: pair[0])  # stable: the newest of equals stays the first
+        return next(([path] for _, path in found if self._is_whole(path)), [])
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint is what was written; one that is not is set aside."""
+        try:
+            self._check(path)
+        except StateError as error:
+            self._on_damage(path, error)
+            return False
+        return True
+
+    def _check(self, path: Path) -> None:
+        """Verify a checkpoint, once: later, files with the same sizes and times are taken for the same.
+
+        Raises:
+            StateError: The checkpoint is not what was written.
+        """
+        now = _signature(path)
+        if self._seen_whole.get(path) != now:
+            verify(path)
+            self._seen_whole[path] = now
+
+    def _on_damage(self, path: Path, error: StateError) -> None:
+        """Set a damaged checkpoint aside, and name it in the log."""
+        try:
+            log.warning("%s; it does not count any more and is now %s", error, self._set_aside(path))
+        except OSError as failure:
+            log.warning("%s; it could not be moved aside: %s", error, failure)
+
+    def _set_aside(self, path: Path) -> Path:
+        """Give another name to what is in the place of a checkpoint, and return it."""
+        self._seen_whole.pop(path, None)
+        aside, number = path.with_name(f"{path.name}.damaged"), 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = path.with_name(f"{path.name}.damaged-{number}")
+        path.rename(aside)
+        return aside
+
+    def _remove(self, path: Path) -> None:
+        """Delete a checkpoint; a process that is killed meanwhile leaves none that is half there."""
+        self._seen_whole.pop(path, None)
+        old = path.with_name(f".{path.name}.old")
+        _delete(old)
+        try:
+            path.rename(old)
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", path, error)
+        else:
+            _delete(old)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def newest_whole(self) -> Path | None:
+        """Return the newest checkpoint that is whole; the damaged ones are set aside, and named in the log.
+
+        Raises:
+            FormatError: The newest one is of a format that this version does not read.
+        """
+        damaged = 0
+        for path in self.committed():
+            try:
+                self._check(path)
+            except FormatError:
+                raise
+            except StateError as error:
+                self._on_damage(path, error)
+                damaged += 1
+                continue
+            if damaged:
+                log.warning("the run goes on from %s, which is whole", path)
+            return path
+        if damaged:
+            log.warning(
+                "%s had %d checkpoints and none is whole: the run begins anew, from its first step",
+                self.path,
+                damaged,
+            )
+        return None
 
 
 def step_of(path: Path) -> int:
@@ -93,73 +231,49 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """Return the newest checkpoint that is whole; the damaged ones before it are named in the log."""
-    for path in committed(folder):
-        try:
-            verify(path)
-        except StateError as error:
-            log.warning("%s; the checkpoint before it is used", error)
-            continue
-        return path
-    return None
-
-
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path) -> Manifest:
     """Make sure that a checkpoint is what was written, and return its manifest.
 
     Raises:
-        StateError: A file is missing, cut off or changed, or the format is another one.
+        FormatError: The checkpoint is of another version's format.
+        StateError: A file is missing, cut off or changed, or it has the name of another checkpoint.
     """
-    if not (path / MANIFEST).is_file():
-        msg = f"{path} is no checkpoint: it has no {MANIFEST}"
+    manifest = read_manifest(path)
+    if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
+        msg = f"checkpoint {path} is damaged: {MANIFEST} is that of step {manifest.step}"
         raise StateError(msg)
-    manifest: dict[str, Any] = read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        msg = f"{path} has format {manifest.get('format')!r}, and this tp-trainer reads {FORMAT}"
-        raise StateError(msg)
-    for name, written in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            msg = f"checkpoint {path} is damaged: {name} is missing"
-            raise StateError(msg)
-        digest, nbytes = _digest(file)
-        if nbytes != written["nbytes"]:
-            msg = f"checkpoint {path} is damaged: {name} has {nbytes} bytes of {written['nbytes']}"
-            raise StateError(msg)
-        if digest != written["blake2b"]:
-            msg = f"checkpoint {path} is damaged: {name} is not what was written"
+    for name, written in manifest.files.items():
+        problem = written.difference(path / name)
+        if problem is not None:
+            msg = f"checkpoint {path} is damaged: {name} {problem}"
             raise StateError(msg)
     return manifest
 
 
-def prune(folder: Path, *, keep: int, best: Path | None) -> None:
-    """Delete all checkpoints but the newest ``keep`` and the best."""
-    for path in committed(folder)[keep:]:
-        if path != best:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in _leftovers(folder):
-        shutil.rmtree(path, ignore_errors=True)
+def bytes_in(folder: Path) -> int:
+    """Return how many bytes the files of a folder have now, while others write, rename and delete there."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(place, name).stat().st_size
+    return total
 
 
-def _leftovers(folder: Path) -> Iterator[Path]:
-    yield from folder.glob(f".{_PREFIX}*.old")
-
-
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write plain values.
 
     Raises:
-        StateError: There is something else in it.
+        StateError: ``value`` holds something that is not a plain value.
     """
-    path.write_text(to_json(path.name, value, indent=indent))
+    path.write_text(to_json(path.name, value))
 
 
 def read_json(path: Path) -> Any:
     """Read what :func:`write_json` wrote.
 
     Raises:
-        StateError: It is not there, or it is damaged.
+        StateError: The file is missing or damaged.
     """
     try:
         return from_json(path.read_text())
@@ -168,15 +282,32 @@ def read_json(path: Path) -> Any:
         raise StateError(msg) from error
 
 
-def _digest(path: Path) -> tuple[str, int]:
-    digest, nbytes = hashlib.blake2b(digest_size=16), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            nbytes += len(chunk)
-    return digest.hexdigest(), nbytes
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:0{_DIGITS}d}"
+
+
+def _signature(path: Path) -> Signature:
+    """Return what the system says of each file: another one after every change."""
+    found = [(file, file.lstat()) for file in sorted(path.rglob("*"))]
+    return tuple((str(f), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in found)
 
 
 def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or whatever else has its name, if there is something.
+
+    What cannot be deleted is named in the log: it costs room on the disk, and the run goes on.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            path.unlink()
+    except FileNotFoundError:  # somebody else has deleted it
+        return
+    except OSError as error:
+        log.warning("%s could not be deleted: %s", path, error)

@@ -1,13 +1,13 @@
 """The random generators of one rank, as plain values."""
 
 import base64
-import hashlib
 import random
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tp_core.internal import seed_of
 
 __all__ = ["capture", "reseed", "restore", "seed_everything"]
 
@@ -45,7 +45,7 @@ def restore(state: Mapping[str, Any]) -> None:
 
 def reseed(*key: int) -> None:
     """Seed all generators from numbers that say when and where: the same again for the same ones."""
-    seed_everything(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1)
+    seed_everything(seed_of(key))
 
 
 def seed_everything(seed: int) -> None:

@@ -18,15 +18,16 @@ class Checkpoints:
     it had never ended, bit for bit, on the same machine with the same number of ranks.
 
     Attributes:
-        folder: Holds one folder for each checkpoint; all ranks must see it.
+        folder: Holds one folder for each checkpoint; all ranks must see it, and one run at a time writes
+            there. A relative one is taken from where the process stands when `fit` is called.
         every_steps: Save after so many optimizer steps.
         every_s: Save when the last one is so many seconds old.
         every_epochs: Save after so many epochs; ``None`` for never. The end is always saved.
-        keep: How many of the newest are kept.
+        keep: How many of the newest are kept; damaged ones do not count.
         best: A metric of validation or training, such as "val_loss" or "accuracy"; the checkpoint
             where it was best is kept beside the newest.
         mode: Whether "min" or "max" of that metric is the best.
-        async_: Write in a thread, of each rank where the state is split over them: training waits
+        background: Write in a thread, of each rank where the state is split over them: training waits
             only until the state is copied.
         replay: Let a loader that cannot be put at a position read what is before it again.
 
@@ -47,7 +48,7 @@ class Checkpoints:
     keep: int = 3
     best: str | None = None
     mode: Literal["min", "max"] = "min"
-    async_: bool = False
+    background: bool = False
     replay: bool = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,18 @@ from tp_core.errors import TpError
 
 from tp_trainer._launch._request import LaunchRequest, parse_rdzv_conf
 
+__all__ = [
+    "LAUNCH_CONTEXT",
+    "jobs",
+    "jobs_app",
+    "launch",
+    "launch_app",
+    "logs",
+    "logs_app",
+    "stop",
+    "stop_app",
+]
+
 # Parsing ends at the first positional argument: what follows is the script's, options included.
 LAUNCH_CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 
@@ -71,6 +83,10 @@ def launch(
         str | None,
         typer.Option(help="The address of this host for the others.", rich_help_panel=_MANY),
     ] = None,
+    bind_addr: Annotated[
+        str | None,
+        typer.Option(help="Listen at this address of this host alone.", rich_help_panel=_MANY),
+    ] = None,
     host_timeout_s: Annotated[
         float,
         typer.Option(help="Seconds after which a silent host counts as lost.", rich_help_panel=_MANY),
@@ -96,17 +112,18 @@ def launch(
             monitor_interval_s=monitor_interval,
             log_dir=log_dir,
             local_addr=local_addr,
+            bind_addr=bind_addr,
             grace_s=grace_s,
             host_timeout_s=host_timeout_s,
             name=name,
         )
         if detach:
-            from tp_trainer._launch._detach import detach as start
+            from tp_trainer._launch._jobs._detach import detach as start
 
             shown = [*(["-m"] if module else []), script, *(args or ())]
             typer.echo(start(request, command=tuple(shown)).id)
             return 0
-        from tp_trainer._launch._outcome import report
+        from tp_trainer._launch._ranks._outcome import report
         from tp_trainer._launch._run import execute
 
         outcome = execute(request)
@@ -125,11 +142,15 @@ def jobs(
     """List the detached jobs."""
 
     def body() -> int:
-        from tp_trainer._launch._jobs import is_running, list_jobs, remove_job
-        from tp_trainer._launch._show import print_jobs
+        from tp_trainer._launch._jobs._show import print_jobs
+        from tp_trainer._launch._jobs._store import damaged_jobs, is_running, list_jobs, remove_job
 
+        for line in damaged_jobs():
+            typer.echo(f"tp jobs: left out: {line}", err=True)
         if clear:
-            ended = [job for job in list_jobs() if not is_running(job)]
+            # Nobody knows whether a damaged one has ended.
+            known = [job for job in list_jobs() if job.status().state != "damaged"]
+            ended = [job for job in known if not is_running(job)]
             for job in ended:
                 remove_job(job)
             typer.echo(f"removed {len(ended)} ended jobs", err=True)
@@ -153,8 +174,8 @@ def logs(
     """Print what a detached job has written."""
 
     def body() -> int:
-        from tp_trainer._launch._jobs import find_job
-        from tp_trainer._launch._show import log_chunks
+        from tp_trainer._launch._jobs._show import log_chunks
+        from tp_trainer._launch._jobs._store import find_job
 
         for chunk in log_chunks(find_job(job), follow=follow, lines=lines):
             sys.stdout.buffer.write(chunk)
@@ -167,14 +188,17 @@ def logs(
 def stop(
     job: Annotated[str, typer.Argument(help=_REF)],
     grace_s: Annotated[
-        float, typer.Option(min=0.0, help="Seconds before all of its processes are killed.")
-    ] = 10.0,
+        float | None,
+        typer.Option(
+            min=0.0, help="Seconds before all of its processes are killed; as launched if not given."
+        ),
+    ] = None,
 ) -> None:
     """End a detached job and all of its processes."""
 
     def body() -> int:
-        from tp_trainer._launch._detach import stop as end
-        from tp_trainer._launch._jobs import find_job, is_running
+        from tp_trainer._launch._jobs._detach import stop as end
+        from tp_trainer._launch._jobs._store import find_job, is_running
 
         found = find_job(job)
         was_running = is_running(found)

@@ -1,6 +1,7 @@
 """From a request to a plan: everything that can be wrong is found before a process starts."""
 
 import importlib.util
+import ipaddress
 import os
 import sys
 import uuid
@@ -9,15 +10,19 @@ from pathlib import Path
 
 from tp_core.errors import ConfigError
 
-from tp_trainer._launch._hosts import (
+from tp_trainer._launch._hosts._addresses import (
     Endpoint,
     address_towards,
     interface_of,
     own_address,
     parse_endpoint,
+    resolve,
 )
 from tp_trainer._launch._request import LaunchRequest
 
+__all__ = ["Plan", "cores", "make_plan"]
+
+_LOOPBACK = "127.0.0.1"
 _TRUE = {"1", "true", "t", "yes", "y"}
 _FALSE = {"0", "false", "f", "no", "n"}
 
@@ -37,6 +42,7 @@ class Plan:
         is_host: Whether this host serves the rendezvous; None leaves that to torch.
         may_follow: Whether, if the port is taken, another launch on this machine may be the server.
         local_addr: The address under which the other hosts reach this one.
+        bind: The one address at which this host's stores listen; None is all of them.
         env: Variables that the processes get when they are not set already.
     """
 
@@ -50,6 +56,7 @@ class Plan:
     is_host: bool | None
     may_follow: bool
     local_addr: str | None
+    bind: str | None
     env: dict[str, str]
 
 
@@ -68,7 +75,18 @@ def make_plan(request: LaunchRequest) -> Plan:
     if backend == "static":
         _check_static(request, min_nodes=min_nodes, max_nodes=max_nodes)
     is_host, may_follow = _role(request, backend=backend, endpoint=endpoint)
-    local_addr = request.local_addr
+    bind = _bind(request, endpoint=endpoint)
+    if max_nodes == 1 and backend in ("c10d", "static"):
+        if is_host is False:
+            raise ConfigError(
+                f"{endpoint} is not an address of this host, and --nnodes is 1; say how many hosts there "
+                "are, or leave the address out"
+            )
+        # There is nobody to meet. It needs no state in the store, which torch would keep as a pickle.
+        port = endpoint.port if isinstance(endpoint, Endpoint) else 0
+        backend, endpoint, bind = "static", Endpoint(_LOOPBACK, port), _LOOPBACK
+        is_host, may_follow = True, False
+    local_addr = request.local_addr or request.bind_addr
     if local_addr is None and isinstance(endpoint, Endpoint):
         local_addr = own_address(endpoint.host) or address_towards(endpoint)
     single = max_nodes == 1 and request.rdzv_endpoint is None
@@ -83,6 +101,7 @@ def make_plan(request: LaunchRequest) -> Plan:
         is_host=is_host,
         may_follow=may_follow,
         local_addr=local_addr,
+        bind=bind,
         env=_environment(nproc=nproc, max_nodes=max_nodes, local_addr=local_addr),
     )
 
@@ -217,12 +236,34 @@ def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> 
     return own_address(endpoint.host) is not None, endpoint.port != 0
 
 
+def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
+    """The one address at which the stores listen, if they need not listen at all of them."""
+    if request.bind_addr is not None:
+        if interface_of(request.bind_addr) is None:
+            raise ConfigError(
+                f"--bind-addr must be an address of this host, such as those that `ip addr` shows; got "
+                f"{request.bind_addr!r}"
+            )
+        return request.bind_addr
+    if not isinstance(endpoint, Endpoint):
+        return None
+    # "Hosts" that meet at a loopback address are launches on this one.
+    return next((address for address in resolve(endpoint.host) if _is_loopback(address)), None)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
 def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if nproc > 1:  # one process alone may have all cores, which is torch's default
         env["OMP_NUM_THREADS"] = str(max(1, cores() // nproc))
-    interface = interface_of(local_addr) if max_nodes > 1 and local_addr else None
+    interface = interface_of(_LOOPBACK if max_nodes == 1 else local_addr or "")
     if interface is not None:
-        # gloo looks its own host name up and may end on an interface that the others cannot reach.
+        # gloo looks its own host name up and may end on an interface that the others cannot reach, or
+        # that hosts reach which are none of the job's.
         env["GLOO_SOCKET_IFNAME"] = interface
+        if max_nodes == 1:
+            env["NCCL_SOCKET_IFNAME"] = interface
     return {name: value for name, value in env.items() if name not in os.environ}

@@ -1,10 +1,14 @@
-"""What a launch is asked for, as plain values that can be written to a file."""
+"""The request of a launch, as plain values that can be written to a file."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tp_core.errors import ConfigError
+
+from tp_trainer._launch._fields import check_fields
+
+__all__ = ["LaunchRequest", "parse_rdzv_conf"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class LaunchRequest:
         monitor_interval_s: Seconds between two looks at the processes.
         log_dir: Where the logs of the ranks stay; None removes them after the run.
         local_addr: The address under which the other hosts reach this one; None finds it out.
+        bind_addr: The only address of this host at which its stores listen.
         grace_s: Seconds between asking the processes to end and killing them.
         host_timeout_s: Seconds after which a host of the job that gives no sign counts as lost.
         name: A name for people.
@@ -57,6 +62,7 @@ class LaunchRequest:
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
     local_addr: str | None = None
+    bind_addr: str | None = None
     grace_s: float = 30.0
     host_timeout_s: float = 15.0
     name: str | None = None
@@ -79,11 +85,14 @@ class LaunchRequest:
         return {**asdict(self), "args": list(self.args), "rdzv_conf": dict(self.rdzv_conf)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "LaunchRequest":
-        """The request that ``to_dict`` wrote; what a later version added is left out."""
-        known = {f.name for f in fields(cls)}
-        kept = {name: value for name, value in values.items() if name in known}
-        return cls(**{**kept, "args": tuple(values.get("args", ()))})
+    def from_dict(cls, values: object) -> "LaunchRequest":
+        """The request that ``to_dict`` wrote; what a later version added is left out.
+
+        Raises:
+            StateError: The values are not those of a request.
+            ConfigError: A number is out of range.
+        """
+        return cls(**check_fields(cls, values, what="the request"))
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:

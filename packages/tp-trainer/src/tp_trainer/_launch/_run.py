@@ -1,21 +1,20 @@
 """Run a request to its end: plan, start, watch, account for it."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from tp_core.errors import RankFailedError
 
-from tp_trainer._launch._local import LocalRun
-from tp_trainer._launch._outcome import Outcome, report, say
 from tp_trainer._launch._plan import cores, make_plan
+from tp_trainer._launch._ranks._host_run import LocalRun
+from tp_trainer._launch._ranks._log_dir import TemporaryLogs
+from tp_trainer._launch._ranks._outcome import Outcome, report, say
 from tp_trainer._launch._request import LaunchRequest
 from tp_trainer._launch._signals import Stopped, StopSignals
 
 __all__ = ["LaunchRequest", "execute", "run"]
 
-_DEAF_S = 2.0  # how long native code may keep Python from hearing a signal
+_TEARDOWN_S = 15.0  # at most, from the end of the last rank to that of the launch
 
 
 def run(request: LaunchRequest) -> int:
@@ -53,7 +52,8 @@ def execute(request: LaunchRequest) -> Outcome:
     if "OMP_NUM_THREADS" in plan.env:
         threads = plan.env["OMP_NUM_THREADS"]
         say(f"OMP_NUM_THREADS={threads} for each process ({cores()} cores, {plan.nproc} processes)")
-    log_dir = request.log_dir or tempfile.mkdtemp(prefix="tp-launch-")
+    logs = None if request.log_dir is not None else TemporaryLogs()
+    log_dir = Path(request.log_dir or "") if logs is None else logs.path
 
     def leave(outcome: Outcome) -> None:
         # The main thread will not come back from native code, so nobody else can do this.
@@ -61,23 +61,27 @@ def execute(request: LaunchRequest) -> Outcome:
         report(outcome)
         os._exit(outcome.status)
 
-    local = LocalRun(plan, log_dir=Path(log_dir).absolute(), on_deaf=leave)
+    def leave_stopped(signum: int) -> None:
+        local.end(signum)
+        leave(local.stopped(signum))
+
+    local = LocalRun(plan, log_dir=log_dir.absolute(), on_deaf=leave)
 
     def clean() -> None:
         local.close()
-        if request.log_dir is None:
-            shutil.rmtree(log_dir, ignore_errors=True)
-
-    def patience_s() -> float:
-        return request.grace_s + _DEAF_S if local.has_ranks else _DEAF_S
+        if logs is not None:
+            logs.remove()
 
     with StopSignals(
-        patience_s=patience_s, on_deaf=lambda n: leave(Outcome.stopped(n)), pass_on=local.warn
+        on_stop=local.end,
+        on_hurry=local.kill,
+        on_deaf=leave_stopped,
+        grace_s=request.grace_s + _TEARDOWN_S,
     ) as signals:
         try:
             return local.run()
         except Stopped as stopped:  # between two steps of the run
-            return Outcome.stopped(stopped.signum)
+            return local.stopped(stopped.signum)
         finally:
             signals.ignore()
             clean()

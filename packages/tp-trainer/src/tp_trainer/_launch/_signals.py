@@ -7,7 +7,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tp_trainer._rank_end import leave_closed_terminal
+
+__all__ = ["StopSignals", "Stopped"]
+
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_DEAF_S = 2.0  # how long native code may keep Python from hearing a signal
 
 
 class Stopped(BaseException):
@@ -24,26 +29,31 @@ class Stopped(BaseException):
 class StopSignals:
     """Inside it SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 raise ``Stopped`` in the main thread.
 
-    In another thread it does nothing: Python gives signals to the main one only.
+    The first one counts; those after it only hurry, if they are a Ctrl-C. In another thread it does
+    nothing: Python gives signals to the main one only.
 
     Args:
-        patience_s: How long the main thread may take, from a signal to leaving this block.
-        on_deaf: Called with the signal, from another thread, when it took longer: it sits in native
-            code, where Python runs no handler.
-        pass_on: Called with SIGUSR1, before it is raised: what it means is for the program to know.
+        on_stop: Called with the signal, before it is raised: ends what was started, which takes time.
+        on_hurry: Called at a second Ctrl-C while that goes on.
+        on_deaf: Called with the signal, from another thread, when the main one sits in native code,
+            where Python runs no handler, or has not left the block in time.
+        grace_s: How long the main thread may take to leave the block.
     """
 
     def __init__(
         self,
         *,
-        patience_s: Callable[[], float] | None = None,
+        on_stop: Callable[[int], None] | None = None,
+        on_hurry: Callable[[], None] | None = None,
         on_deaf: Callable[[int], None] | None = None,
-        pass_on: Callable[[int], None] | None = None,
+        grace_s: float = 0.0,
     ) -> None:
-        self._patience_s = patience_s
+        self._on_stop = on_stop
+        self._on_hurry = on_hurry
         self._on_deaf = on_deaf
-        self._pass_on = pass_on
+        self._grace_s = grace_s
         self._before: dict[int, Any] = {}
+        self._heard = threading.Event()
         self._left = threading.Event()
         self._wake_before = -1
         self._write_fd = -1
@@ -53,13 +63,15 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in _STOPPING:
-            self._before[signum] = signal.signal(signum, self._stop)
-        if self._on_deaf is not None and self._patience_s is not None:
+            # nohup has a program ignore that its terminal is closed.
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._stop)
+        if self._on_deaf is not None:
             read_fd, self._write_fd = os.pipe()
             os.set_blocking(self._write_fd, False)
             self._wake_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
             threading.Thread(
-                target=self._listen, args=(read_fd,), name="tp-launch-signals", daemon=True
+                target=self._listen, args=(read_fd, self._on_deaf), name="tp-launch-signals", daemon=True
             ).start()
         return self
 
@@ -84,18 +96,25 @@ class StopSignals:
             signal.signal(signum, signal.SIG_IGN)
 
     def _stop(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGUSR1 and self._pass_on is not None:
-            self._pass_on(signum)
+        if signum == signal.SIGHUP:
+            leave_closed_terminal()
+        if self._heard.is_set():
+            if signum == signal.SIGINT and self._on_hurry is not None:
+                self._on_hurry()
+            return
+        self._heard.set()
+        if self._on_stop is not None:
+            self._on_stop(signum)
         raise Stopped(signum)
 
-    def _listen(self, read_fd: int) -> None:
+    def _listen(self, read_fd: int, on_deaf: Callable[[int], None]) -> None:
         # The interpreter's C handler writes the number of a signal here at once.
         try:
             while numbers := os.read(read_fd, 16):
-                stopping = [number for number in numbers if number in _STOPPING]
-                if not stopping or self._patience_s is None or self._on_deaf is None:
-                    continue
-                if not self._left.wait(self._patience_s()):
-                    self._on_deaf(stopping[0])
+                stopping = [number for number in numbers if number in self._before]
+                if stopping and not (
+                    (self._left.is_set() or self._heard.wait(_DEAF_S)) and self._left.wait(self._grace_s)
+                ):
+                    on_deaf(stopping[0])
         finally:
             os.close(read_fd)

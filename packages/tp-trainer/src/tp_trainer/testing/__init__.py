@@ -6,7 +6,7 @@ Needs ``pip install 'tp-trainer[testing]'``.
 import pytest
 
 # Before the first import of a module with assertions, so that they explain themselves.
-pytest.register_assert_rewrite("tp_trainer.testing._conformance")
+pytest.register_assert_rewrite("tp_trainer.testing._conformance", "tp_trainer.testing._weights")
 
 from tp_trainer.testing._conformance import TrainingConformance  # noqa: E402 - see above
 

@@ -1,31 +1,31 @@
 """What training on every backend must do, as tests that its author subclasses."""
 
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from tp_core.testing import ConformanceKit, rank_outcomes
+from tp_core.testing import rank_outcomes, run_ranks
 
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.testing import _runs as runs
+from tp_trainer.testing._weights import WeightConformance
 
 __all__ = ["TrainingConformance"]
 
 EXACT = [name for name, way in runs.WAYS.items() if way.dtype == torch.float64]
 ROUGH = [name for name in runs.WAYS if name not in EXACT]
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0  # for a busy machine; a rank that hangs is ended at it
 
 
-class TrainingConformance(ConformanceKit):
+class TrainingConformance(WeightConformance):
     """What training on every backend must do. A subclass, in a test module, names the backend.
 
-    Accumulation, clipping, precision, compiling, uneven batches and bad samples lead where a loop by
-    hand on one device leads. A run that is stopped, by an error or a signal, and resumed ends as one
-    that never was, bit for bit, and its checkpoint goes on on one device. A rank that is killed does
-    not leave the others hanging.
+    Accumulation, clipping, precision, compiling, uneven batches, bad samples and losses with weights of
+    their own lead where a loop by hand on one device leads. A run that is stopped, by an error or a
+    signal, and resumed ends as one that never was, bit for bit, and its checkpoint goes on on one device.
+    A rank that is killed does not leave the others hanging.
 
     Example:
         >>> class TestMine(TrainingConformance):
@@ -61,8 +61,9 @@ class TrainingConformance(ConformanceKit):
         dtype = torch.bfloat16 if way == "bf16-true" else torch.float32
         for outcomes in self.trained():
             found = outcomes[way].state
-            assert {tensor.dtype for tensor in found.values()} == {dtype}
-            _assert_close({n: t.float() for n, t in found.items()}, expected.state, rtol=0.0, atol=0.03)
+            assert {tensor.dtype for tensor in found.values() if tensor.is_floating_point()} == {dtype}
+            same_type = {n: t.to(expected.state[n].dtype) for n, t in found.items()}
+            _assert_close(same_type, expected.state, rtol=0.0, atol=0.03)
             # Every rank decides alike whether a step is made, so all have the same weights.
             _assert_equal(found, self.trained()[0][way].state)
 
@@ -93,15 +94,12 @@ class TrainingConformance(ConformanceKit):
             _assert_same_run(found, expected)
 
     def test_a_rank_that_is_killed_leaves_nobody_hanging_and_a_checkpoint(self, tmp_path: Path) -> None:
-        if self.processes == 1:
-            pytest.skip("takes several processes")
-        began = time.monotonic()
         ends = rank_outcomes(runs.killed, self.processes, self, str(tmp_path), timeout_s=DEADLINE_S)
-        assert time.monotonic() - began < DEADLINE_S
         assert ends[-1].exitcode == -9
         for end in ends[:-1]:
-            assert end.error is not None, str(end)
-        for expected, found in self.everywhere(runs.resumed_after, str(tmp_path)):
+            assert end.error is not None, str(end)  # it raised, and was not ended at the deadline
+        # In ranks like those before: another number of threads would round in another order.
+        for expected, found in run_ranks(runs.resumed_after, self.processes, self, str(tmp_path)):
             _assert_same_run(found, expected)
 
 

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core import StepOutput
-from tp_core.plugins import PluginRegistry
+from tp_core.plugins import PluginRegistry, StepOutput
 from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints, Interrupted, Trainer
@@ -165,7 +164,7 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
         for x, y in _steps(way):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            loss.backward()
             if "clip_value" in way.fit:
                 nn.utils.clip_grad_value_(model.parameters(), way.fit["clip_value"])
             if "clip_norm" in way.fit:
@@ -214,7 +213,7 @@ def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments
     with make_trainer(kit, accumulate=2) as trainer:
         model = nn.Sequential(nn.Dropout(0.2), kit.make_model())
         if folder is not None:
-            arguments |= {"checkpoint": Checkpoints(folder, every_steps=1, async_=True)}
+            arguments |= {"checkpoint": Checkpoints(folder, every_steps=1, background=True)}
         return fit(trainer, model, step=step, shuffle=True, **arguments)
 
 

@@ -1,0 +1,439 @@
+"""Writes the checkpoints of a run when they are due, and finds the one to go on from."""
+
+import logging
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from tp_core.errors import ConfigError, StateError, TpError
+from tp_core.plugins import Session, TensorSlice
+from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
+
+from tp_trainer._checkpoint._folders import RunFolder, bytes_in, read_json, step_of, verify, write_json
+from tp_trainer._checkpoint._lock import FolderLock
+from tp_trainer._checkpoint._settings import Checkpoints
+
+__all__ = ["Checkpointer"]
+
+log = logging.getLogger("tp_trainer")
+
+_LOOK_S = 0.5
+_PATIENCE_S = 15.0
+_STATE = "state.json"
+_RANKS = "ranks.json"
+
+
+class _Values(NamedTuple):
+    """What a checkpoint holds besides tensors."""
+
+    step: int
+    state: Mapping[str, Any]
+    ranks: list[Any]
+    facts: Mapping[str, Any]
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run when they are due, and finds the one to go on from.
+
+    Args:
+        settings: What the user wants.
+        session: Whose run it is; every method is called on all of its ranks.
+    """
+
+    def __init__(self, settings: Checkpoints, session: Session) -> None:
+        self.settings = settings
+        self.last: Path | None = None
+        self._session = session
+        self._folder = RunFolder(settings.folder)
+        self._lock: FolderLock | None = None
+        self._saved_at = time.monotonic()
+        self._saved_step = -1
+        self._writing: threading.Thread | None = None
+        self._written_into: Path | None = None  # if all ranks write there together
+        self._failure: BaseException | None = None
+        self._host: dict[tuple[Any, ...], Tensor] = {}
+        self._group: dist.ProcessGroup | None = None  # of the threads that write state together
+
+    # -- when -----------------------------------------------------------------------------------
+
+    def steps_left(self, step: int) -> int | None:
+        """Return how many optimizer steps after ``step`` the next checkpoint is due, if at a step."""
+        every = self.settings.every_steps
+        return None if every is None else every - step % every
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due at ``step`` because of its number."""
+        every = self.settings.every_steps
+        return every is not None and step > 0 and step % every == 0 and not self.has_saved(step)
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` has been written, or begun."""
+        return step == self._saved_step
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the last checkpoint is as old as one may be."""
+        age = self.settings.every_s
+        return age is not None and time.monotonic() - self._saved_at >= age
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the folder for this run, before anything is read or written there, and make it if needed.
+
+        Raises:
+            ConfigError: Another run uses it; on all ranks.
+            OSError: The folder cannot be written to; on all ranks.
+
+        Collectives: those of :meth:`_exchange`.
+        """
+        if self._session.is_main:
+            try:
+                self._lock = FolderLock(self._folder.path)
+                self._folder.sweep()
+                self._folder.scratch(0).rmdir()
+            except Exception as error:  # noqa: BLE001 - all ranks raise it together
+                self._failed(error)
+        self._exchange()
+
+    def close(self) -> None:
+        """Wait for a thread that writes, and release the folder for other runs.
+
+        After an error of the run nobody asks any more how the writing went: the log says it.
+        """
+        if self._writing is not None:
+            self._end_of_writing(self._writing)
+            self._writing = None
+        if self._failure is not None:
+            log.error("the last checkpoint could not be written", exc_info=self._failure)
+            self._failure = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        state: Mapping[str, Any],
+        mine: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            step: The optimizer step it stands at.
+            tensors: What `collect_state` returned.
+            state: Plain values, the same on all ranks.
+            mine: Plain values of this rank.
+            facts: What the manifest says; its "metrics" decide which one is the best.
+
+        Raises:
+            OSError: The disk is full, or writing is not allowed; the checkpoints before are as they
+                were. With ``background`` it may be that of the last time.
+            StateError: A value is none that can be written.
+
+        Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
+        writing together, which with ``background`` are the threads' own.
+        """
+        self._join()
+        ranks = self._session.gather_objects(dict(mine))
+        is_split = any(isinstance(value, TensorSlice) for value in tensors.values())
+        folder = self._scratch(step, shared=is_split)
+        if folder is not None:
+            values = _Values(step, dict(state), ranks, dict(facts))
+            write = partial(self._write, folder, values, together=is_split)
+            if self.settings.background:
+                if is_split and self._group is None:
+                    # The thread's collectives must not meet those of training.
+                    self._group = dist.new_group(backend="gloo")
+                copies = self._copied(tensors)
+                # A daemon: one that waits for ranks that never come must not hold up the process's end.
+                self._writing = threading.Thread(
+                    target=write, args=(copies,), name="tp-checkpoint", daemon=True
+                )
+                self._written_into = folder if is_split else None
+                self._writing.start()
+            else:
+                write(tensors)
+        if not self.settings.background:
+            self._exchange()
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def finish(self) -> None:
+        """Wait until what was begun is written, and keep no more than that.
+
+        Raises:
+            OSError: The last checkpoint could not be written.
+        """
+        self._join()
+        if self._session.is_main and self.last is not None and self.last.parent == self._folder.path:
+            self._prune(self.last)  # which a run that was killed right after its last save has not done
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _end_of_writing(self, thread: threading.Thread) -> None:
+        """Wait for a thread that writes, after an error of the run.
+
+        Where all ranks write together it may wait for one that waits for this one elsewhere, in a
+        step: after a while in which no rank has written anything it is left to itself.
+        """
+        size, left_s = -1, _PATIENCE_S
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if self._written_into is None:
+                continue
+            now = bytes_in(self._written_into)
+            size, left_s = now, _PATIENCE_S if now != size else left_s - _LOOK_S
+            if left_s <= 0:
+                log.error(
+                    "the last checkpoint was not finished: for %g s no rank has written any more of it",
+                    _PATIENCE_S,
+                )
+                return
+
+    def _join(self) -> None:
+        if self.settings.background:
+            if self._writing is not None:
+                self._writing.join()
+                self._writing = None
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange over all ranks how the writing went, and where the last checkpoint is.
+
+        Raises:
+            ConfigError: Another run has taken the folder.
+            OSError: A rank could not write.
+            StateError: Something that no checkpoint holds was to be written, or a thread failed otherwise.
+
+        Collectives: those of :meth:`Session.gather_objects`.
+        """
+        failure, self._failure = self._failure, None
+        answers = self._session.gather_objects((_described(failure), self.last))
+        self.last = answers[0][1]
+        if isinstance(failure, Exception):
+            raise failure
+        for rank, (told, _) in enumerate(answers):
+            if told is not None:
+                kind, text = told
+                msg = f"rank {rank} could not write checkpoints to {self._folder.path}: {text}"
+                raise kind(msg) from failure
+
+    def _scratch(self, step: int, *, shared: bool) -> Path | None:
+        """Return the folder that this rank writes into, if it writes.
+
+        Collectives: one broadcast, if all ranks write.
+        """
+        folder = None
+        if self._session.is_main:
+            try:
+                folder = self._new_scratch(step)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it together
+                self._failed(error)
+        return self._session.broadcast(folder) if shared else folder
+
+    def _new_scratch(self, step: int) -> Path:
+        """Return a new folder to write into, after a look whether the run still has its own.
+
+        Raises:
+            ConfigError: The folder was deleted, and another run has made it again.
+            OSError: The folder cannot be made.
+        """
+        if self._lock is not None and not self._lock.is_held():
+            log.warning(
+                "%s was deleted, or its lock, while the run writes its checkpoints there; it is made again, "
+                "and what is gone is gone",
+                self._folder.path,
+            )
+            self._lock.renew()
+        return self._folder.scratch(step)
+
+    def _copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
+        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
+        copies: dict[str, Tensor | TensorSlice] = {}
+        for name, value in tensors.items():
+            if isinstance(value, TensorSlice):
+                parts = [(start, self._copy((name, *start), part)) for start, part in value.parts]
+                copies[name] = TensorSlice(value.shape, parts)
+            else:
+                copies[name] = self._copy((name,), value)
+        return copies
+
+    def _copy(self, key: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        old = self._host.get(key)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old.copy_(tensor)
+        self._host[key] = copy = tensor.to("cpu", copy=True)
+        return copy
+
+    def _write(
+        self,
+        folder: Path,
+        values: _Values,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        *,
+        together: bool,
+    ) -> None:
+        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
+
+        A failure is kept for all ranks to learn: whatever it is, where a thread writes.
+        """
+        try:
+            if together:
+                self._write_together(tensors, folder)
+                if self._session.is_main:
+                    self._complete(folder, values)
+            else:
+                self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
+        except BaseException as error:
+            if not self.settings.background and not isinstance(error, Exception):
+                raise  # a second Ctrl-C ends the run at once
+            self._failed(error, folder)
+
+    def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: _Values) -> None:
+        """Write what rank 0 has whole; once more if the folder was deleted meanwhile."""
+
+        def write(folder: Path) -> None:
+            written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
+            self._complete(folder, values, written)
+
+        try:
+            write(folder)
+        except OSError:
+            if self._lock is None or self._lock.is_held():
+                raise
+            write(self._new_scratch(values.step))
+
+    def _write_together(self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
+        """Write this rank's part, and raise here and on rank 0 if it could not.
+
+        Collectives: those of writing together, one gather; over the group of the writing threads.
+        """
+        from tp_core.state import write_tensors
+
+        failure: BaseException | None = None
+        try:
+            write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
+        except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
+            failure = error
+        told: list[str | None] = [None] * self._session.world_size
+        try:
+            dist.all_gather_object(told, failure and (str(failure) or repr(failure)), group=self._group)
+        except RuntimeError as error:  # a rank has gone
+            for lost in (failure, error):
+                if lost is not None:
+                    traceback.clear_frames(lost.__traceback__)  # they hold the group
+            self._leave_group()  # by its end the ranks that wait for this one learn of it
+            msg = f"the ranks that write a checkpoint together lost one: {error}"
+            raise StateError(msg) from error
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
+        if failure is not None:
+            raise failure
+        if failed is not None and self._session.is_main:
+            raise OSError(failed)
+
+    def _complete(
+        self, folder: Path, values: _Values, written: Mapping[str, FileRecord] | None = None
+    ) -> None:
+        write_json(folder / _STATE, values.state)
+        write_json(folder / _RANKS, values.ranks)
+        self.last = self._folder.commit(folder, values.facts, written or {})
+        self._prune(self.last)
+
+    def _prune(self, last: Path) -> None:
+        settings = self.settings
+        self._folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
+
+    def _failed(self, error: BaseException, folder: Path | None = None) -> None:
+        """Keep a failure for :meth:`_exchange`, and delete what was half written."""
+        self._failure = error
+        if not self._session.is_main:
+            return
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
+        before = "; the checkpoints before it are whole" if self._folder.committed() else ""
+        error.add_note(f"while a checkpoint was written to {self._folder.path}{before}")
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def find(self, resume: str | Path) -> Path | None:
+        """Return the checkpoint to go on from, the same on all ranks.
+
+        Args:
+            resume: A checkpoint, or "auto" for the newest that is whole, if there is one.
+
+        Raises:
+            StateError: The checkpoint that was named is not whole.
+
+        Collectives: one broadcast.
+        """
+        path, failure = None, None
+        if self._session.is_main:
+            try:
+                if resume == "auto":
+                    path = self._folder.newest_whole()
+                else:
+                    path = Path(resume).absolute()
+                    verify(path)
+            except StateError as error:
+                failure = str(error)
+        path, failure = self._session.broadcast((path, failure))
+        if failure is not None:
+            raise StateError(failure)
+        return path
+
+    def check_free(self, step: int) -> None:
+        """Make sure that the folder has no checkpoint after ``step``, where the run begins.
+
+        One of another run would be taken for the newest: kept instead of those of this run, and the
+        one to go on from later.
+
+        Raises:
+            ConfigError: There is a checkpoint after ``step``; on all ranks.
+
+        Collectives: one broadcast.
+        """
+        later = [path.name for path in self._folder.committed() if step_of(path) > step]
+        later = self._session.broadcast(later)
+        if later:
+            begins = f"begins after step {step}" if step else "begins anew"
+            msg = (
+                f"{self._folder.path} has {', '.join(sorted(later))}, and the run {begins}: give "
+                "resume='auto' to go on from the newest, or another folder, or delete what is not needed "
+                "any more"
+            )
+            raise ConfigError(msg)
+
+    def continues(self, path: Path, step: int) -> None:
+        """Note that the run goes on from ``path``, which stands at ``step``."""
+        self.last, self._saved_step, self._saved_at = path, step, time.monotonic()
+
+    @staticmethod
+    def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
+        """Return the tensors, the plain values, and those of each rank.
+
+        Raises:
+            StateError: A file of the checkpoint cannot be read here.
+        """
+        return open_tensors(path), read_json(path / _STATE), read_json(path / _RANKS)
+
+
+def _described(failure: BaseException | None) -> tuple[type[Exception], str] | None:
+    """Return what other ranks are told of a failure: which kind they raise, and its words."""
+    if failure is None:
+        return None
+    kind = next((kind for kind in (OSError, ConfigError) if isinstance(failure, kind)), StateError)
+    named = isinstance(failure, (OSError, TpError))
+    return kind, str(failure) if named else f"{type(failure).__name__}: {failure}"

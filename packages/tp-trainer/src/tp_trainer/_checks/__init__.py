@@ -1,0 +1,1 @@
+"""Arguments that callers give: checked before anything begins."""

@@ -1,0 +1,228 @@
+"""The objects that callers give, models, optimizers, loaders, schedulers: checked before anything begins."""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+from tp_core.errors import ConfigError
+from tp_core.plugins import PreparedLoader
+
+__all__ = [
+    "check_loader",
+    "check_model",
+    "check_no_others",
+    "check_optimizer",
+    "check_owner",
+    "check_preparable",
+    "check_scheduler",
+]
+
+_SEVERAL = (list, tuple, set, frozenset, Mapping)
+
+
+def check_model(method: str, model: object) -> None:
+    """Make sure that one model was given.
+
+    Raises:
+        ConfigError: ``model`` is something else; a list says how several are trained.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, _SEVERAL):
+        msg = (
+            f"{method} takes one model, got {_described(model)}; put several into one module "
+            "(torch.nn.ModuleList or ModuleDict), or prepare them in a loop of your own: "
+            "trainer.prepare(first, second, ...)"
+        )
+    else:
+        msg = f"{method} takes a model, a torch.nn.Module, got {_described(model)}"
+    raise ConfigError(msg)
+
+
+def check_optimizer(method: str, optimizer: object) -> None:
+    """Make sure that one optimizer was given, whose step needs no closure.
+
+    Raises:
+        ConfigError: ``optimizer`` is something else.
+    """
+    if isinstance(optimizer, Optimizer):
+        _check_steps_alone(optimizer)
+        return
+    if isinstance(optimizer, _SEVERAL):
+        msg = (
+            f"{method} takes one optimizer, got {_described(optimizer)}; give one with several parameter "
+            "groups, or step several in a loop of your own: trainer.prepare(model, first, second, loader)"
+        )
+    elif isinstance(optimizer, type):
+        msg = f"optimizer must be made first: {optimizer.__name__}(model.parameters(), lr=...)"
+    else:
+        msg = f"optimizer must be a torch.optim.Optimizer, got {_described(optimizer)}"
+    raise ConfigError(msg)
+
+
+def _check_steps_alone(optimizer: Optimizer) -> None:
+    """Make sure that an optimizer's step can be called without a closure.
+
+    Raises:
+        ConfigError: The optimizer's step needs a closure, as that of LBFGS does.
+    """
+    if _needs_closure(type(optimizer).step):
+        msg = (
+            f"{type(optimizer).__name__}.step() needs a closure, which evaluates the loss several times, and "
+            "fit() and update() give none; call optimizer.step(closure) in a loop of your own after "
+            "trainer.prepare(model, optimizer, loader)"
+        )
+        raise ConfigError(msg)
+
+
+@cache
+def _needs_closure(step: Callable[..., object]) -> bool:
+    given = list(inspect.signature(step).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)
+
+
+def check_loader(what: str, loader: object) -> None:
+    """Make sure that one loader was given: something that yields batches.
+
+    Raises:
+        ConfigError: ``loader`` is something else, or several.
+    """
+    if isinstance(loader, Mapping) or (
+        isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
+    ):
+        how = (
+            "evaluate the others with trainer.evaluate(model, loader, step=...)"
+            if what == "val_loader"
+            else "join the datasets (ConcatDataset), or zip prepared loaders in a loop of your own"
+        )
+        msg = f"{what} must be one loader, got {_described(loader)}; {how}"
+    elif isinstance(loader, Dataset) and not isinstance(loader, Iterable):
+        msg = f"{what} must yield batches, got a dataset, {_described(loader)}; give DataLoader(dataset, ...)"
+    elif isinstance(loader, str | bytes | os.PathLike | Tensor | nn.Module) or not isinstance(
+        loader, Iterable
+    ):
+        msg = f"{what} must be a DataLoader or another iterable of batches, got {_described(loader)}"
+    else:
+        return
+    raise ConfigError(msg)
+
+
+def check_preparable(value: object) -> None:
+    """Make sure that ``value`` is something to prepare: one model, optimizer, loader or scheduler.
+
+    Raises:
+        ConfigError: ``value`` is something else, or several of them.
+    """
+    if isinstance(value, nn.Module | Optimizer | LRScheduler | ReduceLROnPlateau | PreparedLoader):
+        return
+    if isinstance(value, _SEVERAL):
+        held = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) or any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in held):
+            msg = f"prepare() takes its objects one by one, as in prepare(*objects), got {_described(value)}"
+            raise ConfigError(msg)
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | os.PathLike | Tensor):
+        msg = f"prepare() takes models, optimizers, loaders and schedulers, got {_described(value)}"
+        raise ConfigError(msg)
+
+
+def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Make sure that an optimizer has parameters of one of the models.
+
+    Raises:
+        ConfigError: The optimizer has none of them.
+    """
+    mine = {key for model in models for key in _parameters_of(model)}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        msg = (
+            "the optimizer has none of the model's parameters, so training would change nothing; "
+            "make it from model.parameters()"
+        )
+        raise ConfigError(msg)
+
+
+def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
+    """Make sure that an optimizer has parameters of the model alone.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model.
+        why: What would go wrong with others.
+
+    Raises:
+        ConfigError: The optimizer has a parameter of something else; its place and shape are named.
+    """
+    mine = _parameters_of(model)
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in mine:
+                msg = (
+                    f"the optimizer's parameter {position} of group {index}, of shape "
+                    f"{tuple(parameter.shape)}, is not the model's: {why}; make what it belongs to a "
+                    "submodule of the model"
+                )
+                raise ConfigError(msg)
+
+
+def _parameters_of(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters, as they are between two steps.
+
+    A module of ``fully_shard`` keeps others in their place after an evaluation; asking for its state
+    brings them back.
+    """
+    model.state_dict(keep_vars=True)
+    return {id(p) for p in model.parameters()}
+
+
+def check_scheduler(scheduler: object, every: str, optimizer: Optimizer) -> None:
+    """Make sure that a scheduler can be moved on, that it moves this optimizer, and that ``every`` is valid.
+
+    Raises:
+        ConfigError: The scheduler has no ``step()``, moves another optimizer, or ``every`` is something else.
+    """
+    if every not in {"epoch", "step"}:
+        msg = f"scheduler_every must be 'epoch' or 'step', got {every!r}"
+        raise ConfigError(msg)
+    if scheduler is None:
+        return
+    if isinstance(scheduler, _SEVERAL):
+        msg = (
+            f"scheduler must be one scheduler, got {_described(scheduler)}; join several with "
+            "SequentialLR or ChainedScheduler of torch.optim.lr_scheduler"
+        )
+        raise ConfigError(msg)
+    if isinstance(scheduler, type):
+        msg = f"scheduler must be made first: {scheduler.__name__}(optimizer, ...)"
+        raise ConfigError(msg)
+    if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
+        msg = f"scheduler must have a method step(), got {_described(scheduler)}"
+        if isinstance(scheduler, Optimizer):
+            msg = f"scheduler must move a learning rate, got an optimizer, {type(scheduler).__name__}"
+        raise ConfigError(msg)
+    moved = getattr(scheduler, "optimizer", None)
+    if isinstance(moved, Optimizer):
+        groups = {id(group) for group in optimizer.param_groups}
+        if not any(id(group) in groups for group in moved.param_groups):
+            msg = (
+                f"the scheduler, {type(scheduler).__name__}, moves another optimizer, a "
+                f"{type(moved).__name__}, than the one that is given; make it from this one"
+            )
+            raise ConfigError(msg)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, _SEVERAL):
+        kinds = ", ".join(
+            sorted({type(v).__name__ for v in (value.values() if isinstance(value, Mapping) else value)})
+        )
+        return (
+            f"a {type(value).__name__} of {len(value)} ({kinds})"
+            if value
+            else f"an empty {type(value).__name__}"
+        )
+    text = repr(value)
+    return f"{type(value).__name__}: {text if len(text) <= 100 else text[:100] + '...'}"

@@ -1,0 +1,1 @@
+"""The hosts of a job: their addresses, their store, and how they hear of failures."""

@@ -1,0 +1,123 @@
+"""Which host is this one: read from its network interfaces, never from its name.
+
+torch compares host *names* to decide who serves the rendezvous. In containers and network
+namespaces names say nothing, nobody serves, and every host waits until its deadline.
+"""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+from tp_core.errors import ConfigError
+
+__all__ = [
+    "Endpoint",
+    "address_towards",
+    "interface_of",
+    "own_address",
+    "parse_endpoint",
+    "resolve",
+    "wait_for_endpoint",
+]
+
+_DEFAULT_PORT = 29400  # torch's own default for a rendezvous without a port
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The host and port where the hosts of a job meet."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
+    """``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint.
+
+    Raises:
+        ConfigError: For an empty host, or a port that is not a number from 0 to 65535.
+    """
+    text = text.strip()
+    host, port = text, str(_DEFAULT_PORT)
+    if text.startswith("["):
+        host, _, tail = text[1:].partition("]")
+        port = tail.removeprefix(":") or port
+    elif text.count(":") == 1:
+        host, port = text.split(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} must look like host:port with a port up to 65535; got {text!r}")
+    return Endpoint(host, int(port))
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of a host, none when its name is unknown here."""
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return []
+    return [str(entry[4][0]).partition("%")[0] for entry in found]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that owns an address of this machine, or None."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:  # a name: which interface it means depends on who asks
+        return None
+    for name, owned in psutil.net_if_addrs().items():
+        for entry in owned:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if ipaddress.ip_address(entry.address.partition("%")[0]) == wanted:
+                return name
+    return None
+
+
+def own_address(host: str) -> str | None:
+    """The address under which ``host`` names this machine, or None when it names another one."""
+    for address in resolve(host):
+        if ipaddress.ip_address(address).is_loopback or interface_of(address) is not None:
+            return address
+    return None
+
+
+def address_towards(endpoint: Endpoint) -> str | None:
+    """The address of this machine from which ``endpoint`` is reached, or None."""
+    for address in resolve(endpoint.host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, endpoint.port or 1))  # a datagram socket: nothing is sent
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def wait_for_endpoint(
+    endpoint: Endpoint, *, timeout_s: float, say: Callable[[str], None], grace_s: float = 3.0
+) -> bool:
+    """Wait until somebody listens at the endpoint; False when the time is up.
+
+    torch's own wait sits in native code, deaf to Ctrl-C, and is silent.
+    """
+    start, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()
+        except OSError as error:
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                return False
+            if waited_s >= grace_s and not told:
+                say(f"waiting for the rendezvous host at {endpoint} ({error.strerror or error})")
+                told = True
+            time.sleep(0.2)
+        else:
+            return True

@@ -1,0 +1,1 @@
+"""Jobs in the background: started, listed, shown, ended."""

@@ -1,0 +1,60 @@
+"""The background process of a detached job: ``python -m ..._supervise DIRECTORY``."""
+
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from tp_core.errors import TpError
+
+from tp_trainer._launch._jobs._status import Status
+from tp_trainer._launch._jobs._store import Job, load_job
+from tp_trainer._launch._ranks._failure import code_name
+from tp_trainer._launch._ranks._outcome import Outcome, report
+from tp_trainer._launch._run import execute
+from tp_trainer._launch._signals import Stopped, StopSignals
+
+__all__ = ["main"]
+
+
+def main(directory: str) -> int:
+    """Run the job that is kept in the directory, and write down how it goes."""
+    job = load_job(Path(directory))
+    status = Status.of_this_process("running")
+    job.write_status(status)
+    with StopSignals() as signals:
+        try:
+            outcome = _run(job)
+        except Stopped as stopped:  # before the launch could take the signals over
+            outcome = Outcome.stopped(stopped.signum, "nothing was saved: no rank had been started")
+        signals.ignore()
+        report(outcome)
+        job.write_status(replace(_ended(status, outcome), ended=time.time(), code=outcome.status))
+    return outcome.status
+
+
+def _run(job: Job) -> Outcome:
+    try:
+        return execute(job.request)
+    except TpError as error:
+        return Outcome(2, message=str(error))
+    except Exception as error:  # noqa: BLE001  # whatever it is, the job must not stay "running"
+        traceback.print_exc()
+        return Outcome(1, message=f"{type(error).__name__}: {error}")
+
+
+def _ended(status: Status, outcome: Outcome) -> Status:
+    if outcome.stopped_by is not None:
+        return replace(status, state="stopped", reason=f"{code_name(-outcome.stopped_by)}; {outcome.account}")
+    if outcome.failure is not None:
+        failure = outcome.failure
+        reason = f"rank {failure.rank}: {code_name(failure.code)}"
+        return replace(status, state="failed", reason=reason)
+    if outcome.status:
+        return replace(status, state="failed", reason=outcome.message)
+    return replace(status, state="finished")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

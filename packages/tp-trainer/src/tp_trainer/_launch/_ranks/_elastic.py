@@ -1,0 +1,146 @@
+"""The seam to torch's elastic launcher. Imports torch: only for those who start something."""
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from tp_trainer._launch._hosts._addresses import Endpoint
+from tp_trainer._launch._hosts._rendezvous import BOUND
+from tp_trainer._launch._plan import Plan
+from tp_trainer._launch._ranks._ending import end_file
+from tp_trainer._launch._ranks._leavers import Attempt
+from tp_trainer._launch._ranks._monitor import Rank
+from tp_trainer._rank_end import RANK_END
+
+__all__ = ["ProcessFailure", "RankLogs", "RendezvousConnectionError", "start_ranks"]
+
+_LOUD = ("torch.distributed", "torchelastic")
+_BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
+
+
+class RankLogs(DefaultLogsSpecs):
+    """torch's log files, and a word to us about each attempt just before its processes start."""
+
+    def __init__(
+        self, log_dir: str, *, env: dict[str, str], on_attempt: Callable[[Attempt, list[Rank]], None]
+    ) -> None:
+        super().__init__(log_dir=log_dir, redirects=Std.ALL)
+        self._env = env
+        self._on_attempt = on_attempt
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Lay out the files of an attempt; each rank's variables pass through here, too."""
+        dest = super().reify(envs)
+        ranks = []
+        for local_rank, env in sorted(envs.items()):
+            stderr = Path(dest.stderrs[local_rank])
+            env.update(self._env)
+            env["TP_RANK_DIR"] = str(stderr.parent)
+            env[RANK_END] = str(end_file(stderr.parent))
+            ranks.append(
+                Rank(
+                    local_rank=local_rank,
+                    rank=int(env["RANK"]),
+                    directory=stderr.parent,
+                    stdout=Path(dest.stdouts[local_rank]),
+                    stderr=stderr,
+                )
+            )
+        first = envs[0]
+        attempt = Attempt(
+            number=int(first["TORCHELASTIC_RESTART_COUNT"]),
+            nodes=int(first["GROUP_WORLD_SIZE"]),
+            store=Endpoint(first["MASTER_ADDR"], int(first["MASTER_PORT"])),
+        )
+        self._on_attempt(attempt, ranks)
+        return dest
+
+
+def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[ProcessFailure]:
+    """Start the processes of this host and wait for all of them.
+
+    Returns:
+        The processes that failed when no restart was left, none when all went well.
+
+    Raises:
+        RendezvousConnectionError: When the rendezvous cannot be reached or served.
+    """
+    request = plan.request
+    conf: dict[str, Any] = dict(request.rdzv_conf)
+    if plan.backend == "static":
+        conf["rank"] = request.node_rank or 0
+    elif is_host is not None:
+        conf["is_host"] = is_host
+    backend = plan.backend
+    if plan.bind is not None and backend in BOUND:
+        backend, conf["bind"] = BOUND[backend], plan.bind
+    # torch forgets a host that is silent for three of these, and lets the others meet without it.
+    conf.setdefault("keep_alive_interval", max(1, int(request.host_timeout_s / 3)))
+    options: dict[str, Any] = {
+        "min_nodes": plan.min_nodes,
+        "max_nodes": plan.max_nodes,
+        "nproc_per_node": plan.nproc,
+        "logs_specs": logs,
+        "run_id": plan.run_id,
+        "rdzv_endpoint": str(plan.endpoint),
+        "rdzv_backend": backend,
+        "rdzv_configs": conf,
+        "max_restarts": request.max_restarts,
+        "monitor_interval": request.monitor_interval_s,
+        "local_addr": plan.local_addr,
+        # None: torch would signal the workers of the ranks' loaders along with the ranks.
+        "signals_to_handle": "",
+        "shutdown_timeout": int(request.grace_s),
+    }
+    known = {field.name for field in fields(LaunchConfig)}  # they differ between versions of torch
+    config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
+    program = ["-m", request.script] if request.module else [request.script]
+    command = [
+        *["-I", "-S", str(_BOOTSTRAP), str(os.getpid()), sys.executable, "-u"],
+        *program,
+        *request.args,
+    ]
+    with _quiet_torch():
+        try:
+            # torch reads its arguments as templates; a doubled dollar sign stands for one.
+            launch_agent(config, sys.executable, [word.replace("$", "$$") for word in command])
+        except ChildFailedError as error:
+            return list(error.failures.values())
+    return []
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keep the launcher's own log lines to itself, unless LOGLEVEL asks for them."""
+    with warnings.catch_warnings():
+        # torch leaves the log files of processes that end by themselves to the garbage collector.
+        warnings.simplefilter("ignore", ResourceWarning)
+        if "LOGLEVEL" in os.environ:
+            yield
+            return
+        with _without_logging():
+            yield
+
+
+@contextlib.contextmanager
+def _without_logging() -> Iterator[None]:
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOUD)]
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,246 @@
+"""Which rank failed first, and how to say it."""
+
+import re
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tp_trainer._launch._ranks._monitor import Death, Rank
+
+__all__ = ["Failure", "code_name", "first_failure", "last_traceback"]
+
+_TAIL_LINES = 20
+_MAX_LINES = 120
+_MAX_BYTES = 1 << 18
+_HEAD = "Traceback (most recent call last):"
+_CHAIN = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+# What a rank says when another one has gone: never the cause while another rank said otherwise.
+_CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process|ncclRemoteError|recvValue failed"
+    r"|connection (?:refused|was closed)|socket (?:closed|timeout)|RankFailedError|DistNetworkError"
+    r"|failed to recv|timed out waiting|peer (?:closed|is gone)",
+    re.IGNORECASE,
+)
+# How native code goes down when Python has already given up.
+_AFTERMATH = ("terminate called", "Fatal Python error:")
+_NO_GOODBYE = "terminate called without an active exception"  # threads of gloo were still alive
+_HINTS = {
+    "SIGKILL": "killed from outside; when nobody did, the system was out of memory (see dmesg)",
+    "SIGSEGV": "a crash in native code; the stack of Python, if there was time, is below",
+    "SIGABRT": "native code gave up, on a failed check or a timeout of a collective",
+    "exit": "it had come to its end: call torch.distributed.destroy_process_group() there",
+    "SIGBUS": "often a full /dev/shm: data loader workers share memory there",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The end of the rank that failed first.
+
+    Attributes:
+        rank: Its rank in the job.
+        local_rank: Its rank on its host.
+        pid: Its process id there.
+        host: The name of its host.
+        code: Its exit code; negative for a signal.
+        text: The traceback, or the end of what it wrote to stderr.
+        is_traceback: Which of the two ``text`` is.
+        is_consequence: Whether the text only tells that another process has gone.
+        others: What became of the other ranks of its host.
+        left: The ranks of its host that had ended before it, with status 0.
+        log: Its stderr log, when that stays.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    host: str
+    code: int
+    text: str
+    is_traceback: bool
+    is_consequence: bool
+    others: str
+    left: tuple[int, ...] = ()
+    log: str | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status of a shell for it: the exit code, or 128 + the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def to_dict(self) -> dict[str, Any]:
+        """The failure as values that JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The block that is printed last."""
+        name = code_name(self.code)
+        lines = [
+            "=" * 72,
+            f"rank {self.rank} failed first: {name}, status {self.status}",
+            f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
+        ]
+        hint = _HINTS.get("exit" if _NO_GOODBYE in self.text else name)
+        if hint and _HEAD not in self.text:  # a traceback says more than a signal
+            lines.append(f"  hint    {hint}")
+        if self.left:
+            names = f"rank{'s' * (len(self.left) > 1)} {', '.join(map(str, self.left))}"
+            early = ", which is likely the cause" if self.is_consequence else ""
+            lines.append(f"  before  {names} had ended with exit code 0{early}")
+        if self.others:
+            lines.append(f"  others  {self.others}")
+        if self.log is not None:
+            lines.append(f"  log     {self.log}")
+        if self.text:
+            lines.append("" if self.is_traceback else "  the end of its stderr:")
+            lines += [f"  {line}".rstrip() for line in self.text.splitlines()]
+        else:
+            lines.append("  it wrote nothing to stderr")
+        return "\n".join([*lines, "=" * 72])
+
+
+def code_name(code: int) -> str:
+    """``exit code 3`` or the name of a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def first_failure(
+    codes: Mapping[int, tuple[int, int]],
+    *,
+    ranks: Mapping[int, Rank],
+    deaths: Mapping[int, Death],
+    killed: set[int],
+    keep_logs: bool,
+) -> Failure:
+    """The rank whose end was the cause of the others' ends.
+
+    Args:
+        codes: For each rank that failed, in torch's order: local rank to (process id, exit code).
+        ranks: All ranks of this host, by local rank.
+        deaths: The order in which they were seen to end.
+        killed: Those that were killed because they did not end when asked.
+        keep_logs: Whether the logs stay.
+    """
+    told = {local: _last_words(ranks[local], code) for local, (_, code) in codes.items()}
+
+    def lateness(local: int) -> tuple[bool, bool, int, int]:
+        # Who was ended by the launcher, or only reports that a peer has gone, comes after the rest.
+        ended_by_us = local in killed or codes[local][1] == -signal.SIGTERM
+        order = deaths[local].order if local in deaths else len(ranks)
+        return ended_by_us, told[local][2], order, list(codes).index(local)
+
+    local = min(codes, key=lateness)
+    pid, code = codes[local]
+    end = deaths[local].order if local in deaths else len(ranks)
+    left = sorted(ranks[n].rank for n, death in deaths.items() if death.code == 0 and death.order < end)
+    text, is_traceback, is_consequence = told[local]
+    return Failure(
+        rank=ranks[local].rank,
+        local_rank=local,
+        pid=pid,
+        host=socket.gethostname(),
+        code=code,
+        text=text,
+        is_traceback=is_traceback,
+        is_consequence=is_consequence,
+        others=_others(codes, ranks=ranks, killed=killed, first=local),
+        left=tuple(left),
+        log=str(ranks[local].stderr) if keep_logs else None,
+    )
+
+
+def last_traceback(text: str) -> str:
+    """The last traceback in a text, with those it was chained to; "" when there is none."""
+    lines = text.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
+    if not heads:
+        return ""
+    start = heads[-1]
+    for head in reversed(heads[:-1]):
+        between = [line.strip() for line in lines[head:start]]
+        while between and not between[-1]:
+            between.pop()
+        if not between or between[-1] not in _CHAIN:
+            break
+        start = head
+    end = next((i for i in range(start, len(lines)) if lines[i].startswith(_AFTERMATH)), len(lines))
+    return "\n".join(lines[start:end])
+
+
+def _last_words(rank: Rank, code: int) -> tuple[str, bool, bool]:
+    """Return what a rank wrote at its end, whether that is a traceback, and whether it blames another."""
+    try:
+        with rank.stderr.open("rb") as file:
+            file.seek(max(0, rank.stderr.stat().st_size - _MAX_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        text = ""
+    own = f"[rank{rank.rank}]: "  # torch's own mark on the lines of a traceback
+    text = "\n".join(line.removeprefix(own) for line in text.splitlines()).strip("\n")
+    if code > 0:
+        found = last_traceback(text)
+    elif code == -signal.SIGABRT:
+        # An uncaught exception ends in an abort where threads of a collective are still alive.
+        found = last_traceback(text) or _native_stack(text, before=_TAIL_LINES)
+    else:
+        # A rank that was killed says nothing; a traceback in its log is of something it survived.
+        found = _native_stack(text)
+    if found:
+        return _shortened(found), True, bool(_CONSEQUENCE.search(_exception_of(found)))
+    tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
+    return tail, False, False
+
+
+def _native_stack(text: str, *, before: int = 0) -> str:
+    """The stack that Python writes when native code crashes, and some lines before it."""
+    lines = text.splitlines()
+    fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
+    if not fatal:
+        return ""
+    shown = lines[max(0, fatal[-1] - before) :]
+    return "\n".join(line for line in shown if not line.startswith("Extension modules:")).strip()
+
+
+def _exception_of(traceback: str) -> str:
+    """The lines after the last frame: the exception and its message."""
+    lines = traceback.splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    return "\n".join(lines[frames[-1] + 1 if frames else 0 :])
+
+
+def _shortened(text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) <= _MAX_LINES:
+        return text
+    half = _MAX_LINES // 2
+    left_out = f"... {len(lines) - 2 * half} lines left out ..."
+    return "\n".join([*lines[:half], left_out, *lines[-half:]])
+
+
+def _others(
+    codes: Mapping[int, tuple[int, int]], *, ranks: Mapping[int, Rank], killed: set[int], first: int
+) -> str:
+    parts = []
+    for local, rank in sorted(ranks.items()):
+        if local == first or local not in codes:
+            continue
+        code = codes[local][1]
+        if local in killed:
+            how = "killed by tp launch: it did not end when asked"
+        elif code == -signal.SIGTERM:
+            how = "ended by tp launch"
+        else:
+            how = code_name(code)
+        parts.append(f"rank {rank.rank} {how}")
+    shown = parts[:4] + ([f"and {len(parts) - 4} more"] if len(parts) > 4 else [])
+    return "; ".join(shown)

@@ -1,0 +1,260 @@
+"""The share of this host in a job: its ranks, from the first start to the last end."""
+
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tp_trainer._launch._hosts._addresses import Endpoint, wait_for_endpoint
+from tp_trainer._launch._hosts._failure_broadcast import FailureBroadcast
+from tp_trainer._launch._plan import Plan
+from tp_trainer._launch._ranks._ending import account, heard_end
+from tp_trainer._launch._ranks._failure import code_name, first_failure
+from tp_trainer._launch._ranks._leavers import Attempt, Leavers
+from tp_trainer._launch._ranks._monitor import Rank, Watch
+from tp_trainer._launch._ranks._outcome import Outcome, say
+from tp_trainer._launch._ranks._tail import Tail
+from tp_trainer._launch._signals import Stopped
+
+if TYPE_CHECKING:
+    from tp_trainer._launch._ranks._elastic import ProcessFailure
+
+__all__ = ["LocalRun"]
+
+_FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
+_POLL_S = 0.02
+_START_S = 5.0  # how long a process may take to report its id
+_DEAF_S = 2.0  # how long torch's agent may take to notice that its processes have ended
+_RENDEZVOUS_TIMEOUT_S = 600.0  # torch's own for joining
+_ANSWER_S = 60.0  # torch's own for reading
+
+
+class _NoRendezvousError(Exception):
+    """Nobody serves the rendezvous."""
+
+
+class LocalRun:
+    """The ranks of one launch on this host, over all restarts.
+
+    Args:
+        plan: What to start.
+        log_dir: Where the logs of the ranks go.
+        on_deaf: Called from a thread, with the end of the launch, when torch's agent waits for a
+            rendezvous host that was cut off, and will do so forever.
+    """
+
+    def __init__(self, plan: Plan, *, log_dir: Path, on_deaf: Callable[[Outcome], None]) -> None:
+        self._plan = plan
+        self._on_deaf = on_deaf
+        self._over = threading.Event()
+        self._log_dir = log_dir
+        self._ranks: dict[int, Rank] = {}
+        self._serves = bool(plan.is_host)
+        self._broadcast: FailureBroadcast | None = None
+        own = socket.gethostname()
+        self._name = f"{own} ({plan.local_addr})" if plan.local_addr else own
+        self._loss = ""  # what was said of a host that was lost, for which the ranks were ended
+        self._tail = Tail()
+        self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
+        self._watch = Watch(failure_grace_s=self._failure_grace_s)
+        self._leavers = Leavers(self._watch.deaths)
+        self._tail.start()
+        self._watch.start()
+
+    def run(self) -> Outcome:
+        """Start the ranks and wait for them; a signal is an outcome, too."""
+        try:
+            outcome = self._run()
+        except Stopped as stopped:
+            outcome = self.stopped(stopped.signum)
+        self._over.set()
+        try:
+            return self._agreed(outcome)
+        except Stopped as stopped:
+            return self.stopped(stopped.signum)
+
+    def end(self, signum: int) -> None:
+        """Ask every rank to end, give it time to save, and kill it then; called from a signal handler.
+
+        SIGUSR1, the warning of a scheduler, is passed on as it is. The others are one for a rank.
+        """
+        self._watch.signal(signum if signum == signal.SIGUSR1 else signal.SIGTERM)
+        self._wait_for_ends(self._plan.request.grace_s)
+        if len(self._watch.deaths()) < len(self._ranks):
+            self.kill()
+            self._wait_for_ends(_DEAF_S)
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended yet."""
+        self._watch.kill_all()
+
+    def stopped(self, signum: int) -> Outcome:
+        """The end of this launch by a signal, with what was saved."""
+        deaths, killed = self._watch.deaths(), self._watch.killed()
+        grace_s = self._plan.request.grace_s
+        return Outcome.stopped(
+            signum, account(self._ranks.values(), deaths=deaths, killed=killed, grace_s=grace_s)
+        )
+
+    def _wait_for_ends(self, limit_s: float) -> None:
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < limit_s:
+            # torch may have been about to start some, which it will not do any more.
+            expected = len(self._ranks) if waited_s < _START_S else self._watch.found()
+            if len(self._watch.deaths()) >= expected:
+                return
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Leave no process behind, and show the rest of what they wrote."""
+        self._watch.kill_all()
+        self._leavers.close()
+        self._tail.stop()
+        self._watch.stop()
+        if self._broadcast is not None:
+            self._broadcast.close()
+
+    def _run(self) -> Outcome:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        try:
+            failures = self._start()
+        except SignalException as error:  # from a torch that sets a handler of its own
+            return self.stopped(error.sigval)
+        except _NoRendezvousError as error:
+            return Outcome(1, message=str(error))
+        except Exception as error:  # noqa: BLE001  # torch's agent: any of its many kinds
+            return Outcome(1, message=self._loss or self._broken(error))
+        return self._failed(failures) if failures else Outcome(0)
+
+    def _start(self) -> "list[ProcessFailure]":
+        from tp_trainer._launch._ranks._elastic import RankLogs, RendezvousConnectionError, start_ranks
+
+        plan = self._plan
+        logs = RankLogs(str(self._log_dir), env=plan.env, on_attempt=self._on_attempt)
+        if plan.is_host is False:
+            self._find_host()
+        try:
+            return start_ranks(plan, logs=logs, is_host=plan.is_host)
+        except RendezvousConnectionError:
+            # The address is ours but the port is taken: another launch on this machine was first.
+            if not (plan.is_host and plan.may_follow and not self._ranks):
+                raise
+            self._serves = False
+            self._find_host()
+            return start_ranks(plan, logs=logs, is_host=False)
+
+    def _find_host(self) -> None:
+        endpoint = self._plan.endpoint
+        if not isinstance(endpoint, Endpoint):
+            return
+        timeout_s = float(self._plan.request.rdzv_conf.get("timeout", _RENDEZVOUS_TIMEOUT_S))
+        if not wait_for_endpoint(endpoint, timeout_s=timeout_s, say=say):
+            raise _NoRendezvousError(
+                f"nobody answered at {endpoint} within {timeout_s:g} s; start the launch on that "
+                "host, and check the address, the port and the firewall. No interface of this "
+                "machine has that address: where one should, say --rdzv-conf is_host=1"
+            )
+        from tp_trainer._launch._hosts._rendezvous import answers
+
+        if not answers(endpoint, timeout_s=min(timeout_s, _ANSWER_S), say=say):
+            raise _NoRendezvousError(
+                f"something listens at {endpoint}, and did not answer as the rendezvous of a launch; "
+                "give another port, or end that program"
+            )
+
+    def _on_attempt(self, attempt: Attempt, ranks: list[Rank]) -> None:
+        restart, nodes = attempt.number, attempt.nodes
+        if restart and self._ranks:
+            ends = [
+                f"rank {self._ranks[local].rank} failed with {code_name(death.code)}, "
+                for local, death in sorted(self._watch.deaths().items(), key=lambda d: d[1].order)
+                if death.code
+            ]
+            cause = "" if self._loss else "".join(ends[:1])
+            hosts = "" if self._plan.max_nodes == 1 else f", on {nodes} host{'s' * (nodes > 1)}"
+            say(f"{cause}restart {restart} of {self._plan.request.max_restarts}{hosts}")
+        self._loss = ""
+        self._ranks = {rank.local_rank: rank for rank in ranks}
+        self._watch.follow(ranks)
+        self._leavers.follow(attempt, self._ranks)
+        for rank in ranks:
+            prefix, own = f"[rank{rank.rank}] ", f"[rank{rank.rank}]: "
+            self._tail.follow(rank.stdout, prefix=prefix, out=sys.stdout)
+            self._tail.follow(rank.stderr, prefix=prefix, out=sys.stderr, drop=own)
+        self._listen(nodes)
+
+    def _listen(self, nodes: int) -> None:
+        plan = self._plan
+        if plan.max_nodes == 1 or plan.is_host is None or not isinstance(plan.endpoint, Endpoint):
+            return
+        if self._broadcast is None:
+            self._broadcast = FailureBroadcast(
+                plan.endpoint,
+                run_id=plan.run_id,
+                serves=self._serves,
+                name=self._name,
+                timeout_s=plan.request.host_timeout_s,
+                on_report=self._watch.end_all,
+                on_loss=self._lose,
+            )
+        self._broadcast.start(nodes=nodes)
+
+    def _lose(self, text: str, can_go_on: bool) -> None:
+        """End the ranks, which wait for those of a lost host; they may be started again without it."""
+        self._loss = text
+        say(f"{text}; the processes of this host are ended")
+        self._watch.end_all()
+        if not can_go_on and not self._over.wait(self._failure_grace_s + _DEAF_S):
+            self._on_deaf(Outcome(1, message=text))
+
+    def _failed(self, failures: "list[ProcessFailure]") -> Outcome:
+        if self._loss:
+            return Outcome(1, message=self._loss)
+        codes = {failed.local_rank: (failed.pid, failed.exitcode) for failed in failures}
+        for local_rank, (_, code) in codes.items():
+            end = heard_end(self._ranks[local_rank], code)
+            if end is not None:  # somebody signalled the ranks themselves
+                return Outcome(code, message=f"ended by {code_name(-end.signal)}; saved: {end.saved}")
+        failure = first_failure(
+            codes,
+            ranks=self._ranks,
+            deaths=self._watch.deaths(),
+            killed=self._watch.killed(),
+            keep_logs=self._plan.request.log_dir is not None,
+        )
+        return Outcome(failure.status, failure=failure)
+
+    def _agreed(self, outcome: Outcome) -> Outcome:
+        """Return the outcome on which all hosts agree: the first failure that one of them has reported."""
+        if self._broadcast is None:
+            return outcome
+        if outcome.status == 0:
+            report = self._broadcast.received()
+        elif outcome.stopped_by is not None:
+            # An elastic job goes on without this host; any other one is over.
+            if self._plan.min_nodes == self._plan.max_nodes:
+                self._broadcast.report(outcome.to_report(host=self._name), sure=True)
+            report = None
+        else:
+            failure = outcome.failure
+            sure = bool(self._loss) or (failure is not None and not failure.is_consequence)
+            report = self._broadcast.report(
+                outcome.to_report(host="" if self._loss else self._name), sure=sure
+            )
+        return outcome if report is None else Outcome.from_report(report)
+
+    def _broken(self, error: Exception) -> str:
+        text = str(error).strip() or "no message"
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        said = f"{type(error).__name__}: {text}{cause}"
+        if self._ranks:
+            return (
+                f"the rendezvous at {self._plan.endpoint} was lost: another host of the job has "
+                f"ended or failed, see its output; torch said {said}"
+            )
+        return f"the processes could not be started: {said}; LOGLEVEL=INFO shows what torch's launcher did"

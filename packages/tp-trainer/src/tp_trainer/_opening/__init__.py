@@ -1,0 +1,1 @@
+"""From the installed backends to a session that all ranks agree on."""

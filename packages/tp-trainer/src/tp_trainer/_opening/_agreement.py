@@ -1,0 +1,134 @@
+"""Comparisons between the ranks of a job, before anything is started that could hang."""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
+from tp_core import LaunchEnvironment
+from tp_core.errors import DisagreementError, RankFailedError
+from tp_core.internal import has_left, rendezvous_store
+from tp_core.plugins import Session
+
+__all__ = ["check_same", "check_same_at_start"]
+
+_SLICE_S = 1.0  # between two looks at whether a rank that is waited for has left
+
+_rounds = count()
+
+
+def check_same_at_start(
+    environment: LaunchEnvironment, facts: Mapping[str, Any], *, seed: int, timeout_s: float = 300.0
+) -> int:
+    """Compare ``facts`` over all ranks and return rank 0's seed.
+
+    It goes through the launcher's store, before any process group exists: ranks that chose
+    different backends would wait for each other forever in there.
+
+    Args:
+        environment: Who this rank is.
+        facts: What must be the same everywhere: small, and JSON can say it.
+        seed: This rank's proposal for a seed.
+        timeout_s: How long to wait for the other ranks.
+
+    Raises:
+        DisagreementError: On every rank, if the facts differ.
+        RankFailedError: Ranks did not come in time.
+    """
+    round_ = next(_rounds)
+    if environment.world_size == 1:
+        return seed
+    store = PrefixStore(f"tp/handshake/{round_}", rendezvous_store(environment, timeout_s=timeout_s))
+    store.set(f"facts/{environment.rank}", json.dumps(facts, sort_keys=True, default=repr))
+    # Rank 0 compares and tells: every rank reading every other's would be quadratic.
+    if environment.rank == 0:
+        missing = None
+        everyones = []
+        for rank in range(environment.world_size):
+            try:
+                _wait(store, f"facts/{rank}", of=rank, timeout_s=timeout_s)
+            except RankFailedError as error:
+                missing = str(error)
+                break
+            everyones.append(json.loads(store.get(f"facts/{rank}")))
+        verdict: dict[str, Any] = {"seed": seed}
+        if missing is not None:
+            verdict["missing"] = missing
+        else:
+            verdict["difference"] = _first_difference(everyones)
+        store.set("verdict", json.dumps(verdict))
+    # Longer than rank 0 waits, so that its words arrive first.
+    _wait(store, "verdict", of=0, timeout_s=timeout_s + 10)
+    verdict = json.loads(store.get("verdict"))
+    if "missing" in verdict or verdict["difference"]:
+        _let_everyone_read(store, environment)
+    if "missing" in verdict:
+        raise RankFailedError(verdict["missing"])
+    if verdict["difference"]:
+        raise DisagreementError(verdict["difference"])
+    return int(verdict["seed"])
+
+
+def check_same(session: Session, facts: Mapping[str, Any]) -> None:
+    """Make sure that all ranks of a running job have the same facts.
+
+    Raises:
+        DisagreementError: On every rank, with the first fact in which one differs.
+
+    Collectives: those of `Session.gather_objects`.
+    """
+    difference = _first_difference(session.gather_objects(dict(facts)))
+    if difference:
+        raise DisagreementError(difference)
+
+
+def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:
+    """Wait for what a rank is to write, for as long as it is there.
+
+    Raises:
+        RankFailedError: The rank did not come in time, or has left.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        began = time.monotonic()
+        slice_s = min(_SLICE_S, max(0.01, deadline - began))
+        try:
+            store.wait([key], timedelta(seconds=slice_s))
+        except RuntimeError as error:
+            now = time.monotonic()
+            if now - began < slice_s / 2:
+                msg = f"the store was lost while rank {of} was waited for at the job's start: {error}"
+                raise RankFailedError(msg) from error
+            if has_left(store, of):
+                msg = f"rank {of} has ended, with status 0, before it came to the job's start"
+                raise RankFailedError(msg) from error
+            if now >= deadline:
+                msg = f"rank {of} did not come to the job's start within {timeout_s:g} s"
+                raise RankFailedError(msg) from error
+        else:
+            return
+
+
+def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> None:
+    """Keep rank 0, which may serve the store, alive until the others know why it stops."""
+    store.set(f"read/{environment.rank}", "")
+    if environment.rank == 0:
+        with suppress(RuntimeError):  # a rank that never came does not read either
+            store.wait([f"read/{r}" for r in range(environment.world_size)], timedelta(seconds=5))
+
+
+def _first_difference(everyones: list[dict[str, Any]]) -> str | None:
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        for key in sorted({*first, *theirs}):
+            if first.get(key) != theirs.get(key):
+                return (
+                    f"ranks disagree on the {key}: rank 0 has {first.get(key)!r}, rank {rank} has "
+                    f"{theirs.get(key)!r}; start every rank with the same script, arguments and "
+                    "installed packages"
+                )
+    return None

@@ -1,0 +1,1 @@
+"""A run of ``fit``: its loop, its state, and what watches it."""

@@ -1,0 +1,160 @@
+"""The progress of a run: a bar on a terminal, plain lines elsewhere; and its records."""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["EpochRecord", "History", "Reporter"]
+
+log = logging.getLogger("tp_trainer")
+
+Show = Callable[[int, float], None]
+
+_BAR_INTERVAL_S = 0.1
+_LINE_INTERVAL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """The record of one epoch.
+
+    Attributes:
+        epoch: Its number, from 1.
+        steps: Optimizer steps so far, over all epochs.
+        samples: Samples trained on in it, over all ranks.
+        seconds: How long its training took; validation is not in it.
+        learning_rate: That of the first parameter group, at the end of it.
+        train: Means over its samples of what the step returned, by name, with "loss".
+        val: The same over the validation samples; empty without a validation loader.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    learning_rate: float
+    train: Mapping[str, float]
+    val: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Training throughput over all ranks."""
+        return self.samples / self.seconds if self.seconds else math.inf
+
+    def __str__(self) -> str:
+        values = [f"{name}={value:.4g}" for name, value in self.train.items()]
+        values += [f"val_{name}={value:.4g}" for name, value in self.val.items()]
+        return f"{'  '.join(values)}  lr={self.learning_rate:.3g}  {self.samples_per_s:,.0f} samples/s"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The records of all epochs of a run.
+
+    Attributes:
+        epochs: One record for each epoch, in order.
+    """
+
+    epochs: tuple[EpochRecord, ...]
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __getitem__(self, index: int) -> EpochRecord:
+        return self.epochs[index]
+
+    def __iter__(self) -> Iterator[EpochRecord]:
+        return iter(self.epochs)
+
+
+class Reporter:
+    """Shows how far an epoch is, and its record.
+
+    Args:
+        enabled: Whether to show anything; the other ranks' reporters are silent.
+        epochs: How many epochs there will be.
+    """
+
+    def __init__(self, *, enabled: bool, epochs: int) -> None:
+        self._enabled = enabled
+        self._epochs = epochs
+        self._on_terminal = enabled and sys.stderr.isatty()
+
+    @contextmanager
+    def epoch(self, number: int, steps: int) -> "Iterator[Ticker]":
+        """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block."""
+        label = f"epoch {number}/{self._epochs}"
+        if not self._on_terminal:
+            yield Ticker(label, steps, _LINE_INTERVAL_S if self._enabled else math.inf)
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss={task.fields[loss]:.4g}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=steps, loss=math.nan)
+
+            def show(done: int, loss: float) -> None:
+                bar.update(task, completed=done, loss=loss)
+
+            yield Ticker(label, steps, _BAR_INTERVAL_S, show)
+
+    def done(self, record: EpochRecord) -> None:
+        """Show and log the record of an epoch."""
+        self.say(f"epoch {record.epoch}/{self._epochs}  {record}")
+
+    def say(self, line: str) -> None:
+        """Show and log a line."""
+        log.info(line)
+        if self._enabled:
+            print(line, file=sys.stderr, flush=True)
+
+
+class Ticker:
+    """Notes steps; speaks only when its interval is over.
+
+    Attributes:
+        next_update: The number of done steps at which :meth:`update` wants to be called. Comparing it
+            is all that the loop does in between.
+    """
+
+    def __init__(self, label: str, steps: int, interval_s: float, show: Show | None = None) -> None:
+        self._label = label
+        self._steps = steps
+        self._interval_s = interval_s
+        self._show = show
+        self._began = self._shown = time.perf_counter()
+        self.next_update: float = 1 if math.isfinite(interval_s) else math.inf
+
+    def update(self, done: int, loss: float) -> None:
+        """Show that ``done`` steps are done if it is time, and choose when to look again."""
+        now = time.perf_counter()
+        per_step = (now - self._began) / done
+        self.next_update = done + max(1, min(1000, int(self._interval_s / 4 / max(per_step, 1e-9))))
+        if now - self._shown < self._interval_s:
+            return
+        self._shown = now
+        if self._show is not None:
+            self._show(done, loss)
+        else:
+            print(
+                f"{self._label}  step {done}/{self._steps}  loss={loss:.4g}  {1 / per_step:,.1f} steps/s",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,159 @@
+"""Signals that ask a run to end, noted when they come and acted on between two steps."""
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from torch.utils.data import get_worker_info
+from tp_core.plugins import Session
+
+from tp_trainer._rank_end import leave_closed_terminal, write_rank_end
+
+__all__ = ["Interrupted", "SignalWatch", "interrupted", "requeue"]
+
+log = logging.getLogger("tp_trainer")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_INTERVAL_S = 0.5
+_SCONTROL_TIMEOUT_S = 60.0
+
+
+class Interrupted(SystemExit):
+    """A signal asked the run to end, and it did so after a step, with its state saved.
+
+    Not caught, it ends the process with the conventional status: 128 and the signal's number. It is
+    no ``Exception``: a handler for errors must not keep a process alive that was asked to end.
+
+    Attributes:
+        signal: Which one.
+        checkpoint: Where the state is, or ``None`` if nothing was saved.
+    """
+
+    def __init__(self, number: int, checkpoint: Any) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+        self.checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        return f"{self.signal.name}: the run ended after a step; saved: {self.checkpoint}"
+
+
+def interrupted(number: int, session: Session, *, step: int, saved: Path | None) -> Interrupted:
+    """Return what ends a run that a signal asked to end, having told the user and the launcher of it.
+
+    Args:
+        number: The signal.
+        session: Whose run it is.
+        step: After which optimizer step it ends.
+        saved: The checkpoint of that step.
+    """
+    error = Interrupted(number, saved)
+    write_rank_end(number, saved)
+    if session.is_main:
+        log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
+    return error
+
+
+class SignalWatch:
+    """Watches for signals, and lets all ranks learn of one at the same step.
+
+    Ranks get a signal at different moments. Between two steps, twice a second and at the same steps
+    everywhere, they tell each other what they have seen. A second Ctrl-C interrupts at once.
+
+    Args:
+        session: Whose ranks are asked.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen = 0
+        self._previous: dict[int, Any] = {}
+        self._asked = time.perf_counter()
+        self._interval = 1  # steps between two questions
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # nohup has a program ignore that its terminal is closed.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._previous:
+            self._put_back(number)
+        self._previous.clear()
+
+    def _put_back(self, number: int) -> None:
+        before = self._previous[number]
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # Forked meanwhile: what a signal does to a loader's worker is for the run to say; any
+            # other process is none of ours.
+            if get_worker_info() is None:
+                self._put_back(number)
+                os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if self._seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._seen = self._seen or number
+
+    def ask(self, *, due: bool) -> tuple[int, bool]:
+        """Return the signal that a rank has seen, or 0, and whether rank 0 says that ``due`` is true.
+
+        Collectives: one all-gather of objects over all ranks.
+        """
+        elapsed = time.perf_counter() - self._asked
+        answers = self._session.gather_objects((self._seen, due, elapsed))
+        self._asked = time.perf_counter()
+        slowest = max(elapsed for _, _, elapsed in answers)
+        factor = _INTERVAL_S / max(slowest, 1e-6)
+        self._interval = max(1, int(self._interval * min(factor, 10.0)))
+        return max(seen for seen, _, _ in answers), answers[0][1]
+
+    @property
+    def interval(self) -> int:
+        """How many steps from one question to the next: the same on all ranks."""
+        return self._interval
+
+
+def requeue() -> None:
+    """Put this Slurm job back into the queue, to be started again with the same script.
+
+    Outside Slurm nothing is done. A job that Slurm does not let back (``--no-requeue``, no batch job)
+    is named in the log, with Slurm's reason.
+
+    Source: the manual of ``scontrol``, "requeue".
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array is not None and task is not None:
+        job = f"{array}_{task}"
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("job %s could not be put back into Slurm's queue: %s", job, error)
+        return
+    if done.returncode:
+        log.warning("job %s could not be put back into Slurm's queue: %s", job, done.stderr.strip())
+    else:
+        log.info("job %s is back in Slurm's queue", job)

@@ -1,0 +1,205 @@
+"""Aborts a run whose step exceeds step_timeout_s: with every rank's stack, and where each of them stands."""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
+from tp_core import LaunchEnvironment
+from tp_core.internal import rendezvous_store
+from tp_core.plugins import StepOutput
+
+from tp_trainer._running._native_exit import NativeExit
+from tp_trainer._steps._precision import RunStep, Step
+
+__all__ = ["TIMEOUT_STATUS", "Watchdog"]
+
+TIMEOUT_STATUS = 124
+"""The exit status of a process that the watchdog ended: that of the command ``timeout``."""
+
+_STDERR = 2
+_TICK_S = 1.0  # at most; from one look to the next
+_GATHER_S = 5.0  # how long a rank waits for what the others have to say
+_NATIVE_S = 10.0  # at most; after it, native code that lets no Python run is ended from outside
+
+_OTHERS_S = 20.0  # for ranks that can still run Python
+_DUMP_S = 2.0  # for the fault handler to write, before the process ends
+
+_rounds = count()
+
+
+class Watchdog:
+    """Watches, from a thread, that steps go on.
+
+    A rank that waits too long tells the others through the launcher's store. Each writes the stacks
+    of its threads to stderr and says where it stands; then all end. Where native code keeps Python
+    from running, the interpreter's fault handler, which needs no Python, writes and ends.
+
+    Args:
+        environment: Who this process is, among which others.
+        timeout_s: How long a step may take, or ``None`` for no watch at all.
+    """
+
+    def __init__(self, environment: LaunchEnvironment, timeout_s: float | None) -> None:
+        self._environment = environment
+        self._timeout_s = timeout_s
+        self._steps = 0
+        self._since = time.monotonic()
+        self._is_paused = False
+        self._main = threading.get_ident()
+        self._store: Any = None
+        self._native: NativeExit | None = None
+        if timeout_s is not None:
+            with suppress(OSError):  # elsewhere the fault handler ends the process, with status 1
+                self._native = NativeExit(TIMEOUT_STATUS)
+        if timeout_s is not None and environment.world_size > 1:
+            self._store = PrefixStore(f"tp/watchdog/{next(_rounds)}", rendezvous_store(environment))
+
+    def watch(self, run: RunStep) -> RunStep:
+        """Return ``run`` such that its calls count as signs of life."""
+        if self._timeout_s is None:
+            return run
+
+        def counted(step: Step, model: nn.Module, batch: Any) -> StepOutput:
+            self._steps += 1
+            return run(step, model, batch)
+
+        return counted
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Do what calls the watched function time and again."""
+        if self._timeout_s is None:
+            yield
+            return
+        ending = threading.Event()
+        look = threading.Thread(
+            target=self._look, args=(self._timeout_s, ending), name="tp-watchdog", daemon=True
+        )
+        self._set_alarm()
+        look.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            look.join()
+            self._cancel_alarm()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do something that is not a step, and may take any time."""
+        self._is_paused = True
+        self._cancel_alarm()
+        try:
+            yield
+        finally:
+            self._set_alarm()
+            self._is_paused = False
+
+    def _set_alarm(self) -> None:
+        """Count from now on, for native code too: where no thread gets a turn, nobody sets it anew."""
+        self._since = time.monotonic()
+        if self._timeout_s is not None:
+            native_s = self._timeout_s + min(_NATIVE_S, max(self._timeout_s, 2.0))
+            if self._store is not None:
+                native_s += _OTHERS_S  # they end sooner, and say where each rank stands
+            if self._native is None:
+                faulthandler.dump_traceback_later(native_s, exit=True, file=_STDERR)  # with status 1
+            else:
+                faulthandler.dump_traceback_later(native_s, file=_STDERR)
+                self._native.set(native_s + _DUMP_S)
+
+    def _cancel_alarm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._native is not None:
+            self._native.cancel()
+
+    def _look(self, timeout_s: float, ending: threading.Event) -> None:
+        seen = self._steps
+        while not ending.wait(min(_TICK_S, timeout_s / 4)):
+            if self._is_paused:
+                continue
+            if seen != self._steps:
+                seen = self._steps
+                self._set_alarm()
+            elif time.monotonic() - self._since > timeout_s:
+                self._end()
+            if self._was_called():
+                self._end()
+
+    def _was_called(self) -> bool:
+        """Whether another rank has waited for too long."""
+        if self._store is None:
+            return False
+        try:
+            return bool(self._store.check(["called"]))
+        except RuntimeError:  # the store has gone with the rank that served it: the launcher ends us
+            self._store = None
+            return False
+
+    def _end(self) -> None:
+        """Write stacks and positions, together with the other ranks, and end the process."""
+        rank, timeout_s = self._environment.rank, self._timeout_s
+        self._cancel_alarm()
+        _write(f"tp_trainer: rank {rank} is in step {self._steps} for too long; the stacks of its threads:\n")
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        standings = [f"rank {rank} in {self._standing()}"]
+        if self._store is not None:
+            with suppress(RuntimeError):
+                standings = self._gather()
+        _write(
+            f"tp_trainer: a step took longer than step_timeout_s={timeout_s:g} s, so the run is ended "
+            f"with status {TIMEOUT_STATUS}:\n" + "".join(f"  {standing}\n" for standing in standings)
+        )
+        # stdout may be locked by whoever hangs.
+        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush.start()
+        flush.join(timeout=1.0)
+        os._exit(TIMEOUT_STATUS)
+
+    def _gather(self) -> list[str]:
+        """Return where each rank stands, as far as it answers."""
+        store, size = self._store, self._environment.world_size
+        store.set("called", "")
+        store.set(f"standing/{self._environment.rank}", json.dumps(self._standing()))
+        deadline = time.monotonic() + _GATHER_S
+        keys = [f"standing/{rank}" for rank in range(size)]
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        standings = []
+        for rank, key in enumerate(keys):
+            said = json.loads(store.get(key)) if store.check([key]) else "code that lets no Python run"
+            standings.append(f"rank {rank} in {said}")
+        store.add("read", 1)  # the rank that serves the store is the last to leave
+        while store.add("read", 0) < size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return standings
+
+    def _standing(self) -> str:
+        """Return where the thread that trains is: the step, and the innermost frame that is not torch's."""
+        frame = sys._current_frames().get(self._main)
+        torch_path = str(Path(torch.__file__).parent)
+        while (
+            frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(torch_path)
+        ):
+            frame = frame.f_back
+        if frame is None:
+            return f"step {self._steps}"
+        code = frame.f_code
+        return f"step {self._steps}, {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _write(text: str) -> None:
+    """Write to stderr past its buffers and locks."""
+    with suppress(OSError):
+        os.write(_STDERR, text.encode())

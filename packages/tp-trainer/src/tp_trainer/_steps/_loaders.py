@@ -1,0 +1,181 @@
+"""What a trainer knows of its loaders: the shares of the batches they yielded, and their next epochs."""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from tp_core import tree_leaves
+from tp_core.errors import StepError
+from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
+
+__all__ = ["BatchShares", "Epochs"]
+
+
+class BatchShares:
+    """Knows the shares of batches that prepared loaders have yielded, by the batches' tensors.
+
+    Without a batch to go by, it is that of the loader which is being iterated; where several are, and
+    their batches lie differently on the ranks, nobody can know.
+
+    Args:
+        session: Where the loaders were prepared; it has several data ranks.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._by_tensor: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()
+        self._trained_on: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()  # those of training alone
+        self._by_loss: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()
+        # The batches of iterations under way: those of training, and those of evaluation.
+        self._met_stand_in = False  # some rank did, in the last iteration for training
+        self._training: dict[int, Share] = {}
+        self._evaluating: dict[int, Share] = {}
+
+    def watch(self, loader: PreparedLoader, *, training: bool) -> None:
+        """Take note of what ``loader`` will yield."""
+        loader.watch = lambda batches: self._watched(batches, training=training)
+
+    def _watched(self, batches: Iterator[Any], *, training: bool) -> Iterator[Any]:
+        key, under_way = id(batches), self._training if training else self._evaluating
+        self._met_stand_in = False
+        try:
+            for batch in batches:
+                share = self._session.share
+                if share is not None:
+                    under_way[key] = share
+                    self._met_stand_in |= training and share.total < self._session.data_size
+                    for leaf in tree_leaves(batch):
+                        if isinstance(leaf, Tensor):
+                            self._by_tensor[leaf] = share
+                            if training:
+                                self._trained_on[leaf] = share
+                yield batch
+        finally:
+            under_way.pop(key, None)
+
+    def note_loss(self, output: StepOutput, batch: Any) -> None:
+        """Note of which batch the loss in a step's output is, if a loader has yielded that batch."""
+        loss, found = output.get("loss") if isinstance(output, Mapping) else output, self._shares_in(batch)
+        if len(found) == 1 and isinstance(loss, Tensor):
+            self._by_loss[loss] = found[0]
+
+    def of_batch(self, batch: Any) -> Share:
+        """Return the share of a batch.
+
+        Raises:
+            StepError: The batch is not what a prepared loader has yielded, or is made of several batches.
+        """
+        found = self._shares_in(batch)
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            msg = (
+                f"batch={type(batch).__name__} has no tensor that a prepared loader has yielded, so which "
+                "share of it is this rank's is not known; give the batch as the loader yielded it"
+            )
+        else:
+            msg = _ambiguous(found)
+        raise StepError(msg)
+
+    def of_loss(self, loss: Tensor) -> Share | None:
+        """Return the share of the batch that a loss is of; ``None`` where no loader has told.
+
+        Raises:
+            StepError: The loss can be of one of several batches, which lie differently on the ranks.
+        """
+        share = self._by_loss.get(loss)
+        return self._current(self._training) if share is None else share
+
+    def _current(self, under_way: dict[int, Share]) -> Share | None:
+        found = _different(under_way.values())
+        if not found:  # the iteration has ended; what is still there of it may have been kept
+            found = _different(self._trained_on.values())
+        if len(found) > 1:
+            raise StepError(_ambiguous(found))
+        return found[0] if found else self._session.share
+
+    def _shares_in(self, batch: Any) -> list[Share]:
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return _different(self._by_tensor[leaf] for leaf in leaves if leaf in self._by_tensor)
+
+    @property
+    def is_in_a_loop(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self._evaluating or self._training)
+
+    def holds_nothing(self, batch: Any) -> bool:
+        """Whether this rank has a stand-in and no sample of the batch.
+
+        Args:
+            batch: Which one; ``None`` for that of the loader that is being iterated, or for all of one
+                that has been.
+
+        Raises:
+            StepError: The batch is not known; or a rank does not meet it at all.
+        """
+        under_way = self._evaluating or self._training
+        shares = list(under_way.values()) if batch is None else [self.of_batch(batch)]
+        if not shares:
+            if self._met_stand_in:
+                raise StepError(_after_the_loop())
+            return False
+        size = self._session.data_size
+        few = [share for share in shares if share.total < size and share in self._evaluating.values()]
+        if few:
+            msg = (
+                f"the batch has {few[0].total} samples for {size} ranks, and a rank without a sample of it "
+                "does not wait here; gather once, after the loop, or give prepare() a loader with a larger "
+                "batch size"
+            )
+            raise StepError(msg)
+        found = {share.samples == 0: share for share in shares}
+        if len(found) > 1:
+            raise StepError(_ambiguous(list(found.values())))
+        return True in found
+
+
+def _different(shares: Iterable[Share]) -> list[Share]:
+    """Return those of the shares that weigh a loss differently."""
+    return list({share.samples / share.total: share for share in shares}.values())
+
+
+def _ambiguous(shares: list[Share]) -> str:
+    listed = " and ".join(f"{share.samples} of {share.total}" for share in shares)
+    return (
+        f"it is not known which batch this is about: several were yielded, of which this rank has {listed} "
+        "samples, and each weighs differently; say which with batch=..., once for each batch: "
+        "trainer.backward(loss, batch=batch)"
+    )
+
+
+def _after_the_loop() -> str:
+    return (
+        "a rank met a stand-in for a sample in the last loop over a loader, and which of these rows are its "
+        "is not known now; gather in the loop, batch by batch, or evaluate on a loader from "
+        "prepare(loader, training=False)"
+    )
+
+
+class Epochs:
+    """Counts the epochs of the loaders that a trainer has trained on, as long as the loaders live.
+
+    A loader that cannot be referred to weakly, such as a list, has one order in all epochs.
+    """
+
+    def __init__(self) -> None:
+        self._next: MutableMapping[Any, int] = WeakIdKeyDictionary()
+
+    def go_on(self, loader: Any, prepared: PreparedLoader) -> None:
+        """Make a loader that was just prepared begin with the epoch after the last one of ``loader``."""
+        if prepared is not loader and _is_known_by_reference(loader) and loader in self._next:
+            prepared.set_epoch(self._next[loader])
+
+    def note(self, loader: Any, prepared: PreparedLoader) -> None:
+        """Note which epoch of ``loader`` is next."""
+        if prepared is not loader and _is_known_by_reference(loader):
+            self._next[loader] = prepared.next_epoch
+
+
+def _is_known_by_reference(loader: Any) -> bool:
+    return hasattr(type(loader), "__weakref__")

@@ -1,0 +1,292 @@
+"""Means of what steps return, over samples or what else they say, on one device or over all ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from tp_core.errors import NonFiniteLossError, StepError
+from tp_core.plugins import Session, read_weight, split_weight
+
+__all__ = ["Meter", "added_states", "empty_state", "loss_of"]
+
+_FLUSH_EVERY = 50  # steps; an accelerator is waited for only so often
+
+
+def loss_of(output: Any, *, training: bool) -> Tensor:
+    """Return the loss in what a step returned.
+
+    Raises:
+        StepError: The output has no loss, or it is not a scalar tensor that leads to parameters.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        got = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)
+        msg = (
+            f"the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned {got}"
+        )
+        raise StepError(msg)
+    if loss.dim() != 0 and loss.numel() != 1:
+        msg = (
+            f"the step's loss must be a scalar, got shape {tuple(loss.shape)}; return its mean over the "
+            "samples (loss.mean())"
+        )
+        raise StepError(msg)
+    if training and not loss.requires_grad:
+        msg = (
+            "the step's loss leads to no parameter (it does not require grad); compute it from "
+            "the model's output, without .item(), .detach() or torch.no_grad()"
+        )
+        raise StepError(msg)
+    return loss
+
+
+class Meter:
+    """Adds up what steps return, by their weights, and stops at a loss that is not finite.
+
+    A step counts as much as the "weight" that it returned, else as many as it had samples; a metric
+    that is a pair ``(mean, weight)`` by its own. What has the weight 0 counts as nothing, whatever it is.
+
+    On the CPU each loss is looked at when it comes, before it can do harm. On an accelerator that
+    would make every step wait for the device, so losses are looked at together every 50 steps,
+    and before anything is saved.
+
+    Args:
+        session: Where the steps run.
+        what: The words for the steps in messages: "training", "validation".
+        first_step: The number of the first step, for messages.
+        tolerate: Leave losses out that are not finite, instead of stopping at them, and be ready to
+            forget those of a whole optimizer step.
+        weighs: Whether the steps before returned a weight; ``None`` where there was none.
+
+    Attributes:
+        tolerates: Whether losses that are not finite are left out.
+        weighs: Whether steps return a weight: all of them do, or none; ``None`` before the first.
+        samples: How many have been counted.
+        last_loss: That of the last step.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        what: str = "training",
+        first_step: int = 1,
+        tolerate: bool = False,
+        weighs: bool | None = None,
+    ) -> None:
+        self._session = session
+        self._what = what
+        self._looks_at_once = tolerate or session.device.type == "cpu"
+        self._step = first_step
+        self.tolerates = tolerate
+        self._is_mean = session.job.loss == "mean"
+        self._is_plain = self._looks_at_once and self._is_mean
+        self._pending: list[tuple[Tensor, int, float]] = []
+        self._losses = 0.0
+        self._weight: float = 0
+        self._others: dict[str, tuple[Any, float]] = {}
+        self.weighs = weighs
+        self.samples = 0
+        self.last_loss = math.nan
+        self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
+
+    def add(self, loss: Tensor, output: Any) -> float | None:
+        """Count one step, whose loss has been taken out of its output.
+
+        Returns:
+            The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
+
+        Raises:
+            NonFiniteLossError: The loss, or one before it, is NaN or infinite.
+            StepError: The step returned something that cannot be averaged; or a weight, and others did
+                not, or the other way round.
+        """
+        share = self._session.share
+        samples = 1 if share is None else share.samples
+        if output is loss and self.weighs is False and self._is_plain:
+            value = loss.item()
+            if value - value == 0.0 and samples:  # as in _count, whose call costs as much as this
+                self._step += 1
+                self.samples += samples
+                self._weight += samples
+                self._losses += value * samples
+                self.last_loss = value
+            else:
+                self._count(value, samples, samples)
+            return None
+        weight = None
+        if output is not loss and "weight" in output:
+            weight = read_weight(output["weight"]) if samples else 0.0
+        if (weight is not None) is not self.weighs:
+            self._agree(gives=weight is not None)
+        units = samples if weight is None else weight
+        counts = True
+        if self._looks_at_once:
+            counts = self._count(loss.item(), samples, units)
+        else:
+            self._pending.append((loss.detach().reshape(()), samples, units))
+            if len(self._pending) >= _FLUSH_EVERY:
+                self.flush()
+        if output is not loss and counts:
+            self._add_others(output, samples, units)
+        return weight
+
+    def _agree(self, *, gives: bool) -> None:
+        """Note whether steps return a weight, or find that they are of two kinds.
+
+        In training, ranks that differed would wait for each other in different collectives.
+
+        Raises:
+            StepError: The steps before did otherwise.
+            DisagreementError: Another rank's step did.
+
+        Collectives: in training over several data ranks, once: an all-gather of objects.
+        """
+        if self.weighs is not None:
+            here, before = ("a", "none") if gives else ("no", "one")
+            msg = (
+                f"the step returned {here} 'weight' at {self._what} step {self._step}, and {before} before; "
+                "return it always (0 where there is nothing to count), or never"
+            )
+            raise StepError(msg)
+        self.weighs = gives
+        if self._what == "training" and self._session.data_size > 1:
+            self._session.check_agreement("whether the step returns a 'weight'", gives)
+
+    def begin_step(self) -> None:
+        """Note where an optimizer step begins, for :meth:`forget_step`."""
+        if self.tolerates:
+            self._before = (self.samples, self._losses, self._weight, dict(self._others))
+
+    def forget_step(self) -> None:
+        """Take out what was counted since :meth:`begin_step`, on this rank and, so, on all."""
+        if self.tolerates:
+            self.samples, self._losses, self._weight, self._others = self._before
+
+    def flush(self) -> None:
+        """Look at the losses that are still on the device."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            values = torch.stack([loss for loss, _, _ in pending]).tolist()
+            for value, (_, samples, units) in zip(values, pending, strict=True):
+                self._count(value, samples, units)
+
+    def _count(self, value: float, samples: int, units: float) -> bool:
+        """Count a loss, and return whether it counts."""
+        step = self._step
+        self._step += 1
+        # x - x is 0 for finite x alone, and costs less than a call of math.isfinite.
+        if value - value != 0.0 and units:
+            if self.tolerates:
+                return False
+            msg = (
+                f"the loss is {value} at {self._what} step {step} "
+                f"(rank {self._session.rank}); nothing was saved after it. Look at the learning "
+                "rate, the input and divisions or logarithms in the step"
+            )
+            raise NonFiniteLossError(msg)
+        self.samples += samples
+        if units:
+            total = value * units if self._is_mean else value
+            self._losses += total
+            self._weight += units
+            self.last_loss = total / units
+        return True
+
+    def _add_others(self, output: Mapping[str, Any], samples: int, units: float) -> None:
+        others = self._others
+        for name, given in output.items():
+            if name in {"loss", "weight"}:
+                continue
+            value, own = split_weight(name, given)
+            weight = units if own is None else own if samples else 0.0
+            if isinstance(value, Tensor) and value.numel() == 1:
+                # Kept where it is: nobody looks at it before the end.
+                number: Any = value.detach().double().reshape(())
+            elif isinstance(value, Real):
+                number = float(value)
+            else:
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                msg = (
+                    f"the step's {name!r} must be a number or a scalar tensor, of which means are made, got "
+                    f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight)"
+                )
+                raise StepError(msg)
+            total, before = others.get(name, (0.0, 0))
+            others[name] = (total + number * weight, before + weight) if weight else (total, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's sums as plain numbers: what :meth:`load_state_dict` takes."""
+        self.flush()
+        return {
+            "step": self._step,
+            "samples": self.samples,
+            "weighs": self.weighs,
+            "loss": [self._losses, self._weight],
+            "others": {name: [float(total), weight] for name, (total, weight) in self._others.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._step, self.samples, self.weighs = state["step"], state["samples"], state["weighs"]
+        self._losses, self._weight = state["loss"]
+        self._others = {name: (total, weight) for name, (total, weight) in state["others"].items()}
+
+    def means(self) -> dict[str, float]:
+        """Return the means over all data ranks, "loss" first; the mean of nothing is NaN.
+
+        Raises:
+            DisagreementError: The steps of some ranks returned a weight, and those of others did not.
+
+        Collectives: one object gather, so that ranks without a sample take part too, and one
+        all-reduce over the data ranks.
+        """
+        self.flush()
+        session = self._session
+        known = session.gather_objects((self.weighs, sorted(self._others)))
+        if {True, False} <= {weighs for weighs, _ in known}:
+            session.check_agreement("whether the step returns a 'weight'", self.weighs)
+        names = sorted({name for _, theirs in known for name in theirs})
+        mine = [self._others.get(name, (0.0, 0)) for name in names]
+        sums = [
+            self.samples,
+            self._losses,
+            self._weight,
+            *(float(number) for pair in mine for number in pair),
+        ]
+        totals = torch.tensor(sums, dtype=torch.float64)
+        if session.data_size > 1:
+            totals = session.reduce(totals, "sum")
+        samples, *pairs = totals.tolist()
+        self.samples = int(samples)
+        if not samples:
+            return {}
+        return {
+            name: total / weight if weight else math.nan
+            for name, total, weight in zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
+        }
+
+
+def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a meter at the same step that has counted nothing."""
+    return {**state, "samples": 0, "loss": [0.0, 0], "others": {}}
+
+
+def added_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a meter that has counted what all of these have."""
+    names = {name for state in states for name in state["others"]}
+    nothing = [0.0, 0]
+    return {
+        "step": states[0]["step"],
+        "samples": sum(state["samples"] for state in states),
+        "weighs": states[0]["weighs"],
+        "loss": _added([state["loss"] for state in states]),
+        "others": {n: _added([state["others"].get(n, nothing) for state in states]) for n in sorted(names)},
+    }
+
+
+def _added(pairs: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(total for total, _ in pairs), math.fsum(weight for _, weight in pairs)]

@@ -1,0 +1,218 @@
+"""The trainer with torchhandy's face: a switch and a config, and one's own training loop."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from tp_core import LaunchEnvironment, available_devices, resolve_devices
+from tp_core.errors import ConfigError
+from tp_core.internal import device_of_rank
+from tp_core.plugins import Job, Session, registry, select
+
+from tp_trainer._checkpoint._model_files import save_atomically
+from tp_trainer._opening._session import open_session
+
+__all__ = ["ParallelTrainer", "Parallel_Trainer"]
+
+T = TypeVar("T")
+_MISSING = object()
+
+
+class ParallelTrainer:
+    """Runs the same training code on one device, or on one process per device.
+
+    Args:
+        synch: ``False`` runs on ``config.device`` alone. ``True`` runs one process per device,
+            started by ``tp launch``, ``torchrun`` or ``python -m torch.distributed.launch
+            --use_env``.
+        config: An object with attributes, or a dict. It needs ``n_gpus``, the number of
+            processes when ``synch`` is true, and ``device``, the device when it is false.
+            It may have ``seed`` (orders the data, 0 by default), ``sync_batchnorm`` and
+            ``find_unused_parameters`` (both ``False`` by default).
+
+    Raises:
+        ConfigError: ``config`` lacks something, or ``n_gpus`` is not the number of processes.
+        DeviceError: ``config.device`` is an index that does not exist.
+        LaunchEnvironmentError: The launcher's variables are incomplete.
+
+    Example:
+        >>> trainer = ParallelTrainer(False, {"n_gpus": 2, "device": "cpu"})
+        >>> trainer.get_device()
+        device(type='cpu')
+    """
+
+    def __init__(self, synch: bool, config: object) -> None:
+        self.synch = bool(synch)
+        self._seed = int(_read(config, "seed", 0))
+        n_gpus, wanted = _read(config, "n_gpus"), _read(config, "device")
+        if not isinstance(n_gpus, int) or isinstance(n_gpus, bool) or n_gpus < 1:
+            msg = f"config.n_gpus must be a whole number from 1, got {n_gpus!r}"
+            raise ConfigError(msg)
+        environment = LaunchEnvironment.read()
+        device = _device_here(wanted, environment if self.synch else None)
+        options: dict[str, Any] = {}
+        if self.synch:
+            _check_launched(environment, n_gpus)
+            for name in ("sync_batchnorm", "find_unused_parameters"):
+                options[name] = bool(_read(config, name, False))
+        else:
+            # Without the switch each process is on its own, however it was started.
+            environment = LaunchEnvironment.read({})
+        name = "ddp" if environment.is_distributed else "single"
+        job = Job(
+            devices=(device,),
+            environment=environment,
+            explicit_devices=True,
+            seed=self._seed,
+            options={name: options} if name == "ddp" else {},
+        )
+        selection = select(job, registry.backends(), name=name)
+        self.session: Session = open_session(selection, job, {"seed": self._seed})
+
+    def get_device(self) -> torch.device:
+        """Return the device of this process."""
+        return self.session.device
+
+    def model_parallel(self, model: nn.Module) -> nn.Module:
+        """Put the model on the device, in training mode, and wrap it in DDP if ``synch`` is true.
+
+        Raises:
+            ModelError: The model is wrapped already.
+            DisagreementError: The ranks' models differ.
+        """
+        return self.session.prepare_model(model).train()
+
+    def dataset_parallel(
+        self, dataset: Dataset[Any], *, shuffle: bool = True
+    ) -> DistributedSampler[Any] | None:
+        """Return a sampler of this rank's share of ``dataset``, or ``None`` without ``synch``.
+
+        Args:
+            dataset: A dataset with length.
+            shuffle: ``False`` keeps the order, as for validation.
+        """
+        return self._sampler(dataset, shuffle=shuffle) if self.synch else None
+
+    def get_loader(
+        self,
+        dataset: Dataset[Any],
+        epoch: int,
+        bsz: int,
+        num_workers: int,
+        train_sampler: Sampler[Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Return the loader of one epoch.
+
+        The order of the samples follows from the seed and the epoch in both modes; with ``synch``
+        each rank has its share of that order.
+
+        Args:
+            dataset: A dataset with length.
+            epoch: Which epoch; another one is another order.
+            bsz: The batch size of each process.
+            num_workers: Worker processes of the loader.
+            train_sampler: What :meth:`dataset_parallel` returned, or a sampler of one's own.
+        """
+        sampler = self._sampler(dataset) if train_sampler is None else train_sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        return DataLoader(
+            dataset,
+            bsz,
+            sampler=sampler,
+            num_workers=num_workers,
+            pin_memory=self.get_device().type == "cuda",
+        )
+
+    def save_model(self, ckpt: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write ``ckpt`` with the model's state under "state_dict"; rank 0 writes.
+
+        The names in it are those of the plain model in both modes. A crash while it is written
+        leaves the old file as it was.
+        """
+        state = self.session.model_state(model)
+        if self.session.is_main:
+            save_atomically({**ckpt, "state_dict": state}, path)
+
+    def write_log(self, log_file: IO[str] | str | os.PathLike[str], content: str) -> None:
+        """Write a line to an open file, or append it to the file of that name; rank 0 writes."""
+        if not self.session.is_main:
+            return
+        if isinstance(log_file, str | os.PathLike):
+            with Path(log_file).open("a", encoding="utf-8") as file:
+                file.write(f"{content}\n")
+        else:
+            log_file.write(f"{content}\n")
+            log_file.flush()
+
+    def call_func(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Call ``func`` on rank 0 and return what it returns; ``None`` on the other ranks."""
+        return func(*args, **kwargs) if self.session.is_main else None
+
+    def get_model(self, model: nn.Module) -> nn.Module:
+        """Return the plain module of what :meth:`model_parallel` returned."""
+        return self.session.unwrap(model)
+
+    def _sampler(self, dataset: Dataset[Any], *, shuffle: bool = True) -> DistributedSampler[Any]:
+        return DistributedSampler(
+            dataset,
+            num_replicas=self.session.data_size,
+            rank=self.session.data_rank,
+            shuffle=shuffle,
+            seed=self._seed,
+        )
+
+
+def _read(config: object, name: str, default: object = _MISSING) -> Any:
+    value = config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+    if value is _MISSING:
+        what = "key" if isinstance(config, Mapping) else "attribute"
+        msg = (
+            f"config lacks the {what} {name!r}; it needs n_gpus (how many processes when synch is "
+            "true) and device (the device when synch is false)"
+        )
+        raise ConfigError(msg)
+    return value
+
+
+def _device_here(wanted: object, environment: LaunchEnvironment | None) -> torch.device:
+    """Return the device of this process; the CPU, with a warning, for an accelerator not here."""
+    device = torch.device(wanted) if isinstance(wanted, str | int | torch.device) else None
+    if device is None:
+        msg = f"config.device must be a device such as 'cuda' or 'cpu', got {wanted!r}"
+        raise ConfigError(msg)
+    here = available_devices()
+    if device.type != "cpu" and all(d.type != device.type for d in here):
+        warnings.warn(
+            f"config.device is {str(wanted)!r}, and this machine has no {device.type}: the CPU is used",
+            stacklevel=3,
+        )
+        return torch.device("cpu")
+    if environment is None or not environment.is_distributed:
+        return resolve_devices(device)[0]
+    return device_of_rank(resolve_devices(device.type), environment, explicit=False)
+
+
+def _check_launched(environment: LaunchEnvironment, n_gpus: int) -> None:
+    if environment.launcher == "plain" and n_gpus > 1:
+        msg = (
+            f"synch is true and config.n_gpus is {n_gpus}, but this is one process that no "
+            f"launcher started; start it with: tp launch -n {n_gpus} script.py"
+        )
+        raise ConfigError(msg)
+    if n_gpus not in {environment.world_size, environment.local_world_size}:
+        msg = (
+            f"config.n_gpus is {n_gpus}, but {environment.world_size} processes were started, "
+            f"{environment.local_world_size} on this host; set n_gpus to one of the two, or start "
+            f"{n_gpus} processes"
+        )
+        raise ConfigError(msg)
+
+
+Parallel_Trainer = ParallelTrainer
+"""The spelling of torchhandy, so that only the import line changes."""

@@ -1,0 +1,209 @@
+"""The two backends that tp-trainer brings do what every backend must do."""
+
+import pytest
+import torch
+from torch import nn
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.errors import ConfigError, DisagreementError
+from tp_core.plugins import Job
+from tp_core.testing import BackendConformance, make_job, run_ranks
+from tp_trainer._backends._ddp import DdpBackend, DdpOptions
+from tp_trainer._backends._single import SingleBackend
+from tp_trainer.testing import TrainingConformance
+
+
+class TestSingle(BackendConformance):
+    backend = SingleBackend
+
+
+class TestDdp(BackendConformance):
+    backend = DdpBackend
+    processes = 2
+    unused_options = {"find_unused_parameters": True}
+
+
+@pytest.mark.slow
+class TestDdpWithThreeRanks(BackendConformance):
+    """More ranks than the last batch has samples, and batches that none divides."""
+
+    backend = DdpBackend
+    processes = 3
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 1}
+
+
+class TestTrainingOnSingle(TrainingConformance):
+    backend = SingleBackend
+
+
+class TestTrainingOnDdp(TrainingConformance):
+    backend = DdpBackend
+    processes = 2
+
+
+def job(devices="cpu", *, model=None, explicit=True, **environ):
+    return Job(
+        devices=resolve_devices(devices),
+        environment=LaunchEnvironment.read(environ),
+        explicit_devices=explicit,
+        model=model,
+    )
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def test_several_devices_that_were_asked_for_do_not_fit_a_single_one():
+    verdict = SingleBackend().assess(job(2))
+    assert not verdict.is_fit
+    assert "2 devices in one process" in verdict.reason
+    assert "tp launch -n 2 script.py, or pip install tp-tuple" in verdict.remedy
+
+
+def test_several_devices_that_happen_to_be_there_are_used_in_part_and_it_says_so():
+    verdict = SingleBackend().assess(job(2, explicit=False))
+    assert verdict.score == 10
+    assert "alone of 2 devices" in verdict.reason
+    assert "pip install tp-tuple" in verdict.remedy
+
+
+def test_several_processes_fit_ddp_and_not_single():
+    assert DdpBackend().assess(job(**LAUNCHED)).is_fit
+    assert "launched as 2 processes" in SingleBackend().assess(job(**LAUNCHED)).reason
+
+
+def test_one_process_does_not_fit_ddp():
+    verdict = DdpBackend().assess(job())
+    assert not verdict.is_fit
+    assert verdict.remedy == "tp launch -n 2 script.py"
+
+
+def test_two_devices_in_each_process_do_not_fit_ddp():
+    assert "2 devices in each process" in DdpBackend().assess(job(2, **LAUNCHED)).reason
+
+
+def test_sharded_parameters_do_not_fit_ddp():
+    model = nn.Linear(2, 2)
+    model.weight.tp_sharded = True
+    verdict = DdpBackend().assess(job(model=model, **LAUNCHED))
+    assert "sharded parameters" in verdict.reason
+    assert verdict.remedy == "pip install tp-shard"
+
+
+def test_sync_batchnorm_without_an_accelerator_is_refused():
+    backend, options = DdpBackend(), {"ddp": {"sync_batchnorm": True}}
+    here = Job(devices=resolve_devices("cpu"), environment=LaunchEnvironment.read({}), options=options)
+    with pytest.raises(ConfigError, match="sync_batchnorm=True needs an accelerator"):
+        backend.open(here)
+
+
+def test_options_reach_ddp():
+    options = {"ddp": {"timeout_s": 5.0, "find_unused_parameters": True}}
+    made = DdpBackend().parse_options(
+        Job(devices=resolve_devices("cpu"), environment=LaunchEnvironment.read({}), options=options)
+    )
+    assert made == DdpOptions(timeout_s=5.0, find_unused_parameters=True)
+
+
+def _no_sync_with_a_static_graph():
+    kit, options = TestDdp(), {"ddp": {"static_graph": True}}
+    model = nn.Linear(3, 2)
+    with DdpBackend().open(make_job(kit, model=model, options=options)) as session:
+        prepared = session.prepare_model(model)
+        with pytest.raises(ConfigError) as caught:
+            session.no_sync(prepared)
+    return str(caught.value)
+
+
+def test_a_static_graph_cannot_accumulate():
+    for message in run_ranks(_no_sync_with_a_static_graph, 2):
+        assert "static_graph=True does not go with no_sync()" in message
+
+
+def _different_models():
+    model = nn.Linear(3, 2 + LaunchEnvironment.read().rank)
+    with (
+        DdpBackend().open(make_job(TestDdp(), model=model)) as session,
+        pytest.raises(DisagreementError) as caught,
+    ):
+        session.prepare_model(model)
+    return str(caught.value)
+
+
+def test_ranks_whose_models_differ_are_told_on_every_rank():
+    for message in run_ranks(_different_models, 2):
+        assert "rank 0 has weight: (2, 3)" in message
+        assert "rank 1 has weight: (3, 3)" in message
+
+
+def _different_weights():
+    torch.manual_seed(LaunchEnvironment.read().rank)
+    model = nn.Linear(3, 2)
+    with DdpBackend().open(make_job(TestDdp(), model=model)) as session:
+        prepared = session.prepare_model(model)
+        return session.unwrap(prepared).weight.tolist()
+
+
+def test_ranks_whose_weights_differ_start_from_those_of_rank_0():
+    first, second = run_ranks(_different_weights, 2)
+    assert first == second
+
+
+def _batch_norm_after_training():
+    rank = LaunchEnvironment.read().rank
+    model = nn.BatchNorm1d(2)
+    with DdpBackend().open(make_job(TestDdp(), model=model)) as session:
+        prepared = session.prepare_model(model)
+        prepared(torch.full((4, 2), float(rank)) + torch.arange(4.0)[:, None])
+        session.sync_buffers(prepared)
+        return model.running_mean.tolist()
+
+
+def test_ranks_evaluate_with_the_statistics_of_rank_0():
+    first, second = run_ranks(_batch_norm_after_training, 2)
+    assert first == second
+
+
+def _second_session():
+    kit = TestDdp()
+    values = []
+    for _ in range(2):
+        with DdpBackend().open(make_job(kit)) as session:
+            values.append(session.reduce(torch.ones(1)).item())
+    return values
+
+
+def test_a_session_can_follow_another_one():
+    assert run_ranks(_second_session, 2) == [[2.0, 2.0]] * 2
+
+
+def _frozen_model():
+    model = nn.Linear(3, 2).requires_grad_(requires_grad=False)
+    with DdpBackend().open(make_job(TestDdp(), model=model)) as session:
+        return session.prepare_model(model) is model
+
+
+def test_a_model_without_anything_to_train_is_not_wrapped():
+    assert run_ranks(_frozen_model, 2) == [True, True]
+
+
+def _uneven_gather():
+    with DdpBackend().open(make_job(TestDdp())) as session:
+        mine = torch.full((session.rank + 1, 2), float(session.rank))
+        reduced = [
+            session.reduce(torch.tensor(session.rank + 1.0), op).item() for op in ("mean", "min", "max")
+        ]
+        return session.gather(mine).tolist(), reduced
+
+
+def test_gather_takes_uneven_lengths_and_reduce_every_operation():
+    for gathered, reduced in run_ranks(_uneven_gather, 2):
+        assert gathered == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+        assert reduced == [1.5, 1.0, 2.0]

@@ -1,0 +1,52 @@
+"""After an error of the run, a thread that writes with other ranks holds nobody up."""
+
+import logging
+
+import torch
+from tp_core.plugins import TensorSlice
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+from tp_trainer._checkpoint import Checkpointer, _checkpointer
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def half(rank):
+    return {"weight": TensorSlice((4,), [((2 * rank,), torch.arange(2.0))])}
+
+
+def leave_alone(folder):
+    """Rank 0 begins to write, and fails; rank 1 is in a collective of a step that rank 0 never makes."""
+    _checkpointer._PATIENCE_S = 2.0  # a run waits longer
+    heard = Heard()
+    logging.getLogger("tp_trainer").addHandler(heard)
+    with Trainer(backend="ddp", devices="cpu", progress=False) as trainer:
+        checkpointer = Checkpointer(Checkpoints(folder, background=True), trainer.session)
+        checkpointer.open()
+        checkpointer.save(1, half(trainer.rank), {}, {}, {"metrics": {}})  # the group of the threads is made
+        checkpointer._join()
+        if trainer.rank == 0:
+            # As after a save that rank 1 has not come to.
+            monkey = trainer.session
+            monkey.gather_objects = lambda value: [value, value]
+            monkey.broadcast = lambda value, src=0: value
+            checkpointer.save(2, half(0), {}, {}, {"metrics": {}})
+            checkpointer.close()
+            del monkey.gather_objects, monkey.broadcast
+        trainer.session.barrier()
+    return heard.lines
+
+
+def test_a_run_that_failed_does_not_wait_for_ever_for_ranks_that_wait_for_it(tmp_path):
+    lines, _ = run_ranks(leave_alone, 2, str(tmp_path))
+    assert [line for line in lines if "was not finished" in line] == [
+        "the last checkpoint was not finished: for 2 s no rank has written any more of it"
+    ]
+    assert (tmp_path / "step-0000000001").is_dir(), "the one before is whole"

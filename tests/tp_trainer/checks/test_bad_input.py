@@ -1,0 +1,404 @@
+"""What goes wrong, and what one is told."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tp_core import LaunchEnvironment
+from tp_core.errors import (
+    ConfigError,
+    DeviceError,
+    DisagreementError,
+    LoaderError,
+    ModelError,
+    NonFiniteLossError,
+    PluginError,
+    RankFailedError,
+    SelectionError,
+    StateError,
+    StepError,
+)
+from tp_core.plugins import Backend, PluginRegistry, Verdict, hookimpl
+from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
+from tp_trainer import Checkpoints, Trainer
+
+
+def make_loader(n=6, batch_size=2):
+    x = torch.arange(float(n)).reshape(n, 1)
+    return DataLoader(TensorDataset(x, 2 * x), batch_size=batch_size)
+
+
+def good_step(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def fit(trainer=None, *, model=None, optimizer=None, loader=None, step=good_step, **kwargs):
+    model = nn.Linear(1, 1) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    loader = make_loader() if loader is None else loader
+    trainer = Trainer(progress=False) if trainer is None else trainer
+    return trainer.fit(model, optimizer, loader, step=step, **kwargs)
+
+
+def test_wrong_devices_say_what_exists():
+    with pytest.raises(DeviceError, match="cpu"):
+        Trainer(devices="no-such-device")
+
+
+def test_an_unknown_backend_is_noticed_at_once_and_lists_the_installed_ones():
+    with pytest.raises(SelectionError, match=r"installed: 'ddp'.*'single'"):
+        Trainer(backend="no-such")
+
+
+def test_a_misspelled_backend_gets_a_suggestion_at_once(monkeypatch):
+    with pytest.raises(SelectionError, match=r"'singel' [(]asked for[)].*\n.*did you mean 'single'"):
+        Trainer(backend="singel")
+    monkeypatch.setenv("TP_BACKEND", "singel")
+    with pytest.raises(SelectionError, match=r"'singel' [(]asked for by TP_BACKEND[)].*\n.*'single'"):
+        Trainer()
+    Trainer(backend="single")
+
+
+def test_a_backend_that_does_not_fit_gives_its_reason():
+    with pytest.raises(SelectionError, match=r"'ddp' \(asked for\) does not fit.*tp launch -n 2"):
+        fit(Trainer(backend="ddp"))
+
+
+def test_the_variable_chooses_too(monkeypatch):
+    monkeypatch.setenv("TP_BACKEND", "ddp")
+    with pytest.raises(SelectionError, match=r"'ddp' \(asked for by TP_BACKEND\) does not fit"):
+        fit()
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda loss: None, "it returned None"),
+        (lambda loss: 0.5, "it returned 0.5"),
+        (lambda loss: {"los": loss}, r"a dict with \['los'\]"),
+        (lambda loss: loss.expand(3), r"must be a scalar, got shape \(3,\)"),
+        (lambda loss: loss.detach(), "leads to no parameter"),
+        (lambda loss: {"loss": loss, "words": "x"}, "'words' must be a number or a scalar tensor"),
+    ],
+)
+def test_a_step_that_returns_no_usable_loss_is_told_so(returned, words):
+    with pytest.raises(StepError, match=words):
+        fit(step=lambda model, batch: returned(good_step(model, batch)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_saves_nothing(tmp_path, value):
+    model, path, steps = nn.Linear(1, 1), tmp_path / "model.pt", []
+
+    def step(model, batch):
+        steps.append(1)
+        loss = good_step(model, batch)
+        return loss * value if len(steps) == 5 else loss
+
+    with pytest.raises(NonFiniteLossError, match=r"at training step 5 \(rank 0\)"):
+        fit(model=model, step=step, epochs=3, save_to=path)
+    saved = torch.load(path, weights_only=True)
+    assert all(torch.isfinite(t).all() for t in saved.values())
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_validation_loss_that_is_not_finite_says_so():
+    def nan_step(model, batch):
+        return good_step(model, batch) * float("nan")
+
+    with pytest.raises(NonFiniteLossError, match="at validation step 1"):
+        fit(val_loader=make_loader(), val_step=nan_step)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(1), torch.ones(1))] * 3)
+
+
+def test_a_loader_without_length_says_what_to_give():
+    with pytest.raises(LoaderError, match=r"has no length.*steps_per_epoch"):
+        fit(loader=DataLoader(Stream()))
+
+
+def test_a_loader_that_ends_early_says_how_many_there_were():
+    with pytest.raises(LoaderError, match="ended after 3 of 9 batches"):
+        fit(steps_per_epoch=9)
+
+
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(ModelError, match="already wrapped in DataParallel"):
+        fit(model=nn.DataParallel(nn.Linear(1, 1)))
+
+
+def test_something_that_is_no_model_is_refused():
+    with Trainer() as trainer, pytest.raises(ModelError, match=r"must be a torch.nn.Module"):
+        trainer.session.prepare_model("model")
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        fit(optimizer=other)
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        Trainer().prepare(nn.Linear(1, 1), other)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"epochs": 0}, "epochs must be a whole number from 1, got 0"),
+        ({"epochs": 1.5}, "epochs must be a whole number from 1, got 1.5"),
+        ({"steps_per_epoch": -1}, "steps_per_epoch must be"),
+        ({"scheduler_every": "day"}, "'epoch' or 'step', got 'day'"),
+        ({"clip_norm": 0}, "clip_norm must be None or greater than 0"),
+        ({"loader": []}, "the number of batches in the loader must be"),
+        ({"scheduler": object()}, r"scheduler must have a method step\(\), got object"),
+        ({"step_timeout_s": "5"}, "step_timeout_s must be None or a number of seconds above 0, got '5'"),
+        ({"checkpoint": 3}, r"checkpoint must be a folder or Checkpoints\(folder, ...\), got 3"),
+        ({"checkpoint": "run", "resume": True}, "resume must be 'auto' or the path of a checkpoint"),
+        ({"checkpoint": Checkpoints("run", best="val_loss")}, "there is none: give val_loader"),
+    ],
+)
+def test_wrong_arguments_are_named(kwargs, words):
+    with pytest.raises(ConfigError, match=words):
+        fit(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"loss": "median"}, "loss must be 'mean' or 'sum'"),
+        ({"seed": -1}, "seed must be None or a whole number from 0"),
+        ({"seed": "x"}, "seed must be None or a whole number from 0"),
+    ],
+)
+def test_wrong_arguments_of_the_trainer_are_named(kwargs, words):
+    with pytest.raises(ConfigError, match=words):
+        Trainer(**kwargs)
+
+
+def test_options_for_a_backend_that_is_not_installed_are_refused():
+    with pytest.raises(ConfigError, match="options are given for backend 'x', which is not installed"):
+        fit(Trainer(options={"x": {}}))
+
+
+def test_prepare_refuses_what_it_does_not_know():
+    with pytest.raises(ConfigError, match="prepare\\(\\) takes models, optimizers"):
+        Trainer().prepare(3)
+
+
+BROKEN = """
+    raise ImportError("its library is missing")
+"""
+
+
+def test_asking_for_a_broken_plugin_gives_its_cause(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-odd", entry_points={"odd": "odd_plugin"}, modules={"odd_plugin": BROKEN}
+    ):
+        with pytest.raises(PluginError, match="its library is missing") as caught:
+            Trainer(backend="odd", plugins=PluginRegistry())
+        assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_an_unknown_name_mentions_the_broken_plugins_too(tmp_path):
+    with fake_distribution(
+        tmp_path, "tp-odd", entry_points={"odd": "odd_plugin"}, modules={"odd_plugin": BROKEN}
+    ):
+        with pytest.raises(SelectionError) as caught:
+            Trainer(backend="no-such", plugins=PluginRegistry())
+        assert any("odd (tp-odd 1.0) is broken" in note for note in caught.value.__notes__)
+
+
+class Raising(Backend):
+    name = "raising"
+
+    def assess(self, job):
+        raise RuntimeError("cannot even look")
+
+    def open(self, job):
+        raise AssertionError("never opened")
+
+
+class Confused(Backend):
+    name = "confused"
+
+    def assess(self, job):
+        return Verdict.fits(99, "sure")
+
+    def open(self, job):
+        return "no session"
+
+
+class Failing(Confused):
+    name = "failing"
+
+    def open(self, job):
+        raise OSError("no room")
+
+
+def plugins_with(*backends):
+    plugins = PluginRegistry()
+    plugin = type(
+        "Plugin", (), {"tp_backends": staticmethod(hookimpl(specname="tp_backends")(lambda: backends))}
+    )
+    plugins.register(plugin, name="tests")
+    return plugins
+
+
+def test_a_plugin_that_raises_in_assess_does_not_stop_the_others():
+    trainer = Trainer(progress=False, plugins=plugins_with(Raising()))
+    fit(trainer)
+    assert trainer.selection.chosen.name == "single"
+    assert "RuntimeError: cannot even look" in str(trainer.selection)
+
+
+def test_a_backend_that_opens_no_session_is_named():
+    with pytest.raises(PluginError, match="'confused' of tests must open a Session, got str"):
+        fit(Trainer(plugins=plugins_with(Confused())))
+
+
+def test_a_backend_that_fails_to_open_is_named():
+    with pytest.raises(OSError, match="no room") as caught:
+        fit(Trainer(backend="failing", plugins=plugins_with(Failing())))
+    assert caught.value.__notes__ == ["while opening backend 'failing' of tests"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("weight"), "it lacks weight"),
+        (lambda s: s.update(extra=torch.ones(1)), "it has extra, which the model lacks"),
+        (lambda s: s.update(weight=torch.ones(3, 3)), r"it has weight of shape \(3, 3\), not \(1, 1\)"),
+    ],
+)
+def test_a_file_of_another_model_leaves_the_model_as_it_was(tmp_path, change, words):
+    model, path = nn.Linear(1, 1), tmp_path / "model.pt"
+    before = model.weight.item()
+    state = {name: t + 1 for name, t in model.state_dict().items()}
+    change(state)
+    torch.save(state, path)
+    with pytest.raises(StateError, match=words):
+        Trainer().load_model(model, path)
+    assert model.weight.item() == before
+
+
+def different_options():
+    rank = LaunchEnvironment.read().rank
+    trainer = Trainer(options={"ddp": {"static_graph": bool(rank)}}, progress=False)
+    with pytest.raises(DisagreementError) as caught:
+        fit(trainer)
+    return str(caught.value)
+
+
+def test_ranks_with_different_options_are_told_on_every_rank():
+    for message in run_ranks(different_options, 2):
+        assert "ranks disagree on the options" in message
+
+
+def different_backends():
+    rank = LaunchEnvironment.read().rank
+
+    class Other(Confused):
+        name = "other"
+
+    trainer = Trainer(backend="other" if rank else "ddp", plugins=plugins_with(Other()))
+    with pytest.raises(DisagreementError) as caught:
+        fit(trainer)
+    return str(caught.value)
+
+
+def test_ranks_with_different_backends_are_told_before_one_of_them_hangs():
+    for message in run_ranks(different_backends, 2):
+        assert "ranks disagree on the backend" in message
+        assert "ddp' of tp-trainer" in message
+
+
+def different_lengths():
+    rank = LaunchEnvironment.read().rank
+    with pytest.raises(DisagreementError) as caught:
+        fit(loader=make_loader(n=6 + 4 * rank))
+    return str(caught.value)
+
+
+def test_ranks_with_different_amounts_of_data_are_told():
+    for message in run_ranks(different_lengths, 2):
+        assert "ranks disagree on the number of batches of a loader: rank 0 has 3" in message
+
+
+def different_arguments(**arguments):
+    rank = LaunchEnvironment.read().rank
+    with pytest.raises(DisagreementError) as caught:
+        fit(**{name: values[rank] for name, values in arguments.items()})
+    return str(caught.value)
+
+
+def different_arguments_of_fit(folder):
+    several = [{"epochs": (1, 2)}, {"clip_norm": (None, 1.0)}, {"checkpoint": (None, folder)}]
+    return [different_arguments(**arguments) for arguments in several]
+
+
+def test_ranks_that_mean_to_train_differently_are_told(tmp_path):
+    for epochs, clip, checkpoint in run_ranks(different_arguments_of_fit, 2, tmp_path):
+        assert "ranks disagree on the number of epochs: rank 0 has 1, rank 1 has 2" in epochs
+        assert "ranks disagree on the clip_norm: rank 0 has None, rank 1 has 1.0" in clip
+        assert "ranks disagree on the checkpoint: rank 0 has None, rank 1 has Checkpoints(" in checkpoint
+
+
+def killed_in_training():
+    calls = []
+
+    def step(model, batch):
+        calls.append(1)
+        if LaunchEnvironment.read().rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return good_step(model, batch)
+
+    fit(step=step, epochs=1000)
+
+
+def test_the_others_do_not_hang_when_a_rank_is_killed():
+    first, second = rank_outcomes(killed_in_training, 2)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error is not None
+
+
+def raising_in_training():
+    def step(model, batch):
+        if LaunchEnvironment.read().rank == 1:
+            raise ValueError("rank 1's own words")
+        return good_step(model, batch)
+
+    fit(step=step, epochs=1000)
+
+
+def test_the_others_do_not_hang_when_a_rank_raises():
+    with pytest.raises(RankFailedError):
+        run_ranks(raising_in_training, 2)
+    first, second = rank_outcomes(raising_in_training, 2)
+    assert "rank 1's own words" in second.error
+    assert first.error is not None
+
+
+def absent(noticed):
+    from tp_trainer._opening._agreement import check_same_at_start
+
+    environment = LaunchEnvironment.read()
+    if environment.rank == 1:
+        while not noticed.exists():
+            time.sleep(0.05)
+        return "late"
+    with pytest.raises(RankFailedError) as caught:
+        check_same_at_start(environment, {}, seed=0, timeout_s=2.0)
+    noticed.touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    first, _ = run_ranks(absent, 2, tmp_path / "noticed")
+    assert "rank 1 did not come" in first or "could not reach the rendezvous" in first

@@ -1,0 +1,245 @@
+"""Models, optimizers, loaders and schedulers that cannot be: a sentence each, before the first step."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
+from tp_trainer import Trainer
+
+
+def make_data():
+    x = torch.arange(6.0).reshape(6, 1)
+    return TensorDataset(x, 2 * x)
+
+
+def make_loader():
+    return DataLoader(make_data(), batch_size=2)
+
+
+MODEL = nn.Linear(1, 1)
+OPTIMIZER = SGD(MODEL.parameters(), lr=1e-3)
+OTHER = SGD(nn.Linear(1, 1).parameters(), lr=1e-3)
+LOSS = nn.PReLU(3)
+
+
+def never(model, batch):
+    pytest.fail("a step was made")
+
+
+def fit(**kwargs):
+    arguments = {
+        "model": MODEL,
+        "optimizer": OPTIMIZER,
+        "train_loader": make_loader(),
+        "step": never,
+    } | kwargs
+    with Trainer(progress=False, devices="cpu") as trainer:
+        trainer.fit(**arguments)
+
+
+WRONG = {
+    "models in a list": (
+        {"model": [MODEL, MODEL]},
+        r"fit\(\) takes one model, got a list of 2 \(Linear\); put several into one module.* trainer",
+    ),
+    "models by name": ({"model": {"a": MODEL}}, r"takes one model, got a dict of 1 \(Linear\)"),
+    "no model": ({"model": None}, r"fit\(\) takes a model, a torch.nn.Module, got NoneType: None"),
+    "a model's class": ({"model": nn.Linear}, "takes a model, a torch.nn.Module, got type: "),
+    "optimizers in a list": (
+        {"optimizer": [OPTIMIZER, OPTIMIZER]},
+        r"fit\(\) takes one optimizer, got a list of 2 \(SGD\); .*parameter groups.*trainer.prepare\(model",
+    ),
+    "no optimizer": ({"optimizer": None}, "must be a torch.optim.Optimizer, got NoneType: None"),
+    "an optimizer's class": ({"optimizer": SGD}, r"must be made first: SGD\(model.parameters\(\)"),
+    "a scheduler for an optimizer": ({"optimizer": StepLR(OPTIMIZER, 1)}, "must be a torch.optim.Optimizer"),
+    "lbfgs": (
+        {"optimizer": torch.optim.LBFGS(MODEL.parameters())},
+        r"LBFGS.step\(\) needs a closure.*optimizer.step\(closure\) in a loop of your own",
+    ),
+    "train loaders in a list": (
+        {"train_loader": [make_loader(), make_loader()]},
+        r"train_loader must be one loader, got a list of 2 \(DataLoader\); join the datasets",
+    ),
+    "train loaders by name": (
+        {"train_loader": {"a": make_loader()}},
+        "train_loader must be one loader, got a dict",
+    ),
+    "a path": (
+        {"train_loader": "data.csv"},
+        "train_loader must be a DataLoader or another iterable of batches",
+    ),
+    "no loader": ({"train_loader": None}, "train_loader must be a DataLoader .* got NoneType: None"),
+    "a dataset": (
+        {"train_loader": make_data()},
+        r"must yield batches, got a dataset.*give DataLoader\(dataset",
+    ),
+    "a tensor": ({"train_loader": torch.ones(4, 1)}, "train_loader must be a DataLoader .* got Tensor"),
+    "validation loaders in a list": (
+        {"val_loader": [make_loader(), make_loader()]},
+        r"val_loader must be one loader, got a list of 2 \(DataLoader\); evaluate the others with tr",
+    ),
+    "validation loaders by name": (
+        {"val_loader": {"a": make_loader(), "b": make_loader()}},
+        r"val_loader must be one loader, got a dict of 2 \(DataLoader\)",
+    ),
+    "validation on a dataset": ({"val_loader": make_data()}, "val_loader must yield batches, got a dataset"),
+    "no step": (
+        {"step": None},
+        r"step must be a function step\(model, batch\) that returns the loss, got NoneType",
+    ),
+    "a wrong val_step": (
+        {"val_step": 3, "val_loader": make_loader()},
+        r"val_step must be a function val_step\(model",
+    ),
+    "schedulers in a list": (
+        {"scheduler": [StepLR(OPTIMIZER, 1), StepLR(OPTIMIZER, 2)]},
+        r"scheduler must be one scheduler, got a list of 2 \(StepLR\); join several with SequentialLR",
+    ),
+    "a scheduler's class": ({"scheduler": StepLR}, r"scheduler must be made first: StepLR\(optimizer"),
+    "an optimizer for a scheduler": (
+        {"scheduler": OPTIMIZER},
+        "must move a learning rate, got an optimizer, SGD",
+    ),
+    "another one's scheduler": (
+        {"scheduler": StepLR(OTHER, 1)},
+        r"the scheduler, StepLR, moves another optimizer, a SGD, than the one that is given",
+    ),
+    "text for a limit": ({"clip_norm": "1"}, "clip_norm must be None or greater than 0, got '1'"),
+    "a truth for a limit": ({"clip_value": True}, "clip_value must be None or greater than 0, got True"),
+    "no number for a limit": (
+        {"clip_norm": float("nan")},
+        "clip_norm must be None or greater than 0, got nan",
+    ),
+    "half a skipped step": ({"max_skipped": 0.5}, "max_skipped must be a whole number from 0, got 0.5"),
+    "a file that is a number": ({"save_to": 3}, "save_to must be the path of a file, got int: 3"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_it_is_told_before_the_first_step(case):
+    arguments, words = WRONG[case]
+    with pytest.raises(ConfigError, match=words):
+        fit(**arguments)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no"):
+        fit(save_to=tmp_path / "no" / "model.pt")
+    with pytest.raises(IsADirectoryError, match=r"is a folder; save_to names a file"):
+        fit(save_to=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def good_step(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def test_what_only_looks_wrong_goes_on():
+    x = torch.ones(2, 1)
+    first, second = StepLR(OPTIMIZER, 1), StepLR(OPTIMIZER, 2)
+    scheduler = SequentialLR(OPTIMIZER, [first, second], milestones=[1])
+    fit(step=good_step, train_loader=[(x, x)] * 2, clip_norm=np.float32(1.0), scheduler=scheduler, epochs=2)
+    fit(step=good_step, train_loader=iter([(x, x)]), steps_per_epoch=1)
+
+
+PREPARED = {
+    "nothing but a list": (
+        [[MODEL, MODEL]],
+        r"one by one, as in prepare\(\*objects\), got a list of 2 \(Linear\)",
+    ),
+    "a list among others": ([MODEL, [OPTIMIZER]], r"one by one, .* got a list of 1 \(SGD\)"),
+    "loaders by name": ([MODEL, {"train": make_loader()}], r"one by one, .* got a dict of 1 \(DataLoader\)"),
+    "text": (["model"], r"prepare\(\) takes models, optimizers, loaders and schedulers, got str: 'model'"),
+    "nothing": ([None], r"prepare\(\) takes models, .* got NoneType: None"),
+}
+
+
+@pytest.mark.parametrize("case", PREPARED)
+def test_prepare_takes_its_objects_one_by_one(case):
+    objects, words = PREPARED[case]
+    with Trainer(devices="cpu") as trainer:
+        with pytest.raises(ConfigError, match=words):
+            trainer.prepare(*objects)
+        assert trainer._session is None
+
+
+METHODS = {
+    "evaluate": lambda trainer, model: trainer.evaluate(model, make_loader(), step=good_step),
+    "save_model": lambda trainer, model: trainer.save_model(model, "no.pt"),
+    "load_model": lambda trainer, model: trainer.load_model(model, "no.pt"),
+    "update": lambda trainer, model: trainer.update(model, OPTIMIZER),
+    "no_sync": lambda trainer, model: trainer.no_sync(model),
+    "clip_grad_norm": lambda trainer, model: trainer.clip_grad_norm(model, 1.0),
+}
+
+
+@pytest.mark.parametrize("model", [None, [MODEL], "model"], ids=["none", "list", "text"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_that_takes_a_model_says_so(method, model):
+    with Trainer(devices="cpu") as trainer, pytest.raises(ConfigError, match=r"takes (one|a) model"):
+        METHODS[method](trainer, model)
+
+
+def test_evaluating_on_several_loaders_says_how():
+    with (
+        Trainer(devices="cpu") as trainer,
+        pytest.raises(ConfigError, match="loader must be one loader, got a list"),
+    ):
+        trainer.evaluate(MODEL, [make_loader(), make_loader()], step=good_step)
+
+
+def test_update_takes_one_optimizer():
+    with (
+        Trainer(devices="cpu") as trainer,
+        pytest.raises(ConfigError, match=r"update\(\) takes one optimizer"),
+    ):
+        trainer.update(MODEL, [OPTIMIZER, OTHER])
+
+
+def test_update_does_not_step_an_optimizer_that_needs_a_closure():
+    with (
+        Trainer(devices="cpu") as trainer,
+        pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"),
+    ):
+        trainer.update(MODEL, torch.optim.LBFGS(MODEL.parameters()))
+
+
+# -- parameters that are not the model's -----------------------------------------------------------
+
+
+def with_others(**kwargs):
+    model, temperature = nn.Linear(1, 1), nn.Parameter(torch.ones(3))
+    optimizer = SGD([{"params": model.parameters()}, {"params": [temperature]}], lr=1e-3)
+
+    def step(model, batch):
+        return good_step(model, batch) + temperature.sum()
+
+    with Trainer(progress=False, devices="cpu") as trainer:
+        trainer.fit(model, optimizer, make_loader(), step=step, **kwargs)
+    return temperature.tolist()
+
+
+WORDS = r"parameter 0 of group 1, of shape \(3,\), is not the model's: "
+
+
+def test_parameters_of_something_else_are_trained_in_one_process():
+    assert with_others() == pytest.approx([1 - 3e-3] * 3)
+
+
+def test_parameters_of_something_else_are_no_part_of_a_checkpoint_and_refused(tmp_path):
+    with pytest.raises(ConfigError, match=WORDS + "its value would be in no checkpoint; make"):
+        with_others(checkpoint=tmp_path)
+
+
+def refused_on_ranks():
+    with pytest.raises(ConfigError, match=WORDS + "its gradients would differ between the ranks"):
+        with_others()
+
+
+def test_parameters_of_something_else_are_refused_where_ranks_would_drift_apart():
+    run_ranks(refused_on_ranks, 2)

@@ -1,0 +1,72 @@
+"""What the last line of a launch that a signal ended says of what was saved."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from tp_trainer._launch._ranks._ending import account, end_file, heard_end
+from tp_trainer._launch._ranks._monitor import Death, Rank
+from tp_trainer._rank_end import RANK_END, write_rank_end
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    made = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        made.append(
+            Rank(local_rank=number, rank=number + 4, directory=directory, stdout=Path(), stderr=Path())
+        )
+    return made
+
+
+def told(rank, monkeypatch, saved):
+    monkeypatch.setenv(RANK_END, str(end_file(rank.directory)))
+    write_rank_end(signal.SIGTERM, saved)
+
+
+def said(ranks, *codes, killed=()):
+    deaths = {number: Death(number, code) for number, code in enumerate(codes)}
+    return account(ranks, deaths=deaths, killed=killed, grace_s=30.0)
+
+
+def test_what_one_rank_has_told_was_saved(ranks, monkeypatch, tmp_path):
+    told(ranks[1], monkeypatch, tmp_path / "run" / "step-8")
+    assert said(ranks, -signal.SIGKILL, 143, killed={0}) == f"saved: {tmp_path}/run/step-8"
+    assert heard_end(ranks[1], 143).saved == f"{tmp_path}/run/step-8"
+    assert heard_end(ranks[1], 1) is None  # it failed afterwards
+    assert heard_end(ranks[0], 143) is None
+
+
+@pytest.mark.parametrize(
+    ("codes", "killed", "reason"),
+    [
+        ((-9, -15), {0}, "rank 4 had not ended after 30 s and was killed"),
+        ((-15, 1), (), "rank 5 ended with exit code 1"),
+        ((0, 0), (), "rank 4 ended with exit code 0"),
+        ((-15, -11), (), "rank 5 was ended by SIGSEGV"),
+        ((-15, -15), (), "rank 4 was outside of a fit with checkpoints, where SIGTERM ends it at once"),
+        ((None, None), (), "rank 4 has ended"),
+    ],
+)
+def test_why_nothing_was_saved(ranks, codes, killed, reason):
+    assert said(ranks, *codes, killed=killed) == f"nothing was saved by fit: {reason}"
+
+
+def test_a_launch_that_had_not_started_anything_says_so():
+    assert said([]) == "nothing was saved: no rank had been started"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"signal": "x", "saved": null}'])
+def test_a_file_that_a_rank_did_not_finish_tells_nothing(ranks, text):
+    end_file(ranks[0].directory).write_text(text)
+    assert heard_end(ranks[0], 143) is None
+
+
+def test_nobody_is_told_where_no_launcher_asked(monkeypatch, tmp_path):
+    monkeypatch.delenv(RANK_END, raising=False)
+    write_rank_end(signal.SIGTERM, tmp_path)
+    monkeypatch.setenv(RANK_END, str(tmp_path / "gone" / "end.json"))
+    write_rank_end(signal.SIGTERM, tmp_path)
+    assert list(tmp_path.iterdir()) == []

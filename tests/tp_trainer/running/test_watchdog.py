@@ -1,0 +1,139 @@
+"""A step that never ends: every rank says where it stands, and the job ends with a status of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError
+from tp_trainer import Trainer
+
+_HEAD = """
+import ctypes, os, sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_trainer import Trainer
+
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+rank = int(os.environ.get("RANK", 0))
+seen = 0
+
+def hangs_in_third_step(model, batch):
+    global seen
+    seen += 1
+    if seen == 3 and rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+        HANG
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+import torch._dynamo  # the first step of an optimizer does so, which takes long on a busy machine
+
+trainer = Trainer(seed=0, devices="cpu", progress=False)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+trainer.fit(model, optimizer, DataLoader(data, batch_size=8), step=hangs_in_third_step, step_timeout_s=10)
+print("done", flush=True)
+"""
+
+
+def _run(tmp_path: Path, hang: str, *launch: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(_HEAD).replace("HANG", hang))
+    command, env = [sys.executable, *launch, str(script)], os.environ | {"TMPDIR": str(tmp_path)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=env, check=False
+    )
+
+
+def test_a_step_that_hangs_ends_the_process_with_its_stack(tmp_path):
+    done = _run(tmp_path, "time.sleep(600)")
+    assert done.returncode == 124
+    assert "in hangs_in_third_step" in done.stderr  # the stack
+    last = done.stderr.splitlines()[-2:]
+    assert "a step took longer than step_timeout_s=10 s" in last[0]
+    assert "rank 0 in step 3" in last[1]
+    assert last[1].endswith("in hangs_in_third_step")
+
+
+@pytest.mark.slow
+def test_every_rank_says_where_it_stands(tmp_path):
+    launch = ["-c", "from tp_trainer._launch._cli import launch_app; launch_app()()", "-n", "2"]
+    done = _run(tmp_path, "time.sleep(600)", *launch)
+    assert done.returncode == 124
+    for rank in (0, 1):
+        assert f"[rank{rank}] tp_trainer: rank {rank} is in step 3 for too long" in done.stderr
+    assert "in backward" in done.stderr  # of rank 0, which waits for the gradients of rank 1
+    account = done.stderr[done.stderr.rindex("failed first: exit code 124") :]
+    assert "rank 0 in step 3" in account
+    assert "rank 1 in step 3" in account
+    assert "in hangs_in_third_step" in account
+
+
+@pytest.mark.slow
+def test_native_code_that_lets_no_python_run_is_ended_too(tmp_path):
+    done = _run(tmp_path, "ctypes.PyDLL(None).sleep(600)")  # it keeps the interpreter's lock
+    assert done.returncode == (124 if sys.platform == "linux" else 1)
+    assert "Timeout (" in done.stderr
+    assert "in hangs_in_third_step" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_in_native_code_is_told_of_by_the_others(tmp_path):
+    launch = ["-c", "from tp_trainer._launch._cli import launch_app; launch_app()()", "-n", "2"]
+    done = _run(tmp_path, "ctypes.PyDLL(None).sleep(600)", *launch)
+    assert done.returncode == 124
+    account = done.stderr[done.stderr.rindex("failed first: exit code 124") :]
+    assert "rank 0 in step 3" in account
+    assert "rank 1 in code that lets no Python run" in account
+
+
+class Clock:
+    """A clock that a test sets forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead_s
+
+
+def test_what_is_done_between_epochs_does_not_count(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("tp_trainer._running._watchdog.time", clock)
+
+    def takes_long(epoch):
+        if epoch:
+            clock.ahead_s += 1000.0
+            time.sleep(2.5)  # some looks of the watchdog
+        return 1.0
+
+    data = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+    model = nn.Linear(4, 1)
+    trainer = Trainer(seed=0, devices="cpu", progress=False)
+    slow = torch.optim.lr_scheduler.LambdaLR(
+        optimizer := torch.optim.SGD(model.parameters(), lr=0.01),
+        takes_long,
+    )
+    history = trainer.fit(
+        model,
+        optimizer,
+        data,
+        step=lambda model, batch: model(batch[0]).square().mean(),
+        epochs=2,
+        scheduler=slow,
+        step_timeout_s=100.0,
+    )
+    assert len(history) == 2
+
+
+def test_a_limit_that_is_no_time_is_refused():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError, match="step_timeout_s must be None or a number of seconds above 0, got 0"
+    ):
+        Trainer(progress=False).fit(model, optimizer, [], step=lambda m, b: m(b), step_timeout_s=0)
