@@ -1,4 +1,4 @@
-"""Costs of replicas against the plain calls and against torch: python tests/bench/replicas/run.py
+"""Costs of replicas against the plain calls and against torch: python -m tests.bench.replicas.run
 
 Each row interleaves the variants and takes medians, so that what else the machine does hits all of
 them alike: trust the ratios.
@@ -16,6 +16,9 @@ from tp_core.replicas import Replicas
 from tp_dp_gather import DataParallel
 from tp_tuple import TupleParallel, default_collate
 
+from tests.bench._results import Results
+from tests.bench.replicas.resnet import resnet50
+
 
 def medians(variants: dict[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, float]:
     """Return the median seconds of one call of each variant."""
@@ -31,8 +34,11 @@ def medians(variants: dict[str, Callable[[], object]], *, rounds: int, calls: in
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+results = Results("replicas")
+
+
 def row(name: str, value: float, unit: str, target: str) -> None:
-    print(f"{name:<66} {value:>9.2f} {unit:<4} {target}")
+    results.add(name, value, unit, note=target)
 
 
 def bare_worker(task: Callable[[], object]) -> Callable[[Callable[[], object]], None]:
@@ -81,6 +87,21 @@ def wrapping() -> None:
     row("the same with copied parameters", 1e6 * (t["copied"] - t["both"]), "us", "")
 
 
+def preparing() -> None:
+    """What a call costs the caller before anything runs, with nothing changed."""
+    module = resnet50()
+    for copies in (False, True):
+        cache = Replicas(module, ["cpu"] * 8, force_copies=copies)._cache
+        t = medians({"prepare": lambda r=cache: r.prepare(8, grad=True)}, rounds=31, calls=5)
+        how = "copied" if copies else "shared"
+        row(
+            f"ResNet-50 without BatchNorm, 8 CPU replicas, {how}: before a call",
+            1e3 * t["prepare"],
+            "ms",
+            "at most 1",
+        )
+
+
 def speed_up() -> None:
     module, x = nn.Sequential(*[nn.Linear(512, 512) for _ in range(7)]), torch.randn(128, 512)
     wrapped = TupleParallel(module, ["cpu", "cpu"])
@@ -96,8 +117,9 @@ def speed_up() -> None:
         rounds=41,
         calls=3,
     )
+    row("the module whose replicas are compared", t["turn"] * 500, "ms", "")
     row(
-        f"2 CPU replicas, module of {t['turn'] * 500:.1f} ms, times as fast",
+        "2 CPU replicas of it, times as fast",
         t["turn"] / t["two"],
         "x",
         "1.85",
@@ -195,6 +217,7 @@ def loss_in_parts() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     wrapping()
+    preparing()
     speed_up()
     refreshes(["cpu", "cpu"])
     if torch.cuda.is_available():
@@ -205,4 +228,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with results:
+        main()

@@ -18,6 +18,8 @@ import time
 import numpy as np
 import tp_runner
 
+from tests.bench._results import Results
+
 WORKERS = 2
 N_TINY, N_TINY_SLOW = 2_000_000, 20_000
 
@@ -126,7 +128,7 @@ def rate(tool, function, make, n_items):
     return n_items / (time.perf_counter() - began)
 
 
-def table(title, unit, tools, function, make, sizes, *, rounds):
+def table(results, title, tools, function, make, sizes, *, rounds):
     figures = {name: [] for name in tools.table}
     for _ in range(rounds):  # interleaved, so that noise hits all alike
         for name, tool in tools.table.items():
@@ -134,25 +136,23 @@ def table(title, unit, tools, function, make, sizes, *, rounds):
             figures[name].append(rate(tool, function, make, n_items))
     medians = {name: statistics.median(values) for name, values in figures.items()}
     ours = medians["tp-runner"]
-    print(f"\n{title} ({unit})")
     for name, value in medians.items():
-        print(f"  {name:18}{value:14,.1f}   {ours / value:8.2f} x")
+        results.add(f"{title}, {name}", value, "items/s")
+        if name != "tp-runner":
+            results.add(f"{title}, {name}: ratio", ours / value, "x as fast")
 
 
-def limits():
-    print("limits of this machine")
+def limits(results):
     block = bytes(64 << 20)
     memory = mmap.mmap(-1, len(block))
     for name in ("memory, fresh", "memory, reused"):
         began = time.perf_counter()
         memory[:] = block
-        print(f"  copy into shared {name:16} {len(block) / (time.perf_counter() - began) / 1e9:8.2f} GB/s")
+        results.add(f"copy into shared {name}", len(block) / (time.perf_counter() - began) / 1e9, "GB/s")
     array = np.zeros(8 << 20)
     began = time.perf_counter()
     pickle.loads(pickle.dumps(array, 5))
-    print(
-        f"  pickle in band and back          {array.nbytes / (time.perf_counter() - began) / 1e9:8.2f} GB/s"
-    )
+    results.add("pickle in band and back", array.nbytes / (time.perf_counter() - began) / 1e9, "GB/s")
     reader, writer = os.pipe()
     n_blocks, block = 2000, bytes(1 << 16)
     if not (pid := os.fork()):
@@ -165,28 +165,28 @@ def limits():
         n_read += len(data)
     os.waitpid(pid, 0)
     os.close(reader)
-    print(f"  pipe                             {n_read / (time.perf_counter() - began) / 1e9:8.2f} GB/s")
+    results.add("pipe", n_read / (time.perf_counter() - began) / 1e9, "GB/s")
 
 
-def start_up(rounds):
-    print("\nstart and first result (ms)")
+def start_up(results, rounds):
     for method in ("fork", "spawn", "forkserver"):
         ours, pool = [], []
         for _ in range(rounds):
             began = time.perf_counter()
-            with tp_runner.map(square, [1], devices=WORKERS, start_method=method) as results:
-                next(results)
+            with tp_runner.map(square, [1], devices=WORKERS, start_method=method) as stream:
+                next(stream)
             ours.append((time.perf_counter() - began) * 1e3)
             began = time.perf_counter()
             with multiprocessing.get_context(method).Pool(WORKERS) as workers:
                 next(workers.imap(square, [1]))
             pool.append((time.perf_counter() - began) * 1e3)
         a, b = statistics.median(ours), statistics.median(pool)
-        print(f"  {method:12} tp-runner {a:8.1f}   Pool {b:8.1f}   {b / a:6.2f} x")
+        results.add(f"start and first result, {method}", a, "ms")
+        results.add(f"start and first result, {method}, Pool", b, "ms")
+        results.add(f"start and first result, {method}, Pool: ratio", b / a, "x as fast")
 
 
-def read_ahead(tools):
-    print("\nitems read ahead of a consumer that takes 1 ms, out of 100,000")
+def read_ahead(results, tools):
     for name, tool in tools.table.items():
         n_read, most = 0, 0
 
@@ -196,28 +196,36 @@ def read_ahead(tools):
                 n_read += 1
                 yield n_read
 
-        results = tool(square, items())
-        for n_got, _ in enumerate(results, 1):
+        stream = tool(square, items())
+        for n_got, _ in enumerate(stream, 1):
             time.sleep(0.001)
             most = max(most, n_read - n_got)
             if n_got == 200:
                 break
-        if hasattr(results, "close"):
-            results.close()
-        print(f"  {name:18}{most:10,}")
+        if hasattr(stream, "close"):
+            stream.close()
+        results.add(f"read ahead of a slow consumer, of 100,000, {name}", most, "items")
+
+
+PARTS = {"limits", "start", "tiny", "skewed", "numpy", "torch", "memory"}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="limits,start,tiny,skewed,numpy,torch,memory")
+    parser.add_argument("--only", default=",".join(sorted(PARTS)))
     options = parser.parse_args()
     only = set(options.only.split(","))
     rounds = 3 if options.quick else 7
+    with Results("runner" if only == PARTS else f"runner-{'-'.join(sorted(only))}") as results:
+        measure(results, only, rounds)
+
+
+def measure(results, only, rounds):
     if "limits" in only:
-        limits()
+        limits(results)
     if "start" in only:  # before the others are here, who would make this process large
-        start_up(rounds)
+        start_up(results, rounds)
     tools = Tools()
     if "tiny" in only:
         fast = {"tp-runner", "Pool.imap tuned", "executor tuned"}
@@ -226,29 +234,27 @@ def main():
             "ray ActorPool": 2000,
             "others": N_TINY_SLOW,
         }
-        table("x * x on integers", "items/s", tools, square, range, sizes, rounds=rounds)
+        table(results, "x * x on integers", tools, square, range, sizes, rounds=rounds)
     few = {name: tool for name, tool in tools.table.items() if "tuned" not in name}
     tools.table, whole = few, tools.table
     if "skewed" in only:
-        table("sleeps of 10 and 100 ms", "items/s", tools, sleep_skewed, range, {"others": 100}, rounds=2)
-        print(f"  the ideal is {WORKERS / 0.019:.1f}")
+        table(results, "sleeps of 10 and 100 ms", tools, sleep_skewed, range, {"others": 100}, rounds=2)
+        ideal = WORKERS / 0.019
+        share = results.figures["sleeps of 10 and 100 ms, tp-runner"] / ideal
+        results.add("sleeps of 10 and 100 ms, tp-runner: share of the ideal", share, "")
     if "numpy" in only:
         for title, n, count in (("1 MB", 1 << 17, 300), ("10 KB", 1280, 4000)):
             make = cycled([np.full(n, 1.0) for _ in range((32 << 20) // (8 * n))])
-            table(
-                f"{title} arrays, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds
-            )
+            table(results, f"{title} arrays", tools, plus_one, make, {"others": count}, rounds=rounds)
     if "torch" in only and importlib.util.find_spec("torch"):
         import torch
 
         torch.set_num_threads(1)
         for title, n, count in (("1 MB", 1 << 18, 300), ("10 KB", 2560, 2000)):
             make = cycled([torch.full((n,), 1.0) for _ in range((32 << 20) // (4 * n))])
-            table(
-                f"{title} tensors, a + 1", "items/s", tools, plus_one, make, {"others": count}, rounds=rounds
-            )
+            table(results, f"{title} tensors", tools, plus_one, make, {"others": count}, rounds=rounds)
     if "memory" in only:
-        read_ahead(tools)
+        read_ahead(results, tools)
     tools.table = whole
     tools.close()
 

@@ -17,6 +17,8 @@ import psutil
 import torch
 from tp_runner import OrderedRunner
 
+from tests.bench._results import Results
+
 
 class Same(OrderedRunner):
     @staticmethod
@@ -65,12 +67,12 @@ class Killer(threading.Thread):
             time.sleep(0.0005)
 
 
-def soak(title, make, check, n_items, n_kills, start_method):
+def soak(results, title, make, check, n_items, n_kills, start_method):
     killer = Killer(n_kills, n_items, start_method)
     me = psutil.Process()
     began = time.perf_counter()
     early = late = 0
-    with Same(2, restart=10 * n_kills, start_method=start_method) as runner:
+    with Same(2, max_restarts=10 * n_kills, start_method=start_method) as runner:
         killer.start()
         for n, result in enumerate(runner.stream(make(n_items))):
             check(n, result)
@@ -85,12 +87,13 @@ def soak(title, make, check, n_items, n_kills, start_method):
         deaths = sum(worker.deaths for worker in runner.stats().workers)
         print(runner.stats())
     seconds = time.perf_counter() - began
-    print(
-        f"{title}: {n_items:,} items in {seconds:.1f} s, {killer.n_killed} workers killed, {deaths} "
-        f"deaths mended; resident {early >> 20} MiB after a quarter, {late >> 20} MiB at the end"
-    )
+    results.add(f"{title}: items", n_items, "")
+    results.add(f"{title}: time", seconds, "s")
+    results.add(f"{title}: resident after a quarter", early >> 20, "MiB")
+    results.add(f"{title}: resident at the end", late >> 20, "MiB")
     assert deaths == killer.n_killed == n_kills, "a death was not noticed, or a worker not killed"
     assert late < early + (128 << 20), "memory grows"
+    return seconds, killer.n_killed, deaths
 
 
 def check_number(n, result):
@@ -117,17 +120,23 @@ def main():
     parser.add_argument("--start-method", default="fork")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    segments = set(Path("/dev/shm").iterdir())
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     half = options.kills // 2
-    soak("numbers", range, check_number, options.items, half, options.start_method)
-    soak("tensors", tensors, check_tensor, options.tensors, options.kills - half, options.start_method)
+    method, rest = options.start_method, options.kills - half
+    with Results("runner-soak") as results:
+        both = [
+            soak(results, "numbers", range, check_number, options.items, half, method),
+            soak(results, "tensors", tensors, check_tensor, options.tensors, rest, method),
+        ]
+        for name, values in zip(
+            ("time", "workers killed", "deaths mended"), zip(*both, strict=True), strict=True
+        ):
+            results.add(name, sum(values), "s" if name == "time" else "")
     left = len(list(Path("/proc/self/fd").iterdir())) - descriptors
     servers = 1 if options.start_method == "forkserver" else 0
     assert left <= servers, f"{left} descriptors were left"
-    assert set(Path("/dev/shm").iterdir()) <= segments, "shared memory was left"
     assert len(psutil.Process().children()) == servers, "processes were left"
-    print("no item lost or doubled, no descriptor, segment or process left")
+    print("no item lost or doubled, no descriptor or process left")
 
 
 if __name__ == "__main__":

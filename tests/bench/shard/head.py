@@ -1,6 +1,6 @@
 """A head 512 -> C on a batch of 64: step time and memory, split over two ranks and in one piece.
 
-python tests/bench/shard/head.py [C ...]
+python -m tests.bench.shard.head [C ...]
 
 Every variant runs in processes of its own, two gloo ranks with one thread each, the unsharded one
 on a single rank. "building" and "stepping" are the peaks above what the process held before; "held"
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from tp_core.testing import run_ranks
 from tp_shard.nn.functional import parallel_cross_entropy
+
+from tests.bench._results import Results
 
 FEATURES, BATCH = 512, 64
 Head = tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor, Tensor], None]]
@@ -114,19 +116,18 @@ def main() -> None:
     if importlib.util.find_spec("torchshard") is not None:
         names.append("torchshard")
     for classes in [int(a) for a in sys.argv[1:]] or [100_000, 1_000_000]:
-        print(f"{FEATURES} -> {classes:,}, batch {BATCH}; MiB on each rank")
-        print(f"  {'':<12} {'step':>9} {'ratio':>6} {'building':>9} {'held':>7} {'stepping':>9}")
-        base = 0.0
-        for name in names:
-            ranks = 1 if name == "unsharded" else 2
-            steps = 10 if classes <= 200_000 else 3
-            seconds, building, kept, stepping = run_ranks(run, ranks, name, classes, steps, timeout_s=180)[0]
-            base = base or seconds
-            print(
-                f"  {name:<12} {seconds * 1e3:>6.0f} ms {seconds / base:>6.2f} {building:>9.0f} "
-                f"{kept:>7.0f} {stepping:>9.0f}",
-                flush=True,
-            )
+        with Results(f"shard-head-{classes}") as results:
+            base = 0.0
+            for name in names:
+                ranks = 1 if name == "unsharded" else 2
+                steps = 10 if classes <= 200_000 else 3
+                found = run_ranks(run, ranks, name, classes, steps, timeout_s=180)[0]
+                seconds, *memory = found
+                base = base or seconds
+                results.add(f"{name}: step", seconds * 1e3, "ms")
+                results.add(f"{name}: step, ratio", seconds / base, "x unsharded")
+                for what, mib in zip(("building", "held", "stepping"), memory, strict=True):
+                    results.add(f"{name}: {what}", mib, "MiB per rank")
 
 
 if __name__ == "__main__":

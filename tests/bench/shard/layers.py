@@ -1,6 +1,6 @@
 """Costs of parallel layers beside torchshard, DTensor and the shortest code by hand.
 
-python tests/bench/shard/layers.py
+python -m tests.bench.shard.layers
 
 Two gloo ranks with one thread each. Variants take turns, medians are compared: trust the ratios.
 torchshard takes part where it can be imported.
@@ -19,8 +19,10 @@ import tp_shard as ts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from tp_core.testing import run_ranks
+
+from tests.bench._results import Results
 
 Variants = dict[str, Callable[[], object]]
 
@@ -209,17 +211,21 @@ def start_ranks() -> None:
     torch.manual_seed(0)
 
 
-def show(found: dict[str, dict[str, float]], base: str, target: dict[str, str]) -> None:
+def show(results: Results, found: dict[str, dict[str, float]], base: str, target: dict[str, str]) -> None:
     for name, times in found.items():
-        print(f"{name}, over {base} ({times[base] * 1e6:.0f} us){target.get(name, '')}")
         for variant, seconds in times.items():
-            print(f"  {variant:<34} {seconds * 1e6:>10.0f} us {seconds / times[base]:>7.2f}")
+            results.add(f"{name}, {variant}", seconds * 1e6, "us")
+            note = target.get(name, "") if variant == "tp_shard" else ""
+            results.add(f"{name}, {variant}: ratio", seconds / times[base], f"x {base}", note=note)
 
 
 if __name__ == "__main__":
-    show(
-        run_ranks(dispatch, 2, timeout_s=100)[0],
-        "F.linear",
-        {"column": "; target 1.3", "row": "; target 1.6"},
-    )
-    show(run_ranks(mlp, 2, timeout_s=100)[0], "by hand", {"MLP 1024-4096-1024": "; target 1.00"})
+    with Results("shard-layers") as results:
+        targets = {"column": "at most 1.3", "row": "at most 1.6"}
+        show(results, run_ranks(dispatch, 2, timeout_s=100)[0], "F.linear", targets)
+        show(
+            results,
+            run_ranks(mlp, 2, timeout_s=100)[0],
+            "by hand",
+            {"MLP 1024-4096-1024": "at most 1.00"},
+        )

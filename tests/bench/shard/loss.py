@@ -1,6 +1,6 @@
 """Costs of the loss over class shards, alone and with its head, beside DTensor and code by hand.
 
-python tests/bench/shard/loss.py [alone | head]
+python -m tests.bench.shard.loss [alone | head]
 
 Two gloo ranks with one thread each; variants take turns, medians are compared. Memory is the most
 that a step holds beyond what it began with, as the process's resident size says, in multiples of
@@ -22,8 +22,10 @@ import tp_shard as ts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from tp_core.testing import run_ranks
+
+from tests.bench._results import Results
 
 Step = Callable[[], object]
 parallel_cross_entropy = ts.nn.functional.parallel_cross_entropy
@@ -183,7 +185,8 @@ if __name__ == "__main__":
         if function.__name__ in wanted:
             found = run_ranks(function, 2, rows, classes, timeout_s=110)[0]
             base, logits = found["by hand, one buffer"][0], rows * classes // 2 * 4
-            print(f"{function.__name__}: {rows} rows, {classes} classes, over code by hand")
-            for name, (seconds, grown) in found.items():
-                ratios = f"{seconds / base:>6.2f}{grown / logits:>8.2f} x logits"
-                print(f"  {name:<24}{seconds * 1e3:>9.1f} ms {ratios}")
+            with Results(f"shard-loss-{function.__name__}-{rows}-{classes}") as results:
+                for name, (seconds, grown) in found.items():
+                    results.add(f"{name}: time", seconds * 1e3, "ms")
+                    results.add(f"{name}: time, ratio", seconds / base, "x by hand")
+                    results.add(f"{name}: memory", grown / logits, "x logits")

@@ -1,4 +1,4 @@
-"""What checkpoints cost, and what they save: python tests/bench/trainer/checkpoints.py
+"""What checkpoints cost, and what they save: python -m tests.bench.trainer.checkpoints
 
 Steps with a checkpoint every 1000 of them against a bare hand-written loop; how long a save of 500
 MB keeps the training from going on, against torch.save; how long it takes to go on at 90 % of an
@@ -10,6 +10,7 @@ import contextlib
 import io
 import itertools
 import multiprocessing
+import os
 import resource
 import shutil
 import statistics
@@ -21,18 +22,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from loops import hand_written, is_installed, make, measure, show, step
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tp_trainer import Checkpoints, Trainer
+
+from tests.bench._results import Results
+from tests.bench.trainer.loops import hand_written, is_installed, make, measure, note, step
 
 EVERY, MILLION = 1000, 1_000_000
 WIDTH, LAYERS = 2048, 30  # of 16 MiB each: 500 MB
 
 
-def steps(folder: Path) -> None:
+def steps(folder: Path, results: Results) -> None:
     """A tiny MLP, 1000 steps a round and one checkpoint in them."""
     trainer = Trainer(devices="cpu")
     batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(EVERY)]
@@ -57,12 +58,12 @@ def steps(folder: Path) -> None:
         "hand-written, no checkpoint": hand_written(batches),
         "tp fit, no checkpoint": fit(),
         "tp fit, a checkpoint every 1000 steps": fit("here"),
-        "the same, asynchronous": fit("there", async_=True),
+        "the same, asynchronous": fit("there", background=True),
     }
-    show("MLP 16-16-1, batch 8, SGD, one process", measure(ways, rounds=15))
+    note(results, "steps", measure(ways, rounds=15))
 
 
-def saves(folder: Path) -> None:
+def saves(folder: Path, results: Results) -> None:
     """How long training waits for a save of 500 MB, and how long until it is on the disk."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -75,6 +76,14 @@ def saves(folder: Path) -> None:
         seconds = time.perf_counter() - began
         return seconds, seconds
 
+    def torch_save_on_disk() -> tuple[float, float]:
+        began = time.perf_counter()
+        with (folder / "synced.pt").open("wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+        return seconds, seconds
+
     def torch_async() -> tuple[float, float]:
         began = time.perf_counter()
         writing = dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True)
@@ -84,26 +93,30 @@ def saves(folder: Path) -> None:
 
     def tp(asynchronous: bool) -> Callable[[], tuple[float, float]]:
         place = folder / str(asynchronous)
-        from tp_trainer._checkpoint import Keeper, collect
+        from tp_core.state import collect_state
+        from tp_trainer._checkpoint import Checkpointer
 
         trainer = Trainer(devices="cpu", progress=False)
         prepared = trainer.prepare(model)
-        keeper = Keeper(Checkpoints(place, async_=asynchronous, keep=1), trainer.session)
+        checkpointer = Checkpointer(Checkpoints(place, background=asynchronous, keep=1), trainer.session)
         count = 0
 
         def way() -> tuple[float, float]:
             nonlocal count
             count += 1
             began = time.perf_counter()
-            keeper.save(count, collect(trainer.session, prepared, optimizer), {}, {}, {"metrics": {}})
+            session = trainer.session
+            tensors = collect_state(session.unwrap(prepared), optimizer, cut=session.as_slice)
+            checkpointer.save(count, tensors, {}, {}, {"metrics": {}})
             blocked = time.perf_counter() - began
-            keeper.finish()
+            checkpointer.finish()
             return blocked, time.perf_counter() - began
 
         return way
 
     ways = {
         "torch.save": torch_save,
+        "torch.save and fsync": torch_save_on_disk,
         "torch.distributed.checkpoint.async_save": torch_async,
         "tp, checked and brought onto the disk": tp(asynchronous=False),
         "tp, asynchronous": tp(asynchronous=True),
@@ -113,14 +126,15 @@ def saves(folder: Path) -> None:
         for name, way in ways.items():
             times[name].append(way())
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    table = Table("way", "blocked, s", "x torch.save", "done, s", title=f"A save of {nbytes / 1e6:.0f} MB")
+    results.add("the size of a save", nbytes / 1e6, "MB")
     base = [blocked for blocked, _ in times["torch.save"][1:]]
     for name, found in times.items():
         warm = found[1:]  # the first one finds fresh memory and no old file
         ratio = statistics.median(b / t for (b, _), t in zip(warm, base, strict=True))
         blocked, done = (statistics.median(column) for column in zip(*warm, strict=True))
-        table.add_row(name, f"{blocked:.2f}", f"{ratio:.2f}", f"{done:.2f}")
-    Console().print(table)
+        results.add(f"{name}: blocked", blocked, "s")
+        results.add(f"{name}: blocked, ratio", ratio, "x torch.save")
+        results.add(f"{name}: done", done, "s")
 
 
 class Numbers(Dataset):
@@ -137,7 +151,7 @@ class ReachedError(Exception):
     """The first step of a resumed run."""
 
 
-def resume(folder: Path) -> None:
+def resume(folder: Path, results: Results) -> None:
     """From the start of fit to the first step, at 90 % of an epoch."""
     loader = DataLoader(Numbers(), batch_size=1000, shuffle=True)
     stop = len(loader) * 9 // 10
@@ -161,14 +175,12 @@ def resume(folder: Path) -> None:
         return time.perf_counter() - began
 
     rules = Checkpoints(folder / "run", every_steps=stop)
-    table = Table("way", "seconds", title="Going on at 90 % of an epoch of a million samples")
-    reading = fit(stop_at)
-    table.add_row("training up to there", f"{reading:.2f}")
+    results.add("training up to 90 % of an epoch", fit(stop_at), "s")
     began = time.perf_counter()
     for number, _ in enumerate(loader):
         if number == stop:
             break
-    table.add_row("reading what is before it again", f"{time.perf_counter() - began:.2f}")
+    results.add("reading what is before it again", time.perf_counter() - began, "s")
     if is_installed("accelerate"):
         from accelerate import Accelerator
 
@@ -176,14 +188,12 @@ def resume(folder: Path) -> None:
         prepared = accelerator.prepare_data_loader(DataLoader(Numbers(), batch_size=1000, shuffle=True))
         began = time.perf_counter()
         next(iter(accelerator.skip_first_batches(prepared, stop)))
-        table.add_row("Accelerate, skip_first_batches", f"{time.perf_counter() - began:.2f}")
-    table.add_row("tp, resume='auto', from fit() to the first step", f"{fit(reached, resume='auto'):.2f}")
-    Console().print(table)
+        results.add("Accelerate, skip_first_batches", time.perf_counter() - began, "s")
+    results.add("tp, resume='auto', from fit() to the first step", fit(reached, resume="auto"), "s")
 
 
-def memory(folder: Path) -> None:
+def memory(folder: Path, results: Results) -> None:
     """The highest resident memory of a process that trains 500 MB with Adam's 1000 beside it."""
-    table = Table("way", "peak, MiB", "beyond the bare loop", title="Memory: 500 MB of weights and Adam")
     context = multiprocessing.get_context("spawn")
     base = None
     for name in ("hand-written", "tp fit", "tp fit, checkpoint", "tp fit, asynchronous checkpoint"):
@@ -193,8 +203,8 @@ def memory(folder: Path) -> None:
         peak = reader.recv()
         process.join()
         base = peak if base is None else base
-        table.add_row(name, f"{peak:.0f}", f"{peak - base:.0f}")
-    Console().print(table)
+        results.add(f"{name}: peak", peak, "MiB")
+        results.add(f"{name}: beyond the bare loop", peak - base, "MiB")
 
 
 def _train_large(name: str, folder: str, writer) -> None:
@@ -209,7 +219,7 @@ def _train_large(name: str, folder: str, writer) -> None:
             optimizer.step()
     else:
         kinds = {"tp fit": None, "tp fit, checkpoint": Checkpoints(folder, every_steps=2)}
-        last = Checkpoints(folder, every_steps=2, async_=True)
+        last = Checkpoints(folder, every_steps=2, background=True)
         trainer = Trainer(devices="cpu", progress=False)
         trainer.fit(model, optimizer, batches, step=step, checkpoint=kinds.get(name, last))
     writer.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
@@ -223,7 +233,8 @@ def main() -> None:
             torch.set_num_threads(1 if part in (steps, resume) else 2)
             folder = Path(tempfile.mkdtemp(prefix="tp-bench-"))
             try:
-                part(folder)
+                with Results(f"checkpoints-{name}") as results:
+                    part(folder, results)
             finally:
                 shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""One training loop, as each library has its users write it; and the table of their times."""
+"""One training loop, as each library has its users write it; and what their times come to."""
 
 import contextlib
 import importlib.util
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from tp_trainer import Trainer
+
+from tests.bench._results import Results
 
 Way = Callable[[], float]
 
@@ -100,11 +100,10 @@ def measure(ways: dict[str, Way], *, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def show(title: str, times: dict[str, list[float]]) -> None:
-    """Print the median time of each way, and its median ratio to the first one's in the same round."""
+def note(results: Results, what: str, times: dict[str, list[float]]) -> None:
+    """Note the median time of each way, and its median ratio to the first one's in the same round."""
     base = next(iter(times.values()))
-    table = Table("way", "us per step", "x hand-written", title=title)
     for name, found in times.items():
         ratios = [a / b for a, b in zip(found, base, strict=True)]
-        table.add_row(name, f"{statistics.median(found) * 1e6:.1f}", f"{statistics.median(ratios):.3f}")
-    Console().print(table)
+        results.add(f"{what}, {name}: us per step", statistics.median(found) * 1e6, "us")
+        results.add(f"{what}, {name}: ratio", statistics.median(ratios), "x hand-written")

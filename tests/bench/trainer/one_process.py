@@ -1,27 +1,30 @@
-"""Time per step of the trainer in one process: python tests/bench/trainer/one_process.py
+"""Time per step of the trainer in one process: python -m tests.bench.trainer.one_process
 
 Against a hand-written loop and the peers that are installed, on a tiny MLP, which leaves nothing
 for the loop's own cost to hide behind. A second hand-written loop shows how far to trust the ratios.
 """
 
 import torch
-from loops import (
+from torch.utils.data import DataLoader, TensorDataset
+from tp_trainer import Trainer
+
+from tests.bench._results import Results
+from tests.bench.trainer.loops import (
     accelerate_loop,
     fabric_loop,
     hand_written,
     is_installed,
     measure,
-    show,
+    note,
     tp_fit,
     tp_prepare,
 )
-from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Trainer
 
 STEPS = 300
 
 
-def main() -> None:
+def run(results: Results) -> None:
+    """An MLP 16-16-1, batches of 8, SGD, one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trainer = Trainer(devices="cpu")
@@ -42,8 +45,9 @@ def main() -> None:
             ways["accelerate"] = accelerate_loop(loader)
         if is_installed("lightning_fabric"):
             ways["fabric"] = fabric_loop(loader)
-        show(f"MLP 16-16-1, batch 8, SGD, one process, {source}", measure(ways, rounds=rounds))
+        note(results, source, measure(ways, rounds=rounds))
 
 
 if __name__ == "__main__":
-    main()
+    with Results("trainer-one-process") as found:
+        run(found)

@@ -1,7 +1,7 @@
-"""What tp costs before it does anything: python tests/bench/trainer/start.py
+"""What tp costs before it does anything: python -m tests.bench.trainer.start
 
 Imports and discovery are timed in fresh interpreters, with 100 distributions that are made up for
-it installed beside tp.
+it installed beside tp, and from bytecode, as pip leaves it: it compiles what it installs.
 """
 
 import os
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tp_core import recursive_to
+
+from tests.bench._results import Results
 
 ROUNDS = 9
 
@@ -30,28 +30,33 @@ class Five:
     e: torch.Tensor
 
 
-def fresh(statements: dict[str, tuple[str, str]], folder: str = "") -> dict[str, list[float]]:
-    """Return the seconds of each statement in fresh interpreters, where another ran before it."""
+def fresh(statements: dict[str, tuple[str, str]], folder: str) -> dict[str, list[float]]:
+    """Return the seconds of each statement in fresh interpreters, where another ran before it.
+
+    Bytecode is kept in ``folder``, and the round that writes it is not counted.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ |= {"PYTHONPATH": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
     program = "import time, torch; {}; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
     times: dict[str, list[float]] = {name: [] for name in statements}
-    for _ in range(ROUNDS):
+    for counted in [False] + [True] * ROUNDS:
         for name, (before, statement) in statements.items():
             command = [sys.executable, "-c", program.format(before, statement)]
-            environ = {**os.environ, "PYTHONPATH": folder}
             done = subprocess.run(
                 command, env=environ, capture_output=True, text=True, check=True, timeout=60
             )
-            times[name].append(float(done.stdout))
+            if counted:
+                times[name].append(float(done.stdout))
     return times
 
 
-def install_strangers(folder: Path, count: int) -> None:
+def install_unrelated(folder: Path, count: int) -> None:
     """Make ``count`` distributions look installed that have nothing to do with tp."""
     for i in range(count):
-        metadata = folder / f"stranger_{i}-1.0.dist-info"
+        metadata = folder / f"unrelated_{i}-1.0.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: stranger-{i}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[console_scripts]\nstranger-{i} = json:tool\n")
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unrelated-{i}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[console_scripts]\nunrelated-{i} = json:tool\n")
 
 
 def transfer(value: object) -> list[float]:
@@ -75,21 +80,20 @@ def main() -> None:
         ),
     }
     with tempfile.TemporaryDirectory() as folder:
-        install_strangers(Path(folder), 100)
+        install_unrelated(Path(folder), 100)
         found = fresh(statements, folder)
-    rows: dict[str, tuple[list[float], float, str, str]] = {
-        f"{name}, torch being there": (times, 1e3, "ms", "20" if "registry" in name else "60")
-        for name, times in found.items()
-    }
-    rows["recursive_to, a list of five tensors that stay"] = (transfer(leaves), 1e6, "us", "3")
     named = {str(i): leaf for i, leaf in enumerate(leaves)}
-    rows["recursive_to, a dict of five tensors that stay"] = (transfer(named), 1e6, "us", "3")
-    fields = Five(*leaves)
-    rows["recursive_to, a dataclass of five tensors that stay"] = (transfer(fields), 1e6, "us", "3")
-    table = Table("what", "median", "unit", "target: at most")
-    for name, (times, scale, unit, target) in rows.items():
-        table.add_row(name, f"{statistics.median(times) * scale:.2f}", unit, target)
-    Console().print(table)
+    with Results("trainer-start") as results:
+        for name, times in found.items():  # torch being there
+            results.add(
+                name,
+                statistics.median(times) * 1e3,
+                "ms",
+                note="at most 20" if "registry" in name else "at most 30",
+            )
+        for kind, value in {"list": leaves, "dict": named, "dataclass": Five(*leaves)}.items():
+            name = f"recursive_to, a {kind} of five tensors that stay"
+            results.add(name, statistics.median(transfer(value)) * 1e6, "us", note="at most 3")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time per step of the trainer in two gloo processes: python tests/bench/trainer/two_processes.py
+"""Time per step of the trainer in two gloo processes: python -m tests.bench.trainer.two_processes
 
 Against a hand-written loop over DistributedDataParallel and the peers that are installed, all in
 the same two processes. Gloo's waiting varies by some percent: a second hand-written loop shows it.
@@ -6,19 +6,21 @@ the same two processes. Gloo's waiting varies by some percent: a second hand-wri
 
 import torch
 import torch.distributed as dist
-from loops import (
+from torch.nn.parallel import DistributedDataParallel
+from tp_core.testing import run_ranks
+from tp_trainer import Trainer
+
+from tests.bench._results import Results
+from tests.bench.trainer.loops import (
     accelerate_loop,
     fabric_loop,
     hand_written,
     is_installed,
     measure,
-    show,
+    note,
     tp_fit,
     tp_prepare,
 )
-from torch.nn.parallel import DistributedDataParallel
-from tp_core.testing import run_ranks
-from tp_trainer import Trainer
 
 STEPS, ROUNDS = 50, 120
 
@@ -41,10 +43,7 @@ def times_of_rank() -> dict[str, list[float]]:
     return measure(ways, rounds=ROUNDS)
 
 
-def main() -> None:
-    times, _ = run_ranks(times_of_rank, 2, timeout_s=300.0)
-    show("MLP 16-16-1, batch 8, SGD, two gloo processes, batches from a list", times)
-
-
 if __name__ == "__main__":
-    main()
+    with Results("trainer-two-processes") as found:
+        times, _ = run_ranks(times_of_rank, 2, timeout_s=300.0)
+        note(found, "batches from a list", times)
