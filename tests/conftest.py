@@ -1,14 +1,48 @@
 """What all tests share."""
 
+import gc
 import importlib.util
+import os
+import shutil
+import signal
+import tempfile
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine alone. `default` draws the same few examples
+# each time; `thorough`, which `hatch run slow` asks for, many, and others each time, but for CI.
+_anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+settings.register_profile("default", _anywhere, max_examples=25, derandomize=True)
+settings.register_profile("thorough", _anywhere, max_examples=100, derandomize="CI" in os.environ)
+settings.load_profile("default")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        _gather_temporary_files()
+    # A shell starts what runs in the background with Ctrl-C ignored, and all that is started from there
+    # would inherit that: tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _gather_temporary_files():
+    """Have the files of all processes, also of those that are killed, lie where they are removed."""
+    usual = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="tp-tests-")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest's own folders are to be looked at later
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # After multiprocessing, which removes folders of its own in there at a priority of -100.
+    util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items):
+    import torch  # not by the process that only hands tests to others
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -17,10 +51,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
-def zoo() -> ModuleType:
-    """The models that all tests of replicas share."""
-    spec = importlib.util.spec_from_file_location("replica_zoo", Path(__file__).with_name("replica_zoo.py"))
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,9 +60,29 @@ def zoo() -> ModuleType:
     return module
 
 
+def pytest_collection_finish(session):
+    # What is loaded by now stays: the collector, which many tests call, need not look at it each time.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zoo() -> ModuleType:
+    """The models that all tests of replicas share."""
+    return _load("replica_zoo")
+
+
+@pytest.fixture(scope="session")
+def memory() -> ModuleType:
+    """What tests of memory share: tensors whose bytes are counted, and counts of reference cycles."""
+    return _load("live_bytes")
+
+
 @pytest.fixture(scope="session")
 def one_thread_per_operation():
     """Replicas times threads must not exceed the cores."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -30,7 +30,7 @@ def start(command, folder):
 
 
 def losses(process):
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     found = re.search(r"backend=(\S+) losses=(.*)", out)
     return found[1], [float(value) for value in re.split(r"[ /]", found[2])]
@@ -48,25 +48,26 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "backend"),
     [
-        (ALONE, "single"),
-        (LAUNCHED, "ddp"),
-        ([*LAUNCHED, "--split"], "shard"),
-        (TWO_DEVICES, "tuple"),
-        ([*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather"),
+        pytest.param(ALONE, "single", marks=pytest.mark.slow, id="single"),
+        pytest.param(LAUNCHED, "ddp", marks=pytest.mark.slow, id="ddp"),
+        pytest.param([*LAUNCHED, "--split"], "shard", marks=pytest.mark.slow, id="shard"),
+        pytest.param(TWO_DEVICES, "tuple", marks=pytest.mark.slow, id="tuple"),
+        pytest.param(
+            [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", marks=pytest.mark.slow, id="dp-gather"
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_each_backend_comes_to_the_same_losses_though_it_was_interrupted(
     command, backend, undisturbed, tmp_path
 ):
     process = start(command, tmp_path)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 250
     while not list(tmp_path.glob("checkpoints/step-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=250)
     assert process.returncode == 143, err
     chosen, values = losses(start(command, tmp_path))
     assert chosen == backend

@@ -10,6 +10,7 @@ import pytest
 CLASSIFIER = Path(__file__).parents[2] / "docs" / "examples" / "classifier.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_classifier_grows(ranks, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
@@ -27,7 +28,7 @@ def test_the_classifier_grows(ranks, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=250,
         check=False,
         env=environ | {"OMP_NUM_THREADS": "1"},
     )

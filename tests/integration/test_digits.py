@@ -18,12 +18,17 @@ TWO_DEVICES = [*ALONE, "--devices", "cpu,cpu"]
 @pytest.mark.parametrize(
     ("command", "backend", "asked"),
     [
-        (ALONE, "single", "auto"),
-        (LAUNCHED, "ddp", "auto"),
-        (TWO_DEVICES, "tuple", "auto"),
-        ([*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", "asked for"),
+        pytest.param(ALONE, "single", "auto", id="alone"),
+        pytest.param(LAUNCHED, "ddp", "auto", marks=pytest.mark.slow, id="launched"),
+        pytest.param(TWO_DEVICES, "tuple", "auto", marks=pytest.mark.slow, id="two devices"),
+        pytest.param(
+            [*TWO_DEVICES, "--backend", "dp-gather"],
+            "dp-gather",
+            "asked for",
+            marks=pytest.mark.slow,
+            id="two devices, gathered",
+        ),
     ],
-    ids=["alone", "launched", "two devices", "two devices, gathered"],
 )
 def test_the_digits_are_read_by_whichever_backend_fits(command, backend, asked, tmp_path):
     # Beside other tests, threads of one program that wait for each other would starve.
@@ -32,7 +37,7 @@ def test_the_digits_are_read_by_whichever_backend_fits(command, backend, asked, 
         [*command, "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=58,
+        timeout=250,
         check=False,
         env=environ,
     )

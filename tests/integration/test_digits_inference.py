@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
+@pytest.mark.slow
 def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
     spec = importlib.util.spec_from_file_location("digits_example", EXAMPLES / "digits.py")
     digits = importlib.util.module_from_spec(spec)
@@ -34,7 +36,7 @@ def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
         [sys.executable, program, "--model", tmp_path / "digits.pt", "--out", tmp_path],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         check=False,
         env={k: v for k, v in os.environ.items() if not k.startswith("TP_")},
     )

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 
+FAST = {"tp-trainer"}  # it has the most requirements
+
 LOOK = """
 import importlib, json, sys
 name = sys.argv[1]
@@ -27,6 +29,17 @@ print(json.dumps({
 }))
 """
 
+# A README as a newcomer runs it: block after block, in one program, and no warning on the way.
+BLOCKS = """
+import pathlib, re, sys
+text = pathlib.Path(sys.argv[1]).read_text()
+blocks = re.findall(r"^```python\\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+assert blocks
+namespace = {"__name__": "__main__"}
+for block in blocks:
+    exec(block, namespace)
+"""
+
 
 def project(package):
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
@@ -34,7 +47,7 @@ def project(package):
 
 def run(*command, **kwargs):
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=55, check=False, **kwargs
+        [*map(str, command)], capture_output=True, text=True, timeout=200, check=False, **kwargs
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -49,54 +62,74 @@ def wheels(tmp_path_factory):
     return {wheel.name.split("-")[0]: wheel for wheel in folder.glob("*.whl")}
 
 
+def required(name, extras):
+    """Yield what a distribution requires: ours by their pyproject.toml, others by their metadata."""
+    if name in PACKAGES:
+        yield from project(name)["dependencies"]
+        for extra in extras:
+            yield from project(name)["optional-dependencies"][extra]
+        return
+    for text in distribution(name).requires or ():
+        marker = Requirement(text).marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+            yield text
+
+
 def declared(package):
-    """Return the distributions that ``package`` says it needs, with all that those need."""
-    found, queue = {}, [(r, ()) for r in project(package)["dependencies"]]
+    """Return the distributions of others that ``package`` says it needs, with all that those need."""
+    found, queue = set(), [(package, frozenset())]
     while queue:
-        text, extras = queue.pop()
-        requirement = Requirement(text)
-        if requirement.marker and not any(
-            requirement.marker.evaluate({"extra": extra}) for extra in (*extras, "")
-        ):
-            continue
-        key = (requirement.name.lower(), frozenset(requirement.extras))
+        key = queue.pop()
         if key not in found:
-            found[key] = distribution(requirement.name)
-            queue += [(r, tuple(requirement.extras)) for r in found[key].requires or ()]
-    return {d.metadata["Name"]: d for d in found.values()}
+            found.add(key)
+            needs = map(Requirement, required(*key))
+            queue += [(need.name.lower(), frozenset(need.extras)) for need in needs]
+    return [distribution(name) for name in {name for name, _ in found} - set(PACKAGES)]
 
 
 def link(needed, folder):
     """Make the files of the ``needed`` distributions, and no others, importable from ``folder``."""
     folder.mkdir()
-    for found in needed.values():
+    for found in needed:
         for top in {f.parts[0] for f in found.files or () if f.parts[0] not in {"..", "__pycache__"}}:
             target = Path(found.locate_file(top))
             if target.exists() and not (folder / top).exists():
                 (folder / top).symlink_to(target)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_distribution_works_with_tp_core_alone(package, wheels, tmp_path):
+def install(package, wheels, tmp_path):
+    """Make an environment with the wheels of ``package`` and tp-core, and what they require."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     ours = {"tp-core", package}
-    needed = {n: d for n, d in declared(package).items() if n not in PACKAGES}
-    link(needed, tmp_path / "others")
+    link(declared(package), tmp_path / "others")
     (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
     (site / "others.pth").write_text(str(tmp_path / "others"))
     chosen = [wheels[name.replace("-", "_")] for name in sorted(ours)]
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps"]
     run(*pip, "--no-index", *chosen)
+    return python
 
+
+def without_variables():
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TP_"))}
+
+
+@pytest.mark.parametrize(
+    "package", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in PACKAGES]
+)
+def test_a_distribution_works_with_tp_core_alone(package, wheels, tmp_path):
+    python = install(package, wheels, tmp_path)
     module = package.replace("-", "_")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TP_"))}
-    found = json.loads(run(python, "-W", "ignore", "-c", LOOK, module, cwd=tmp_path, env=environ))
+    found = json.loads(run(python, "-W", "error", "-c", LOOK, module, cwd=tmp_path, env=without_variables()))
     assert found["file"].startswith(str(tmp_path / "env"))
     assert found["broken"] == []
     assert set(found["loaded"]) <= {"tp_core", module}
     has_plugin = "tp.plugins" in project(package).get("entry-points", {})
     assert found["plugins"] == ([package] if has_plugin else [])
+
+    readme = ROOT / "packages" / package / "README.md"
+    run(python, "-W", "error", "-c", BLOCKS, readme, cwd=tmp_path, env=without_variables())
 
 
 def test_all_distributions_have_one_version_and_pin_tp_core():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StateError
 from tp_core.testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._checkpoint import _folders
@@ -34,7 +35,7 @@ def train(folder, asynchronous, *, at=0, then=None, resume=None):
     torch.manual_seed(0)
     model = nn.Sequential(ts.nn.ParallelLinear(64, 64, dim=1), nn.Tanh(), ts.nn.ParallelLinear(64, 64, dim=0))
     loader = DataLoader(TensorDataset(torch.randn(40, 64, generator=torch.Generator())), batch_size=4)
-    checkpoint = Checkpoints(folder, every_steps=2, every_epochs=None, keep=9, async_=asynchronous)
+    checkpoint = Checkpoints(folder, every_steps=2, every_epochs=None, keep=9, background=asynchronous)
     with Trainer(seed=1, progress=False, devices="cpu") as trainer:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         trainer.fit(model, optimizer, loader, step=step, checkpoint=checkpoint, resume=resume)
@@ -51,7 +52,7 @@ def after_writing(then):
     def wait():
         for thread in threading.enumerate():
             if thread.name == "tp-checkpoint":
-                thread.join(30)
+                thread.join(100)
         then()
 
     return wait
@@ -88,7 +89,7 @@ def while_rank_1_writes_slowly(folder):
     may_write, write = threading.Event(), FileSystemWriter.write_data
 
     def slow(self, *args):
-        assert may_write.wait(30)
+        assert may_write.wait(100)
         return write(self, *args)
 
     if os.environ["RANK"] == "1":
@@ -117,8 +118,30 @@ def killed_while_it_writes(folder, asynchronous):
 
 @BOTH
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path, asynchronous):
-    alive, killed = rank_outcomes(killed_while_it_writes, 2, tmp_path, asynchronous, timeout_s=40)
+    alive, killed = rank_outcomes(killed_while_it_writes, 2, tmp_path, asynchronous)
     assert killed.exitcode == -signal.SIGKILL
     assert alive.error is not None, str(alive)
     assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
-    assert _folders.newest_whole(tmp_path).name == "step-0000000004"
+    assert _folders.RunFolder(tmp_path).newest_whole().name == "step-0000000004"
+
+
+def when_rank_1_fails_otherwise(folder, asynchronous):
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def fail(*args):
+        raise KeyError("surprise")
+
+    def prepare():
+        if os.environ["RANK"] == "1":
+            FileSystemWriter.write_data = fail
+
+    with pytest.raises(StateError) as caught:
+        train(folder, asynchronous, at=6, then=after_writing(prepare))
+    return str(caught.value)
+
+
+@BOTH
+def test_any_error_of_a_rank_that_writes_its_part_reaches_all(tmp_path, asynchronous):
+    for said in run_ranks(when_rank_1_fails_otherwise, 2, tmp_path, asynchronous):
+        assert "rank 1: 'surprise'" in said
+    assert names(tmp_path) == ["step-0000000002", "step-0000000004"]

@@ -58,7 +58,7 @@ def train(folder, group_size, split=True):
         file = Path(folder, "model.pt")
         trainer.save_model(model, file)
         weights = Path(folder, "model.safetensors")
-        trainer.export(weights, model)
+        trainer.export(model, weights)
         assert all(torch.equal(tensor, torch.load(file)[name]) for name, tensor in load_file(weights).items())
         fresh, _ = build()
         trainer.load_model(fresh, file)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = sorted(path.name for path in DOCS.parent.glob("packages/*/src/*") if path.is_dir())
 
@@ -15,7 +17,7 @@ PACKAGES = sorted(path.name for path in DOCS.parent.glob("packages/*/src/*") if 
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -25,6 +27,13 @@ def test_the_reference_of_a_package_has_its_public_names(site, package):
     page = (site / "api" / f"{package}.html").read_text()
     public = [name for name in import_module(package).__all__ if not name.isupper()]
     documented = [name for name in public if f'id="{package}.{name}"' in page]
-    modules = {"distributed", "errors", "nn", "plans", "plugins"}  # they have pages or sections of their own
+    modules = {
+        "compat",
+        "distributed",
+        "errors",
+        "nn",
+        "plans",
+        "plugins",
+    }  # they have pages or sections of their own
     aliases = {"DeviceSpec", "LossReduction", "Precision", "ReduceOp", "StepOutput", "Step"}
     assert set(public) - set(documented) - modules - aliases == set()

@@ -37,10 +37,11 @@ class TestShard(TrainingConformance):
         return split(-1)
 
 
+@pytest.mark.slow
 class TestCopiesOfShards(TrainingConformance):
     backend = shard_backend.ShardBackend
     processes = 4
-    options = {"group_size": 2}  # noqa: RUF012 - as the kit has it
+    options = {"group_size": 2}
 
     @staticmethod
     def make_model():

@@ -1,0 +1,58 @@
+"""Figures in documents are those that were measured: each page is what its template and the JSON make."""
+
+import json
+
+import pytest
+
+from tests.bench import _results, render
+from tests.bench._results import Results
+
+DOCUMENTS = render.documents()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(render.ROOT)))
+def test_a_document_is_what_its_template_and_the_figures_make(path):
+    assert path.read_text(encoding="utf-8") == DOCUMENTS[path], "run: hatch run figures"
+
+
+def test_every_file_of_figures_says_what_it_was_measured_on():
+    files = sorted(_results.FOLDER.glob("*.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert {"measured", "machine", "versions", "figures"} <= set(found), file
+        assert {"python", "torch"} <= set(found["versions"]), file
+
+
+def test_what_a_benchmark_notes_is_written_and_quoted(tmp_path, capsys):
+    with Results("walk", tmp_path) as results:
+        results.add("steps", 1234.5, "steps", note="at most 2000")
+    assert "1,234.500 steps" in capsys.readouterr().out
+    template = "{{walk | steps | ,.0f}} steps, {{walk | steps | 1e-3* .1f}} thousand"
+    assert render.render(template, tmp_path) == "1,234 steps, 1.2 thousand"
+    assert (
+        render.render("{{walk | measured}}", tmp_path)
+        == json.loads((tmp_path / "walk.json").read_text())["measured"]
+    )
+
+
+def test_a_benchmark_that_fails_leaves_the_figures_as_they_were(tmp_path):
+    with pytest.raises(LookupError), Results("walk", tmp_path):
+        raise LookupError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_section_of_a_document_is_replaced_and_a_missing_figure_named(tmp_path):
+    with Results("walk", tmp_path) as results:
+        results.add("steps", 7, "")
+    (tmp_path / "README.md").write_text("# A\n\n## Figures\n\n6 steps\n\n## Rest\n")
+    template = tmp_path / "a.md.in"
+    template.write_text("<!-- README.md: ## Figures -->\n## Figures\n\n{{walk | steps | .0f}} steps\n\n")
+    ((path, text),) = render.documents(tmp_path, tmp_path).items()
+    assert path.name == "README.md"
+    assert text == "# A\n\n## Figures\n\n7 steps\n\n## Rest\n"
+    with pytest.raises(KeyError, match=r"walk\.json has no figure 'miles'"):
+        render.render("{{walk | miles | .0f}}", tmp_path)
+    template.write_text("no head")
+    with pytest.raises(ValueError, match="has to begin with the name of its document"):
+        render.documents(tmp_path, tmp_path)

@@ -1,0 +1,36 @@
+"""A backend over torch's fully_shard, written as docs/plugins.md says, does what every backend must do."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tp_core.testing import BackendConformance
+from tp_trainer.testing import TrainingConformance
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fsdp2_backend.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("fsdp2_backend", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+backend = load().FullyShardBackend
+
+
+class TestFullyShard(BackendConformance):
+    backend = backend
+    processes = 2
+    limits = {
+        "test_parameters_of_several_types_have_the_gradients_of_one_device": (
+            "torch gathers the parameters of a group as one tensor, so they have one type"
+        ),
+    }
+
+
+@pytest.mark.slow
+class TestTrainingOnFullyShard(TrainingConformance):
+    backend = backend
+    processes = 2

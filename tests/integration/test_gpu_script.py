@@ -1,0 +1,198 @@
+"""The script for GPU machines runs all gpu tests there are, and loses nothing to one that fails."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "gpu" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def execute(command, **options):
+    options = {"capture_output": True, "text": True, "timeout": 280, "cwd": ROOT, **options}
+    return subprocess.run(list(map(str, command)), check=False, **options)
+
+
+def run(*arguments):
+    return execute([sys.executable, SCRIPT, *arguments])
+
+
+@pytest.mark.slow
+def test_it_lists_every_gpu_test_that_pytest_collects():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu"]
+    collected = execute(command)
+    expected = {line for line in collected.stdout.splitlines() if "::" in line and not line.startswith(" ")}
+    listed = run("--list")
+    assert listed.returncode == 0, listed.stderr
+    found = {line for line in listed.stdout.splitlines() if not line.startswith("benchmark ")}
+    assert len(expected) > 100
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_all_is_skipped_with_its_reason(tmp_path):
+    out = tmp_path / "folder" / "out.json"
+    done = run("--json", out)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["machine"]["devices"] == []
+    assert len(found["tests"]) > 100
+    assert {entry["package"] for entry in found["tests"]} >= {
+        f"tp_{name}" for name in ("core", "tuple", "dp_gather", "shard", "runner", "trainer")
+    }
+    for entry in found["tests"] + found["benchmarks"]:
+        assert entry["outcome"] == "skipped", entry
+        assert "CUDA device" in entry["reason"], entry
+
+
+TESTS = """
+    import os, signal, time, warnings
+    import pytest
+
+    pytestmark = pytest.mark.gpu
+
+    def test_first():
+        warnings.warn("mind the gap", UserWarning, stacklevel=1)
+
+    def test_that_fails():
+        assert 1 == 2
+
+    def test_that_hangs():
+        while True:
+            time.sleep(0.1)
+
+    def test_that_dies():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @pytest.mark.skip(reason="not today")
+    def test_skipped():
+        pass
+
+    @pytest.mark.parametrize("word", ["a b", "['c']"])
+    def test_last(word):
+        pass
+"""
+
+
+@pytest.fixture
+def tests_of(script, tmp_path):
+    """Run the tests of some files as those of one package; return entries by name."""
+
+    def run_them(*texts, deadline_s=200.0, limit_s=6.0):
+        files = [tmp_path / f"test_{i}.py" for i in range(len(texts))]
+        for path, text in zip(files, texts, strict=True):
+            path.write_text(textwrap.dedent(text))
+        entries = []
+        script.run_tests(
+            "package",
+            files,
+            ini=script.write_ini(tmp_path),
+            environment=script.make_environment(tmp_path),
+            deadline=script.now() + deadline_s,
+            limit_s=limit_s,
+            root=tmp_path,
+            add=entries.extend,
+        )
+        assert len({e["name"] for e in entries}) == len(entries)
+        return {e["name"].partition("::")[2] or e["name"]: e for e in entries}
+
+    return run_them
+
+
+@pytest.mark.slow
+def test_tests_that_fail_hang_or_die_cost_no_other(tests_of):
+    found = tests_of(TESTS)
+    assert {name: entry["outcome"] for name, entry in found.items()} == {
+        "test_first": "passed",
+        "test_that_fails": "failed",
+        "test_that_hangs": "timeout",
+        "test_that_dies": "crashed",
+        "test_skipped": "skipped",
+        "test_last[a b]": "passed",
+        "test_last[['c']]": "passed",
+    }
+    assert "assert 1 == 2" in found["test_that_fails"]["reason"]
+    assert "not today" in found["test_skipped"]["reason"]
+    assert found["test_first"]["warnings"] == ["UserWarning: mind the gap"]
+
+
+def test_a_file_that_cannot_be_imported_costs_no_other(tests_of):
+    found = tests_of(
+        "import nothing_of_that_name", TESTS.replace("while True", "while False").replace("kill", "str")
+    )
+    assert found["test_0.py"]["outcome"] == "not collected"
+    assert "nothing_of_that_name" in found["test_0.py"]["reason"]
+    assert found["test_last[a b]"]["outcome"] == "passed"
+
+
+def test_when_time_is_up_what_was_not_run_is_said(tests_of):
+    found = tests_of(TESTS, deadline_s=5.0, limit_s=100.0)
+    assert found["test_that_hangs"]["outcome"] == "timeout"
+    assert found["test_that_dies"]["outcome"] == "not run"
+    assert found["test_that_dies"]["reason"] == "out of time"
+
+
+@pytest.mark.slow
+def test_packages_that_are_not_installed_are_found_with_their_plugins(script, tmp_path, monkeypatch):
+    def missing(name):
+        raise script.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(script.metadata, "version", missing)
+    environment = script.make_environment(tmp_path)
+    code = (
+        "from importlib import metadata; from tp_core.plugins import registry; import tp_runner; "
+        "print(metadata.distribution('tp-tuple').locate_file('')); "
+        "print(*sorted(c.item.name for c in registry.backends()))"
+    )
+    done = execute([sys.executable, "-c", code], env=environment)
+    assert done.returncode == 0, done.stderr
+    where, backends = done.stdout.splitlines()
+    assert Path(where).resolve() == tmp_path.resolve()
+    assert {"tuple", "single", "dp-gather", "shard"} <= set(backends.split())
+
+
+def test_the_file_is_whole_after_each_entry(script, tmp_path):
+    report = script.Report(tmp_path / "deep" / "out.json")
+    report.add("tests", [script._entry("a", "p", "passed")])
+    report.add("benchmarks", [script._entry("b", "p", "crashed", reason="why")])
+    found = json.loads((tmp_path / "deep" / "out.json").read_text())
+    assert found["summary"] == {"tests": {"passed": 1}, "benchmarks": {"crashed": 1}}
+    assert not report.is_good
+
+
+def test_a_benchmark_that_crashes_or_hangs_is_an_entry(script, tmp_path, monkeypatch):
+    (tmp_path / "benchmarks.py").write_text(
+        "import sys, time\nprint('so far')\nsys.exit(3) if 'a' in sys.argv else time.sleep(99)"
+    )
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    options = {"folder": tmp_path, "environment": dict(os.environ)}
+    crashed = script.run_benchmark("a", **options, deadline=script.now() + 60)
+    assert (crashed["outcome"], crashed["reason"]) == ("crashed", "so far\n")
+    assert script.run_benchmark("b", **options, deadline=script.now() + 1)["outcome"] == "timeout"
+
+
+@pytest.mark.slow
+def test_the_benchmarks_run_in_small_on_the_cpu(script, tmp_path):
+    names = script.benchmark_names(dict(os.environ))
+    assert len(names) > 5
+    for name in names:
+        out = tmp_path / f"{name}.json"
+        done = execute([sys.executable, SCRIPT.with_name("benchmarks.py"), name, out, "--device", "cpu"])
+        assert done.returncode == 0, done.stderr
+        assert json.loads(out.read_text())["figures"], name

@@ -1,0 +1,35 @@
+"""The example of identities with margins, as a user would start it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+IDENTITIES = Path(__file__).parents[2] / "docs" / "examples" / "identities.py"
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "options"),
+    [([], []), (TWO_RANKS, []), (TWO_RANKS, ["--sample-rate", "0.3"])],
+    ids=["alone", "two ranks", "two ranks, sampled"],
+)
+def test_images_find_their_identity(launch, options):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("TP_")}
+    done = subprocess.run(
+        [sys.executable, *launch, str(IDENTITIES), *options],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"retrieval accuracy: (\S+) before training, (\S+) after", done.stdout)
+    before, after = float(found[1]), float(found[2])
+    assert before < 0.8
+    assert after > 0.93

@@ -1,0 +1,22 @@
+"""What the guide for authors of plugins writes passes the kits that it names."""
+
+import re
+from pathlib import Path
+
+from tp_core.testing import EngineConformance
+
+GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
+
+
+def defined_in_the_block_of(name):
+    """Return a class that a block of the guide defines, with the imports of the blocks before it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [b for b in blocks if f"class {name}(" in b]
+    namespace = {"__name__": "guide", "print": lambda *_: None}
+    exec("from tp_core.plugins import Backend, Session, Verdict", namespace)
+    exec(block, namespace)
+    return namespace[name]
+
+
+class TestTheEngineOfTheGuide(EngineConformance):
+    engine = defined_in_the_block_of("FuturesEngine")

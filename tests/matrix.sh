@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Runs the tests with every Python that this machine has (pyenv's, uv's, the system's and those on the PATH), each
+# in an environment of its own, and with the oldest torch on one of them; prints one table at the end.
+#
+#   tests/matrix.sh                                      the fast part of the suite, everywhere
+#   MATRIX_ARGS="tests/tp_core -x" tests/matrix.sh       arguments for pytest
+#   MATRIX_PYTHONS="3.12 3.13" tests/matrix.sh           these alone
+#   MATRIX_OLDEST="" tests/matrix.sh                     without the oldest torch, whose build has gigabytes
+#   MATRIX_DIR=folder tests/matrix.sh                    environments are made there, kept, and used again
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+pythons=${MATRIX_PYTHONS-"3.11 3.12 3.13 3.14"}
+torch=${MATRIX_TORCH-2.13.0}
+oldest=${MATRIX_OLDEST-"3.12 2.11.0"}  # a Python and the torch to try on it
+read -ra arguments <<< "${MATRIX_ARGS-}"
+folder=${MATRIX_DIR-$(mktemp -d)}
+mkdir -p "$folder"
+[ -n "${MATRIX_DIR-}" ] || trap 'rm -rf "$folder"' EXIT
+
+# Every interpreter of a minor version, by the file that it is: shims and links are the same one.
+interpreters() {
+    local found
+    for found in "$HOME"/.pyenv/versions/"$1".*/bin/python "$HOME"/.local/share/uv/python/*-"$1".*/bin/python \
+        /usr/bin/python"$1" /usr/local/bin/python"$1" "$(command -v "python$1")"; do
+        [ -x "$found" ] || continue
+        "$found" -c 'import sys; print(sys._base_executable if sys.prefix != sys.base_prefix else sys.executable)' \
+            2> /dev/null | xargs -r realpath
+    done | sort -u
+}
+
+rows=() missing=() failures=0
+# try INTERPRETER TORCH
+try() {
+    local version env log result
+    version=$("$1" -c 'import platform; print(platform.python_version())')
+    env=$folder/$version-$(cksum <<< "$1" | cut -d' ' -f1)-torch-$2
+    log=$env.log
+    echo "== Python $version ($1), torch $2 -> $log"
+    if prepare "$1" "$2" "$env" > "$log" 2>&1; then
+        env -u PYTHONPATH PATH="$env/bin:$PATH" "$env/bin/python" -m pytest -m "not slow" "${arguments[@]}" 2>&1 \
+            | tee -a "$log" | grep --line-buffered -E '^(FAILED|ERROR) ' || true
+        result=$(tail -n 1 "$log" | tr -d '=' | xargs)
+        grep -qE '[0-9]+ passed' <<< "$result" && ! grep -qE 'failed|error' <<< "$result" || failures=1
+    else
+        result="no environment: $(grep -E '^ERROR' "$log" | tail -n 1)"
+        failures=1
+    fi
+    rows+=("$version|$1|$2|$result")
+    [ -n "${MATRIX_DIR-}" ] || rm -rf "$env"
+}
+
+# prepare INTERPRETER TORCH ENVIRONMENT
+prepare() {
+    # pip of this script's Python: a system's Python may have none.
+    local groups pip=(python -m pip --python "$3/bin/python" --disable-pip-version-check)
+    [ -x "$3/bin/python" ] || "$1" -m venv --without-pip "$3" || return
+    groups=$(python -c 'import tomllib
+print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["test"]))') || return
+    mapfile -t groups <<< "$groups"
+    # Together: the packages must not bring another torch.
+    "${pip[@]}" install --quiet pip "torch==$2" "${groups[@]}" -e packages/tp-core -e packages/tp-dp-gather \
+        -e packages/tp-runner -e packages/tp-shard -e packages/tp-trainer -e packages/tp-tuple
+}
+
+for minor in $pythons; do
+    mapfile -t found < <(interpreters "$minor")
+    [ ${#found[@]} -gt 0 ] || missing+=("$minor")
+    for interpreter in "${found[@]}"; do
+        try "$interpreter" "$torch"
+    done
+done
+if [ -n "$oldest" ]; then
+    read -r minor old <<< "$oldest"
+    interpreter=$(interpreters "$minor" | head -n 1)
+    if [ -n "$interpreter" ]; then try "$interpreter" "$old"; else missing+=("$minor for torch $old"); fi
+fi
+
+echo
+{
+    echo "PYTHON|INTERPRETER|TORCH|RESULT"
+    printf '%s\n' "${rows[@]}"
+} | column -t -s '|'
+[ ${#missing[@]} -eq 0 ] || echo "not on this machine: Python ${missing[*]}"
+exit "$failures"
