@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tp_trainer import Checkpoints, Trainer
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint=Checkpoints(args.out / "checkpoints", every_steps=10, best="val_loss"),
             resume="auto",
         )
-        trainer.export(args.out / "characters.safetensors")
+        trainer.export(model, args.out / "characters.safetensors")
         start = numbers[:LENGTH].to(trainer.device)
         written = write(model.eval(), start, 80).tolist()  # on every rank: a split model needs all of them
         if trainer.is_main:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import tp_shard as ts
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 PLAN = {
     "tokens": ts.Vocab(),
