@@ -132,7 +132,10 @@ def test_a_program_whose_whole_group_is_signalled_saves(tp, until, number, metho
     os.killpg(process.pid, getattr(signal, number))
     _, err = process.communicate(timeout=250)
     assert process.returncode == 128 + getattr(signal, number), err
-    assert err == f"{number}: the run ended after step {_steps(tp)}; saved: {_saved(tp)}\n"
+    # A queue's thread that is cut off by the end of the program has the standard library's tracker
+    # tell of a semaphore which is gone already.
+    told = [line for line in err.splitlines() if "resource_tracker" not in line]
+    assert told == [f"{number}: the run ended after step {_steps(tp)}; saved: {_saved(tp)}"]
 
 
 @pytest.mark.slow
