@@ -7,11 +7,13 @@ from tp_trainer import compat
 
 def test_the_public_names_of_tp_trainer_are_these():
     assert tp_trainer.__all__ == [
+        "Callback",
         "Checkpoints",
         "DdpOptions",
         "EpochRecord",
         "History",
         "Interrupted",
+        "RunView",
         "Step",
         "Trainer",
         "compat",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tp_trainer import compat
     from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._checkpoint import Checkpoints
+    from tp_trainer._running._callbacks import Callback, RunView
     from tp_trainer._running._progress import EpochRecord, History
     from tp_trainer._running._signals import Interrupted
     from tp_trainer._steps._precision import Step
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Callback",
     "Checkpoints",
     "DdpOptions",
     "EpochRecord",
     "History",
     "Interrupted",
+    "RunView",
     "Step",
     "Trainer",
     "compat",
@@ -38,6 +41,7 @@ if not TYPE_CHECKING:
             "_running._signals": ["Interrupted"],
             "compat": [],
             "compat._parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
+            "_running._callbacks": ["Callback", "RunView"],
             "_running._progress": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],
         },

@@ -1,1 +1,1 @@
-"""What backends, sessions, collate adapters and engines promise."""
+"""What backends, sessions, collate adapters, engines and callbacks promise."""

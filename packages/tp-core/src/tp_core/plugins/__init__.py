@@ -10,6 +10,7 @@ from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core._contracts._backend import Backend, NoOptions
+    from tp_core._contracts._callback import Callback, NamedCallback, RunView
     from tp_core._contracts._collate import CollateAdapter
     from tp_core._contracts._engine import Engine, Pool
     from tp_core._contracts._job import Job, ModelTraits, Precision
@@ -43,6 +44,7 @@ __all__ = [
     "SHARDED_ATTRIBUTE",
     "Backend",
     "BrokenPlugin",
+    "Callback",
     "Candidate",
     "CollateAdapter",
     "Command",
@@ -53,6 +55,7 @@ __all__ = [
     "LossReduction",
     "ModelTraits",
     "NameConflict",
+    "NamedCallback",
     "NoOptions",
     "Parts",
     "PluginInfo",
@@ -62,6 +65,7 @@ __all__ = [
     "PreparedLoader",
     "ProcessGroupSession",
     "ReduceOp",
+    "RunView",
     "Selection",
     "Session",
     "Share",
@@ -85,6 +89,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "._contracts._backend": ["Backend", "NoOptions"],
+            "._contracts._callback": ["Callback", "NamedCallback", "RunView"],
             "._contracts._collate": ["CollateAdapter"],
             "._contracts._engine": ["Engine", "Pool"],
             "._contracts._job": ["Job", "ModelTraits", "Precision"],

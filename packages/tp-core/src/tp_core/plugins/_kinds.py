@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 from tp_core._contracts._backend import Backend
+from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core.errors import ContractError
@@ -21,12 +22,14 @@ HOOK_OF: Mapping[type, str] = {
     CollateAdapter: "tp_collate_adapters",
     Engine: "tp_engines",
     Command: "tp_commands",
+    NamedCallback: "tp_callbacks",
 }
 WORD_OF: Mapping[type, str] = {
     Backend: "backend",
     CollateAdapter: "collate adapter",
     Engine: "engine",
     Command: "command",
+    NamedCallback: "callback",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from tp_core._contracts._backend import Backend
+from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
@@ -59,7 +60,7 @@ class PluginRegistry:
     def register(self, plugin: object, *, name: str | None = None) -> None:
         """Add a plugin of this process: a module or object with hook implementations.
 
-        A bare backend, adapter, engine or command is accepted, too.
+        A bare backend, adapter, engine, command or named callback is accepted, too.
 
         Args:
             plugin: What joins.
@@ -122,6 +123,10 @@ class PluginRegistry:
     def commands(self) -> tuple[Contribution[Command], ...]:
         """Return the sub-commands of ``tp``, sorted by name."""
         return self._collect(Command)
+
+    def callbacks(self) -> tuple[Contribution[NamedCallback], ...]:
+        """Return the callbacks for runs of training, sorted by name."""
+        return self._collect(NamedCallback)
 
     def plugins(self) -> tuple[PluginInfo, ...]:
         """Return the plugins that were loaded, sorted by name."""

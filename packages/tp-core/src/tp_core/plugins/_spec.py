@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_core._contracts._backend import Backend
+from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core.plugins._markers import hookspec
@@ -57,3 +58,7 @@ class HookSpecs:
     @hookspec
     def tp_commands(self) -> Iterable[Command]:  # type: ignore[empty-body]  # as above
         """Return the sub-commands of ``tp`` that this plugin brings."""
+
+    @hookspec
+    def tp_callbacks(self) -> Iterable[NamedCallback]:  # type: ignore[empty-body]  # as above
+        """Return the callbacks that this plugin brings, for runs that name them or for all."""

@@ -1,0 +1,86 @@
+"""The callbacks of one run: those that the script gives or names, and those that join every run."""
+
+import logging
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from tp_core.errors import ConfigError
+from tp_core.plugins import Callback, Contribution, NamedCallback, PluginRegistry, RunView
+
+__all__ = ["Callback", "RunView", "find_callbacks"]
+
+log = logging.getLogger("tp_trainer")
+
+
+def find_callbacks(
+    given: Iterable[Callback | str], plugins: PluginRegistry
+) -> tuple[list[Callback], dict[Callback, str]]:
+    """Return the callbacks of a run, in the order of the script, those that join by themselves last.
+
+    Args:
+        given: Callbacks, or names of installed ones.
+        plugins: Where those are looked for.
+
+    Returns:
+        All of them, and the names of those that joined by themselves: a failure of one of these leaves it
+        out.
+
+    Raises:
+        ConfigError: Something given is not a callback, is given twice, or no plugin brings that name; or
+            a plugin's callback that the script names cannot be made.
+    """
+    if isinstance(given, str | Callback) or not isinstance(given, Iterable):
+        msg = f"callbacks must be a list of callbacks or names, got {type(given).__name__}: {given!r}"
+        raise ConfigError(msg)
+    installed = {c.item.name: c for c in plugins.callbacks()}
+    named: set[str] = set()
+    found: list[Callback] = []
+    for one in given:
+        callback = _made(installed, one) if isinstance(one, str) else one
+        if isinstance(one, str):
+            named.add(one)
+        if not isinstance(callback, Callback):
+            hint = f"; give an object: {callback.__name__}()" if isinstance(callback, type) else ""
+            msg = (
+                "a callback must be an object of a subclass of tp_trainer.Callback, or the name of an "
+                f"installed one, got {type(callback).__name__}: {callback!r}{hint}"
+            )
+            raise ConfigError(msg)
+        if any(callback is other for other in found):
+            msg = f"the callback {type(callback).__name__} is given twice: {callback!r}"
+            raise ConfigError(msg)
+        found.append(callback)
+    joined: dict[Callback, str] = {}
+    for name, contribution in installed.items():
+        if not contribution.item.joins or name in named:
+            continue
+        try:
+            callback = _loaded(contribution)
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+            log.warning("the callback %r of %s is left out: %r", name, contribution.distribution, error)
+            continue
+        found.append(callback)
+        joined[callback] = name
+    return found, joined
+
+
+def _made(installed: dict[str, Contribution[NamedCallback]], name: str) -> Callback:
+    if name not in installed:
+        close = get_close_matches(name, installed, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"installed: {', '.join(installed) or 'none'}"
+        msg = f"no installed plugin brings a callback called {name!r}; {hint}"
+        raise ConfigError(msg)
+    contribution = installed[name]
+    try:
+        return _loaded(contribution)
+    except Exception as error:
+        msg = f"the callback {name!r} of {contribution.distribution} cannot be made: {error!r}"
+        raise ConfigError(msg) from error
+
+
+def _loaded(contribution: Contribution[NamedCallback]) -> Callback:
+    callback = contribution.item.load()
+    if not isinstance(callback, Callback):
+        msg = f"load() must return a Callback, got {type(callback).__name__}: {callback!r}"
+        raise TypeError(msg)
+    return callback

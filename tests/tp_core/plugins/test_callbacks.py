@@ -1,0 +1,46 @@
+"""Callbacks that plugins bring: found, listed, blocked and left out like all else they bring."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from tp_core.cli._doctor import examine
+from tp_core.errors import ContractError
+from tp_core.plugins import Callback, NamedCallback, PluginRegistry, hookimpl
+
+
+def bringing(*callbacks):
+    return SimpleNamespace(tp_callbacks=hookimpl(specname="tp_callbacks")(lambda: list(callbacks)))
+
+
+def test_a_plugin_brings_a_callback_by_name():
+    plugins = PluginRegistry(environ={})
+    plugins.register(bringing(NamedCallback("energy", "joules", Callback)), name="power")
+    (found,) = [c for c in plugins.callbacks() if c.item.name == "energy"]
+    assert found.plugin == "power"
+    assert isinstance(found.item.load(), Callback)
+    assert not found.item.joins
+
+
+def test_the_doctor_lists_it():
+    plugins = PluginRegistry(environ={})
+    plugins.register(bringing(NamedCallback("energy", "joules", Callback)), name="power")
+    (row,) = [row for row in examine(plugins)["plugins"] if row["name"] == "power"]
+    assert row["brings"] == {"callback": ("energy",)}
+    json.dumps(row)
+
+
+def test_a_bare_callback_is_not_what_the_hook_brings():
+    plugins = PluginRegistry(environ={})
+    plugins.register(bringing(Callback()), name="power")
+    plugins.callbacks()
+    (broken,) = plugins.broken()
+    assert isinstance(broken.error, ContractError)
+    assert "must return NamedCallback objects" in str(broken)
+
+
+@pytest.mark.parametrize("event", sorted(name for name in vars(Callback) if name.startswith("on_")))
+def test_no_event_of_the_base_class_does_anything(event):
+    arguments = {"on_optimizer_step": 2, "on_validation_end": 2, "on_checkpoint_saved": 2}
+    arguments |= {"on_interruption": 2, "on_exception": 2}
+    assert getattr(Callback(), event)(*[None] * arguments.get(event, 1)) is None

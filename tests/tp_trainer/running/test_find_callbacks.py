@@ -1,0 +1,76 @@
+"""Which callbacks a run has."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from tp_core.errors import ConfigError
+from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
+from tp_trainer import Callback
+from tp_trainer._running._callbacks import find_callbacks
+
+
+class Mine(Callback):
+    pass
+
+
+class Theirs(Callback):
+    pass
+
+
+@pytest.fixture
+def plugins():
+    plugins = PluginRegistry(environ={})
+
+    def broken():
+        raise RuntimeError("no sensor")
+
+    brought = [
+        NamedCallback("named", "help", Theirs),
+        NamedCallback("always", "help", Theirs, joins=True),
+        NamedCallback("broken", "help", broken, joins=True),
+        NamedCallback("other", "help", lambda: 3),
+    ]
+    plugin = SimpleNamespace(tp_callbacks=hookimpl(specname="tp_callbacks")(lambda: brought))
+    plugins.register(plugin, name="sensors")
+    return plugins
+
+
+def test_those_of_the_script_come_first_and_those_that_join_last(plugins, caplog):
+    mine = Mine()
+    with caplog.at_level(logging.WARNING):
+        found, joined = find_callbacks([mine, "named"], plugins)
+    assert [type(c) for c in found] == [Mine, Theirs, Theirs]
+    assert found[0] is mine
+    assert joined == {found[2]: "always"}
+    assert "'broken' of sensors is left out: RuntimeError('no sensor')" in caplog.text
+
+
+def test_one_that_is_named_does_not_join_again(plugins):
+    found, joined = find_callbacks(["always"], plugins)
+    assert len(found) == 1
+    assert not joined
+
+
+def test_each_run_gets_one_of_its_own(plugins):
+    (first, *_), _ = find_callbacks(["named"], plugins)
+    (second, *_), _ = find_callbacks(["named"], plugins)
+    assert first is not second
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["nmaed"], "no installed plugin brings a callback called 'nmaed'; did you mean 'named'"),
+        (["broken"], "'broken' of sensors cannot be made.*no sensor"),
+        (["other"], "must return a Callback, got int"),
+        ([Mine], r"give an object: Mine\(\)"),
+        ([3], "got int: 3"),
+        (Mine(), "must be a list of callbacks"),
+        ("named", "must be a list of callbacks"),
+        ([Mine()] * 2, "Mine is given twice"),
+    ],
+)
+def test_what_is_not_a_callback_is_refused(plugins, given, words):
+    with pytest.raises(ConfigError, match=words):
+        find_callbacks(given, plugins)
