@@ -51,6 +51,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Show what failed and was run again, which only CI asks for: a success the second time hides nothing."""
+    rerun = terminalreporter.getreports("rerun")
+    if not rerun:
+        return
+    terminalreporter.section(f"{len(rerun)} FAILED AND RUN AGAIN: mend what depends on chance", red=True)
+    for report in rerun:
+        terminalreporter.section(f"first failure of {report.nodeid}", sep="_", red=True)
+        terminalreporter.line(report.longreprtext)
+        for title, text in report.sections:
+            terminalreporter.section(title, sep="-")
+            terminalreporter.line(text)
+
+
 def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
