@@ -1,9 +1,10 @@
 """What the guide for authors of plugins writes passes the kits that it names."""
 
+import json
 import re
 from pathlib import Path
 
-from tp_core.testing import EngineConformance
+from tp_core.testing import EngineConformance, LoggerConformance
 
 GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -13,10 +14,24 @@ def defined_in_the_block_of(name):
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [b for b in blocks if f"class {name}(" in b]
     namespace = {"__name__": "guide", "print": lambda *_: None}
-    exec("from tp_core.plugins import Backend, Session, Verdict", namespace)
+    exec("from tp_core.plugins import Backend, PluginRegistry, Session, Verdict, hookimpl", namespace)
+    namespace["registry"] = namespace["PluginRegistry"]()  # not that of the tests
     exec(block, namespace)
     return namespace[name]
 
 
 class TestTheEngineOfTheGuide(EngineConformance):
     engine = defined_in_the_block_of("FuturesEngine")
+
+
+class TestTheLoggerOfTheGuide(LoggerConformance):
+    logger = defined_in_the_block_of("OneFileLogger")
+
+    def make(self, folder):
+        return self.logger(folder / "numbers.json")
+
+    def read(self, folder):
+        found = {}
+        for name, step, value in json.loads((folder / "numbers.json").read_text()):
+            found.setdefault(name, []).append((step, value))
+        return found

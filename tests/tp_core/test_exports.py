@@ -17,11 +17,11 @@ PUBLIC = {
     """,
     tp_core.plugins: """
         CONTRACT_VERSION ENTRY_POINT_GROUP SHARDED_ATTRIBUTE Backend BrokenPlugin Callback Candidate
-        CollateAdapter Command Contribution Engine HookSpecs Job LossReduction ModelTraits NameConflict
-        NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool Precision PreparedLoader
-        ProcessGroupSession ReduceOp RunView Selection Session Share StepOutput TensorSlice
-        Verdict combine_outputs count_samples hookimpl is_sharded join_process_group read_weight registry
-        restore_order select split_weight
+        CollateAdapter Command Contribution Engine HookSpecs Job Logger LoggerFactory LossReduction
+        ModelTraits NameConflict NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool
+        Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
+        Session Share StepOutput TensorSlice Verdict combine_outputs count_samples hookimpl is_sharded
+        join_process_group read_weight registry restore_order select split_weight
     """,
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state

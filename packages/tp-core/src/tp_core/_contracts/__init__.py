@@ -1,1 +1,1 @@
-"""What backends, sessions, collate adapters, engines and callbacks promise."""
+"""What backends, sessions, collate adapters, engines, callbacks and loggers promise."""

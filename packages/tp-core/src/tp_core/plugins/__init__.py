@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._collate import CollateAdapter
     from tp_core._contracts._engine import Engine, Pool
     from tp_core._contracts._job import Job, ModelTraits, Precision
+    from tp_core._contracts._logger import Logger, LoggerFactory, RunInfo, RunStatus
     from tp_core._contracts._process_group_session import ProcessGroupSession
     from tp_core._contracts._session import ReduceOp, Session, StepOutput
     from tp_core._contracts._verdict import Verdict
@@ -52,6 +53,8 @@ __all__ = [
     "Engine",
     "HookSpecs",
     "Job",
+    "Logger",
+    "LoggerFactory",
     "LossReduction",
     "ModelTraits",
     "NameConflict",
@@ -65,6 +68,8 @@ __all__ = [
     "PreparedLoader",
     "ProcessGroupSession",
     "ReduceOp",
+    "RunInfo",
+    "RunStatus",
     "RunView",
     "Selection",
     "Session",
@@ -93,6 +98,7 @@ if not TYPE_CHECKING:
             "._contracts._collate": ["CollateAdapter"],
             "._contracts._engine": ["Engine", "Pool"],
             "._contracts._job": ["Job", "ModelTraits", "Precision"],
+            "._contracts._logger": ["Logger", "LoggerFactory", "RunInfo", "RunStatus"],
             "._contracts._process_group_session": ["ProcessGroupSession"],
             "._contracts._session": ["ReduceOp", "Session", "StepOutput"],
             "._contracts._verdict": ["Verdict"],

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NameConflict:
-    """Several plugins bring a backend, adapter, engine, command or callback of one name.
+    """Several plugins bring something of one kind under one name: two backends, say.
 
     What else they bring is not concerned. ``str()`` of it is the message for people.
 

@@ -13,7 +13,7 @@ class Contribution(Generic[T]):
     """One thing that a plugin brought.
 
     Attributes:
-        item: The backend, adapter, engine, command or callback.
+        item: What it is: a backend, an engine, a logger factory and so on.
         plugin: The name of the plugin.
         distribution: The distribution it is part of; for one that a script registered, its name.
         version: The version of that distribution; empty for one that a script registered.

@@ -8,6 +8,7 @@ from tp_core._contracts._backend import Backend
 from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
+from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError
 from tp_core.plugins._contribution import PluginInfo
 from tp_core.plugins._markers import hookimpl
@@ -23,6 +24,7 @@ HOOK_OF: Mapping[type, str] = {
     Engine: "tp_engines",
     Command: "tp_commands",
     NamedCallback: "tp_callbacks",
+    LoggerFactory: "tp_loggers",
 }
 WORD_OF: Mapping[type, str] = {
     Backend: "backend",
@@ -30,6 +32,7 @@ WORD_OF: Mapping[type, str] = {
     Engine: "engine",
     Command: "command",
     NamedCallback: "callback",
+    LoggerFactory: "logger",
 }
 
 

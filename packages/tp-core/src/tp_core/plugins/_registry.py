@@ -15,6 +15,7 @@ from tp_core._contracts._backend import Backend
 from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
+from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
 from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
 from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
@@ -60,7 +61,7 @@ class PluginRegistry:
     def register(self, plugin: object, *, name: str | None = None) -> None:
         """Add a plugin of this process: a module or object with hook implementations.
 
-        A bare backend, adapter, engine, command or named callback is accepted, too.
+        What such a hook returns, a backend, say, is accepted by itself, too.
 
         Args:
             plugin: What joins.
@@ -128,6 +129,10 @@ class PluginRegistry:
         """Return the callbacks for runs of training, sorted by name."""
         return self._collect(NamedCallback)
 
+    def loggers(self) -> tuple[Contribution[LoggerFactory], ...]:
+        """Return what makes loggers, sorted by name."""
+        return self._collect(LoggerFactory)
+
     def plugins(self) -> tuple[PluginInfo, ...]:
         """Return the plugins that were loaded, sorted by name."""
         with self._lock:
@@ -148,7 +153,7 @@ class PluginRegistry:
         """Return the names that several plugins bring, and which plugins were left out.
 
         Args:
-            kind: `Backend`, `CollateAdapter`, `Engine` or `Command`; ``None`` asks every hook.
+            kind: The class of what is asked for, as `Backend` or `LoggerFactory`; ``None`` asks every hook.
         """
         with self._lock:
             kinds = list(HOOK_OF) if kind is None else [kind]

@@ -8,6 +8,7 @@ from tp_core._contracts._backend import Backend
 from tp_core._contracts._callback import NamedCallback
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
+from tp_core._contracts._logger import LoggerFactory
 from tp_core.plugins._markers import hookspec
 
 __all__ = ["OWN_COMMANDS", "Command", "HookSpecs"]
@@ -62,3 +63,7 @@ class HookSpecs:
     @hookspec
     def tp_callbacks(self) -> Iterable[NamedCallback]:  # type: ignore[empty-body]  # as above
         """Return the callbacks that this plugin brings, for runs that name them or for all."""
+
+    @hookspec
+    def tp_loggers(self) -> Iterable[LoggerFactory]:  # type: ignore[empty-body]  # as above
+        """Return what makes the loggers that this plugin brings."""

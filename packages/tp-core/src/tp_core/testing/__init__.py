@@ -9,6 +9,7 @@ pytest.register_assert_rewrite(
     "tp_core.testing._engine_conformance",
     "tp_core.testing._gradient_checks",
     "tp_core.testing._loader_checks",
+    "tp_core.testing._logger_conformance",
     "tp_core.testing._norm_checks",
     "tp_core.testing._rank_checks",
     "tp_core.testing._session_checks",
@@ -21,6 +22,7 @@ from tp_core.testing._conformance import BackendConformance  # noqa: E402
 from tp_core.testing._distributions import fake_distribution  # noqa: E402
 from tp_core.testing._engine_conformance import EngineConformance  # noqa: E402
 from tp_core.testing._kit import ConformanceKit  # noqa: E402
+from tp_core.testing._logger_conformance import LoggerConformance  # noqa: E402
 from tp_core.testing._rank_pool import RankPool  # noqa: E402
 from tp_core.testing._ranks import RankOutcome, free_port, rank_outcomes, run_ranks  # noqa: E402
 from tp_core.testing._wrapper_checks import GpuWrapperConformance, WrapperConformance  # noqa: E402
@@ -30,6 +32,7 @@ __all__ = [
     "ConformanceKit",
     "EngineConformance",
     "GpuWrapperConformance",
+    "LoggerConformance",
     "RankOutcome",
     "RankPool",
     "WrapperConformance",
