@@ -24,7 +24,7 @@ def half(rank):
 
 def leave_alone(folder):
     """Rank 0 begins to write, and fails; rank 1 is in a collective of a step that rank 0 never makes."""
-    _checkpointer._PATIENCE_S = 2.0  # a run waits longer
+    _checkpointer._GRACE_S = 2.0  # a run waits longer
     heard = Heard()
     logging.getLogger("tp_trainer").addHandler(heard)
     with Trainer(backend="ddp", devices="cpu", progress=False) as trainer:

@@ -13,7 +13,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """One device, and one process per device."""
+    """Bring one device, and one process per device."""
     from tp_trainer._backends._ddp import DdpBackend
     from tp_trainer._backends._single import SingleBackend
 

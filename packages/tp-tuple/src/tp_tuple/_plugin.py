@@ -21,7 +21,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_collate_adapters() -> "Iterable[CollateAdapter]":
-    """The adapter for lists of items of any type."""
+    """Bring the adapter for lists of items of any type."""
     from tp_tuple._adapter import TupleCollateAdapter
 
     return [TupleCollateAdapter()]

@@ -24,7 +24,7 @@ def consecutive_rows(length: int, parts: int, weights: Sequence[float] | None) -
 
 
 def _proportional(length: int, weights: Sequence[float]) -> list[int]:
-    """Each gets one, so that no device is skipped; what is left is shared by weight."""
+    """Give each one item, so that no device is skipped, and share what is left by weight."""
     total = sum(weights)
     shares = [length * w / total for w in weights]
     sizes = [max(1, math.floor(s)) for s in shares]
@@ -64,5 +64,5 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
 
 
 def _finish(load: float, cost: float, speed: float) -> float:
-    """When a part would be through if it took the item too."""
+    """Return when a part would be done if it took the item too."""
     return (load + cost) / speed

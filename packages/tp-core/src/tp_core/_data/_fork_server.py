@@ -3,7 +3,7 @@
 Workers end when the process that forked them is gone. So a signal to the whole group, which kills the
 server, would end them, too: it blocks these signals. Its children begin with them blocked, and with
 them every thread that is started while they import what they need: one thread that lets a signal
-through is enough to lose the process. Workers let them through once they are deaf, the others when
+through is enough to lose the process. Workers let them through once they ignore them, the others when
 they know what they are to run.
 
 Importing this module changes the signal mask of the process: it is for the server alone.

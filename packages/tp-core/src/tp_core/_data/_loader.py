@@ -157,12 +157,12 @@ class PreparedLoader:
         epoch, self._epoch = self._epoch, self._epoch + 1
         first, self._first = self._first, 0
         if self._batches is None:
-            batches = self._iterate_foreign(epoch, first)
+            batches = self._iterate_opaque(epoch, first)
         else:
-            batches = self._iterate_ours(epoch, first, self._batches)
+            batches = self._iterate_indexed(epoch, first, self._batches)
         return batches if self.watch is None else self.watch(batches)
 
-    def _iterate_ours(self, epoch: int, first: int, batches: EpochBatches) -> Iterator[Any]:
+    def _iterate_indexed(self, epoch: int, first: int, batches: EpochBatches) -> Iterator[Any]:
         """Yield from a loader whose batches are chosen by us."""
         move, on_share = self._move, self._on_share
         batches.start(epoch, first=first)
@@ -175,7 +175,7 @@ class PreparedLoader:
                 on_share(share)
             yield batch if move is None else move(batch)
 
-    def _iterate_foreign(self, epoch: int, first: int) -> Iterator[Any]:
+    def _iterate_opaque(self, epoch: int, first: int) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
         tell_epoch(self.loader, epoch)

@@ -3,12 +3,12 @@
 Schedulers, terminals and launchers signal all processes of a run at once. What that means is for the
 process that trains to know: it takes its step to the end and saves, and needs its workers for that.
 torch's workers die of SIGTERM, SIGINT, SIGHUP and SIGUSR1 instead, and take the run along. Here
-each one is deaf to them from its first moment on::
+each one ignores them from its first moment on::
 
     start()       the signals are blocked while a worker is started: it begins with them blocked
     initializer   in the worker, after torch has set its own handlers: ours are set, the user's
                   ``worker_init_fn`` is called, which may set others, and the signals are let through
-    terminate()   in the parent, for a worker that does not end: SIGKILL, as it is deaf
+    terminate()   in the parent, for a worker that does not end: SIGKILL, as it ignores the others
 
 After a signal a worker looks out for its parent and ends with it. Between signals torch's own
 watch does that.
@@ -66,7 +66,7 @@ def outliving_workers(loader: Any, *, keep: bool) -> Iterator[None]:
 
 
 def _start_method(loader: Any) -> str | None:
-    """How the loader starts worker processes; None if it has none, or in a way of the user's own."""
+    """Return how the loader starts worker processes; None if it has none, or in a way of the user's own."""
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader) or not loader.num_workers or os.name != "posix":
@@ -165,7 +165,7 @@ _CONTEXTS: dict[str, Any] = {
 
 
 class _Initializer:
-    """A loader's ``worker_init_fn``: makes the worker deaf, then calls the user's."""
+    """A loader's ``worker_init_fn``: has the worker ignore the signals, then calls the user's."""
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own

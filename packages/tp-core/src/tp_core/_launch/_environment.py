@@ -134,10 +134,11 @@ class LaunchEnvironment:
         else:
             counts = expand_counts(read.text("SLURM_STEP_TASKS_PER_NODE"))
             if host_rank >= len(counts):
-                raise read.error(
+                msg = (
                     f"SLURM_STEP_TASKS_PER_NODE lists {len(counts)} nodes, this is the one with "
                     f"SLURM_NODEID={host_rank}"
                 )
+                raise read.error(msg)
             local_world_size = counts[host_rank]
         address, port = _slurm_meeting_point(read, required=world_size > 1)
         environment = cls(
@@ -187,12 +188,14 @@ def _check(environment: LaunchEnvironment, read: VariableReader, names: tuple[st
         (environment.host_rank, "the number of this host", environment.hosts, "that of all hosts"),
     ):
         if small >= large:
-            raise read.error(f"{small_name} ({small}) must be less than {large_name} ({large})")
+            msg = f"{small_name} ({small}) must be less than {large_name} ({large})"
+            raise read.error(msg)
     if environment.local_world_size > environment.world_size:
-        raise read.error(
+        msg = (
             f"{local_world_size} ({environment.local_world_size}) must not be more than "
             f"{world_size} ({environment.world_size})"
         )
+        raise read.error(msg)
 
 
 def _meeting_point(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
@@ -218,5 +221,6 @@ def _slurm_meeting_point(read: VariableReader, *, required: bool) -> tuple[str |
 def _port(read: VariableReader) -> int:
     port = read.number("MASTER_PORT")
     if not 1 <= port <= 65_535:
-        raise read.error(f"MASTER_PORT={port} is not a port; it must be from 1 to 65535")
+        msg = f"MASTER_PORT={port} is not a port; it must be from 1 to 65535"
+        raise read.error(msg)
     return port

@@ -41,7 +41,8 @@ class VariableReader:
         value = self.environ.get(name, "").strip()
         if not value:
             problem = "is empty" if name in self.environ else "is not set"
-            raise self.error(f"{name} {problem}")
+            msg = f"{name} {problem}"
+            raise self.error(msg)
         return value
 
     def number(self, name: str, *, default: int | None = None) -> int:
@@ -58,7 +59,8 @@ class VariableReader:
             return default
         value = self.text(name)
         if not value.isdecimal():
-            raise self.error(f"{name}={value!r} is not a whole number of at least 0")
+            msg = f"{name}={value!r} is not a whole number of at least 0"
+            raise self.error(msg)
         return int(value)
 
     def error(self, problem: str) -> LaunchEnvironmentError:

@@ -58,7 +58,7 @@ def record_of(path: Path) -> FileRecord:
     """Return the size and the digest of a file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size

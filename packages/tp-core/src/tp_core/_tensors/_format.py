@@ -157,7 +157,7 @@ def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None
 
 @contextmanager
 def _no_warning_of_one_process() -> Iterator[None]:
-    """One rank writes or reads alone on purpose, of which torch warns."""
+    """Silence torch's warning that one rank writes or reads alone, which is on purpose here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

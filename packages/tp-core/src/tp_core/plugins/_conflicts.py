@@ -70,11 +70,11 @@ def settle(
         if len(wanting) == 1 and name not in own:
             kept += wanting
             continue
-        keeper = next((c for c in wanting if c.distribution in FIRST_PARTY and name not in own), None)
-        if keeper is not None:
-            kept.append(keeper)
-        left_out = tuple(_info(c) for c in wanting if c is not keeper)
-        owner = own.get(name) if keeper is None else _info(keeper)
+        first_party = next((c for c in wanting if c.distribution in FIRST_PARTY and name not in own), None)
+        if first_party is not None:
+            kept.append(first_party)
+        left_out = tuple(_info(c) for c in wanting if c is not first_party)
+        owner = own.get(name) if first_party is None else _info(first_party)
         conflicts.append(NameConflict(kind, name, owner, left_out))
     return tuple(kept), tuple(conflicts)
 

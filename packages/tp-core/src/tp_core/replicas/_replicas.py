@@ -203,9 +203,9 @@ class Replicas:
             return call(module, part)
 
     def _fresh_cache(self, compile_options: Mapping[str, Any] | None) -> ReplicaCache:
-        residents = ReplicaCache(self.module, self.devices, force_copies=self._force_copies)
-        residents.compile_options = compile_options
-        return residents
+        cache = ReplicaCache(self.module, self.devices, force_copies=self._force_copies)
+        cache.compile_options = compile_options
+        return cache
 
     def _acquire(self) -> threading.Lock:
         """Take the replicas for one call; another thread's call is waited for.

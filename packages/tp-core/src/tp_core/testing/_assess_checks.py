@@ -55,11 +55,11 @@ def _assessed_without_a_model(kit: AssessChecks) -> Any:
 
 def _effects_of_assess(kit: AssessChecks) -> list[str]:
     job, backend = make_job(kit, model=kit.make_model()), kit.backend()
-    before = _surroundings()
+    before = _environment_now()
     with _watched() as done:
         backend.assess(job)
         backend.assess(job)
-    after = _surroundings()
+    after = _environment_now()
     changed = [f"{what} changed" for what in before if before[what] != after[what]]
     return [*changed, *sorted(set(done))]
 
@@ -84,7 +84,7 @@ def _facts(model: Any) -> list[Any]:
     ]
 
 
-def _surroundings() -> dict[str, Any]:
+def _environment_now() -> dict[str, Any]:
     """Return what of a process a plugin could change, by what to call it."""
     numpy = sys.modules.get("numpy")
     return {

@@ -238,8 +238,9 @@ def _held_gradients(kit: GradientChecks) -> tuple[int, State]:
 def _gradients_after_an_exception(kit: GradientChecks) -> State:
     with prepared(kit) as (session, model):
         batch = whole(session)
+        error = LookupError("out of no_sync")
         with pytest.raises(LookupError, match="out of no_sync"), session.no_sync(model):
-            raise LookupError("out of no_sync")
+            raise error
         session.backward(loss_of(session.run(batch_loss(), model, batch)))
         return kit.gradients(session, model)
 

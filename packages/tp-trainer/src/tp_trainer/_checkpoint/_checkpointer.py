@@ -25,7 +25,7 @@ __all__ = ["Checkpointer"]
 log = logging.getLogger("tp_trainer")
 
 _LOOK_S = 0.5
-_PATIENCE_S = 15.0
+_GRACE_S = 15.0
 _STATE = "state.json"
 _RANKS = "ranks.json"
 
@@ -189,17 +189,17 @@ class Checkpointer:
         Where all ranks write together it may wait for one that waits for this one elsewhere, in a
         step: after a while in which no rank has written anything it is left to itself.
         """
-        size, left_s = -1, _PATIENCE_S
+        size, left_s = -1, _GRACE_S
         while thread.is_alive():
             thread.join(_LOOK_S)
             if self._written_into is None:
                 continue
             now = bytes_in(self._written_into)
-            size, left_s = now, _PATIENCE_S if now != size else left_s - _LOOK_S
+            size, left_s = now, _GRACE_S if now != size else left_s - _LOOK_S
             if left_s <= 0:
                 log.error(
                     "the last checkpoint was not finished: for %g s no rank has written any more of it",
-                    _PATIENCE_S,
+                    _GRACE_S,
                 )
                 return
 

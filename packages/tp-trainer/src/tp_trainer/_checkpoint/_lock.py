@@ -24,7 +24,7 @@ __all__ = ["FolderLock"]
 log = logging.getLogger("tp_trainer")
 
 FILE = ".lock"
-PATIENCE_S = 3.0  # a process that was killed takes a moment to give its memory back, and then its files
+GRACE_S = 3.0  # a process that was killed takes a moment to give its memory back, and then its files
 _INTERVAL_S = 0.05
 
 _descriptors: set[int] = set()
@@ -77,7 +77,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + GRACE_S
         while not self._try():
             if time.monotonic() > deadline:
                 msg = (

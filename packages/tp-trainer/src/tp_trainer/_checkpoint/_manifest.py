@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if not path.is_file():  # a link to nowhere, a pipe that would never end
-            msg = f"{folder} is no checkpoint: it has no {MANIFEST}"
+            msg = f"{folder} is not a checkpoint: it has no {MANIFEST}"
             raise StateError(msg)
         data = path.read_bytes()
     except OSError as error:

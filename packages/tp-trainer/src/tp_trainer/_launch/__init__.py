@@ -15,28 +15,28 @@ __all__ = ["jobs_app", "launch_app", "logs_app", "stop_app"]
 
 
 def launch_app() -> "typer.Typer":
-    """``tp launch`` as an application of its own."""
+    """Return ``tp launch`` as an application of its own."""
     from tp_trainer._launch import _cli
 
     return _cli.launch_app()
 
 
 def jobs_app() -> "typer.Typer":
-    """``tp jobs`` as an application of its own."""
+    """Return ``tp jobs`` as an application of its own."""
     from tp_trainer._launch import _cli
 
     return _cli.jobs_app()
 
 
 def logs_app() -> "typer.Typer":
-    """``tp logs`` as an application of its own."""
+    """Return ``tp logs`` as an application of its own."""
     from tp_trainer._launch import _cli
 
     return _cli.logs_app()
 
 
 def stop_app() -> "typer.Typer":
-    """``tp stop`` as an application of its own."""
+    """Return ``tp stop`` as an application of its own."""
     from tp_trainer._launch import _cli
 
     return _cli.stop_app()

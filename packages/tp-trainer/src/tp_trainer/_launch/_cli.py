@@ -211,22 +211,22 @@ def stop(
 
 
 def launch_app() -> typer.Typer:
-    """``launch`` as an application of its own."""
+    """Return ``launch`` as an application of its own."""
     return _app(launch, context_settings=LAUNCH_CONTEXT)
 
 
 def jobs_app() -> typer.Typer:
-    """``jobs`` as an application of its own."""
+    """Return ``jobs`` as an application of its own."""
     return _app(jobs)
 
 
 def logs_app() -> typer.Typer:
-    """``logs`` as an application of its own."""
+    """Return ``logs`` as an application of its own."""
     return _app(logs)
 
 
 def stop_app() -> typer.Typer:
-    """``stop`` as an application of its own."""
+    """Return ``stop`` as an application of its own."""
     return _app(stop)
 
 

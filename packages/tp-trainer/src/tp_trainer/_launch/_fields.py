@@ -14,24 +14,27 @@ __all__ = ["check_fields", "read_json_object"]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         StateError: The file does not exist, or holds something else.
     """
     if not path.is_file():  # reading a pipe would wait for whoever writes to it
-        raise StateError(f"{path} is not a file")
+        msg = f"{path} is not a file"
+        raise StateError(msg)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise StateError(f"{path} cannot be read: {error}") from error
+        msg = f"{path} cannot be read: {error}"
+        raise StateError(msg) from error
     if not isinstance(values, dict):
-        raise StateError(f"{path} must hold an object, got {type(values).__name__}")
+        msg = f"{path} must hold an object, got {type(values).__name__}"
+        raise StateError(msg)
     return values
 
 
 def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
-    """The values for the fields of a dataclass; others are left out.
+    """Return the values for the fields of a dataclass; others are left out.
 
     Args:
         kind: The dataclass.
@@ -42,19 +45,20 @@ def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
         StateError: A value is missing or of another type than its field.
     """
     if not isinstance(values, Mapping):
-        raise StateError(f"{what} must be an object, got {type(values).__name__}")
+        msg = f"{what} must be an object, got {type(values).__name__}"
+        raise StateError(msg)
     hints = get_type_hints(kind)
     kept: dict[str, Any] = {}
     for field in fields(kind):
         if field.name in values:
             value = values[field.name]
             if not _fits(value, hints[field.name]):
-                raise StateError(
-                    f"{field.name} of {what} must be {_name(hints[field.name])}, got {value!r:.80}"
-                )
+                msg = f"{field.name} of {what} must be {_name(hints[field.name])}, got {value!r:.80}"
+                raise StateError(msg)
             kept[field.name] = tuple(value) if isinstance(value, list) else value
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise StateError(f"{what} has no {field.name}")
+            msg = f"{what} has no {field.name}"
+            raise StateError(msg)
     return kept
 
 

@@ -78,10 +78,11 @@ def make_plan(request: LaunchRequest) -> Plan:
     bind = _bind(request, endpoint=endpoint)
     if max_nodes == 1 and backend in ("c10d", "static"):
         if is_host is False:
-            raise ConfigError(
+            msg = (
                 f"{endpoint} is not an address of this host, and --nnodes is 1; say how many hosts there "
                 "are, or leave the address out"
             )
+            raise ConfigError(msg)
         # There is nobody to meet. It needs no state in the store, which torch would keep as a pickle.
         port = endpoint.port if isinstance(endpoint, Endpoint) else 0
         backend, endpoint, bind = "static", Endpoint(_LOOPBACK, port), _LOOPBACK
@@ -107,7 +108,7 @@ def make_plan(request: LaunchRequest) -> Plan:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -116,10 +117,11 @@ def cores() -> int:
 def _check_script(request: LaunchRequest) -> None:
     if not request.module:
         if not Path(request.script).exists():
-            raise ConfigError(
+            msg = (
                 f"there is no script {request.script!r} in {Path.cwd()}; give the path of a Python "
                 "file, or -m and the name of a module"
             )
+            raise ConfigError(msg)
         return
     top = request.script.partition(".")[0]
     sys.path.insert(0, "")  # where ``python -m`` looks first
@@ -130,24 +132,28 @@ def _check_script(request: LaunchRequest) -> None:
     finally:
         sys.path.remove("")
     if not found:
-        raise ConfigError(
+        msg = (
             f"there is no module {request.script!r}: {top!r} was found neither in {Path.cwd()} nor "
             "among the installed packages; leave -m out to run a file"
         )
+        raise ConfigError(msg)
 
 
 def _check_log_dir(request: LaunchRequest) -> None:
     if request.log_dir is not None and Path(request.log_dir).is_file():
-        raise ConfigError(f"--log-dir must be a directory; {request.log_dir!r} is a file")
+        msg = f"--log-dir must be a directory; {request.log_dir!r} is a file"
+        raise ConfigError(msg)
 
 
 def _nodes(text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdigit() for part in parts):
-        raise ConfigError(f"--nnodes must be a number or MIN:MAX, such as 2 or 1:4; got {text!r}")
+        msg = f"--nnodes must be a number or MIN:MAX, such as 2 or 1:4; got {text!r}"
+        raise ConfigError(msg)
     low, high = int(parts[0]), int(parts[-1])
     if not 0 < low <= high:
-        raise ConfigError(f"--nnodes must be at least 1, and MIN not above MAX; got {text!r}")
+        msg = f"--nnodes must be at least 1, and MIN not above MAX; got {text!r}"
+        raise ConfigError(msg)
     return low, high
 
 
@@ -162,7 +168,8 @@ def _processes(given: int | str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ConfigError(f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {given!r}")
+        msg = f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {given!r}"
+        raise ConfigError(msg)
     return count
 
 
@@ -171,10 +178,11 @@ def _backend(request: LaunchRequest) -> str:
     if request.rdzv_backend is None:
         return "static" if asks_static else "c10d"
     if request.rdzv_backend == "c10d" and asks_static:
-        raise ConfigError(
+        msg = (
             "--node-rank and --master-addr belong to the static rendezvous, and --rdzv-backend c10d "
             "was given; c10d numbers the hosts itself: leave them out, or leave the backend out"
         )
+        raise ConfigError(msg)
     return request.rdzv_backend
 
 
@@ -186,38 +194,42 @@ def _endpoint(request: LaunchRequest, *, backend: str, max_nodes: int) -> Endpoi
     elif backend == "static":
         host = request.master_addr or ("127.0.0.1" if max_nodes == 1 else None)
         if host is None:
-            raise ConfigError(
+            msg = (
                 "several hosts need an address where they meet: give --master-addr (the address of "
                 "host 0) and --master-port"
             )
+            raise ConfigError(msg)
         port = 29500 if request.master_port is None else request.master_port
         endpoint = parse_endpoint(f"[{host}]:{port}", option="--master-addr and --master-port")
     elif max_nodes == 1:
         return Endpoint("127.0.0.1", 0)  # port 0: the system chooses a free one
     else:
-        raise ConfigError(
+        msg = (
             f"--nnodes {request.nnodes} needs an address where the hosts meet: give every host the "
             "same --rdzv-endpoint HOST:PORT, with the address of one of them"
         )
+        raise ConfigError(msg)
     if max_nodes > 1 and endpoint.port == 0:
-        raise ConfigError(f"several hosts need a port that all of them know; got {endpoint}")
+        msg = f"several hosts need a port that all of them know; got {endpoint}"
+        raise ConfigError(msg)
     return endpoint
 
 
 def _check_static(request: LaunchRequest, *, min_nodes: int, max_nodes: int) -> None:
     if min_nodes != max_nodes:
-        raise ConfigError(
-            f"the static rendezvous needs a fixed number of hosts; got --nnodes {request.nnodes}"
-        )
+        msg = f"the static rendezvous needs a fixed number of hosts; got --nnodes {request.nnodes}"
+        raise ConfigError(msg)
     if request.node_rank is None and max_nodes > 1:
-        raise ConfigError(
+        msg = (
             f"the static rendezvous of {max_nodes} hosts needs --node-rank on each, from 0 to {max_nodes - 1}"
         )
+        raise ConfigError(msg)
     if (request.node_rank or 0) >= max_nodes:
-        raise ConfigError(
+        msg = (
             f"--node-rank must be from 0 to {max_nodes - 1} for --nnodes {request.nnodes}; got "
             f"{request.node_rank}"
         )
+        raise ConfigError(msg)
 
 
 def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> tuple[bool | None, bool]:
@@ -231,19 +243,21 @@ def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> 
     given = request.rdzv_conf.get("is_host")
     if given is not None:
         if given.lower() not in _TRUE | _FALSE:
-            raise ConfigError(f"--rdzv-conf is_host must be 0 or 1; got {given!r}")
+            msg = f"--rdzv-conf is_host must be 0 or 1; got {given!r}"
+            raise ConfigError(msg)
         return given.lower() in _TRUE, False
     return own_address(endpoint.host) is not None, endpoint.port != 0
 
 
 def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
-    """The one address at which the stores listen, if they need not listen at all of them."""
+    """Return the one address at which the stores listen, if they need not listen at all of them."""
     if request.bind_addr is not None:
         if interface_of(request.bind_addr) is None:
-            raise ConfigError(
+            msg = (
                 f"--bind-addr must be an address of this host, such as those that `ip addr` shows; got "
                 f"{request.bind_addr!r}"
             )
+            raise ConfigError(msg)
         return request.bind_addr
     if not isinstance(endpoint, Endpoint):
         return None

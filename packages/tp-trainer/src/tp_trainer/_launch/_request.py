@@ -39,7 +39,7 @@ class LaunchRequest:
         name: A name for people.
 
     Raises:
-        ConfigError: For a number that is out of range.
+        ConfigError: A number is out of range.
 
     Example:
         >>> LaunchRequest(script="train.py", args=("--lr", "0.1"), nproc_per_node=2).script
@@ -70,23 +70,28 @@ class LaunchRequest:
     def __post_init__(self) -> None:
         """Refuse numbers that no launch can have."""
         if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts must be 0 or more, got {self.max_restarts}")
+            msg = f"--max-restarts must be 0 or more, got {self.max_restarts}"
+            raise ConfigError(msg)
         if not self.monitor_interval_s > 0:
-            raise ConfigError(f"--monitor-interval must be above 0 seconds, got {self.monitor_interval_s}")
+            msg = f"--monitor-interval must be above 0 seconds, got {self.monitor_interval_s}"
+            raise ConfigError(msg)
         if not self.grace_s >= 0:
-            raise ConfigError(f"--grace-s must be 0 seconds or more, got {self.grace_s}")
+            msg = f"--grace-s must be 0 seconds or more, got {self.grace_s}"
+            raise ConfigError(msg)
         if not self.host_timeout_s >= 1:
-            raise ConfigError(f"--host-timeout-s must be 1 second or more, got {self.host_timeout_s}")
+            msg = f"--host-timeout-s must be 1 second or more, got {self.host_timeout_s}"
+            raise ConfigError(msg)
         if self.node_rank is not None and self.node_rank < 0:
-            raise ConfigError(f"--node-rank must be 0 or more, got {self.node_rank}")
+            msg = f"--node-rank must be 0 or more, got {self.node_rank}"
+            raise ConfigError(msg)
 
     def to_dict(self) -> dict[str, Any]:
-        """The request as values that JSON can hold."""
+        """Return the request as values that JSON can hold."""
         return {**asdict(self), "args": list(self.args), "rdzv_conf": dict(self.rdzv_conf)}
 
     @classmethod
     def from_dict(cls, values: object) -> "LaunchRequest":
-        """The request that ``to_dict`` wrote; what a later version added is left out.
+        """Return the request that ``to_dict`` wrote; what a later version added is left out.
 
         Raises:
             StateError: The values are not those of a request.
@@ -96,15 +101,16 @@ class LaunchRequest:
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
-    """``"timeout=60,is_host=1"`` as a dict.
+    """Return ``"timeout=60,is_host=1"`` as a dict.
 
     Raises:
-        ConfigError: For a part that is no ``key=value``.
+        ConfigError: A part is not a ``key=value``.
     """
     conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
         if not (key.strip() and equals and value.strip()):
-            raise ConfigError(f"--rdzv-conf must look like key=value,key=value; got {part!r}")
+            msg = f"--rdzv-conf must look like key=value,key=value; got {part!r}"
+            raise ConfigError(msg)
         conf[key.strip()] = value.strip()
     return conf

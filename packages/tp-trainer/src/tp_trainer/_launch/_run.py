@@ -26,8 +26,8 @@ def run(request: LaunchRequest) -> int:
         0 when all ranks ended well, 128 + the signal when one asked the launch to end.
 
     Raises:
-        ConfigError: When the request cannot work; nothing was started.
-        RankFailedError: When a rank failed, with the account of the first one; or when the hosts
+        ConfigError: The request cannot work; nothing was started.
+        RankFailedError: A rank failed, with the account of the first one; or when the hosts
             did not find each other.
 
     Example:
@@ -43,10 +43,10 @@ def run(request: LaunchRequest) -> int:
 
 
 def execute(request: LaunchRequest) -> Outcome:
-    """As ``run``, with every end of it as a value. Only a request that cannot work raises.
+    """Run a program as :func:`run` does, with every end of it as a value.
 
     Raises:
-        ConfigError: When the request cannot work; nothing was started.
+        ConfigError: The request cannot work; nothing was started.
     """
     plan = make_plan(request)
     if "OMP_NUM_THREADS" in plan.env:
@@ -65,7 +65,7 @@ def execute(request: LaunchRequest) -> Outcome:
         local.end(signum)
         leave(local.stopped(signum))
 
-    local = LocalRun(plan, log_dir=log_dir.absolute(), on_deaf=leave)
+    local = LocalRun(plan, log_dir=log_dir.absolute(), on_unresponsive=leave)
 
     def clean() -> None:
         local.close()
@@ -75,7 +75,7 @@ def execute(request: LaunchRequest) -> Outcome:
     with StopSignals(
         on_stop=local.end,
         on_hurry=local.kill,
-        on_deaf=leave_stopped,
+        on_unresponsive=leave_stopped,
         grace_s=request.grace_s + _TEARDOWN_S,
     ) as signals:
         try:

@@ -12,7 +12,7 @@ from tp_trainer._rank_end import leave_closed_terminal
 __all__ = ["StopSignals", "Stopped"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_DEAF_S = 2.0  # how long native code may keep Python from hearing a signal
+_UNRESPONSIVE_S = 2.0  # how long native code may keep Python from hearing a signal
 
 
 class Stopped(BaseException):
@@ -35,7 +35,7 @@ class StopSignals:
     Args:
         on_stop: Called with the signal, before it is raised: ends what was started, which takes time.
         on_hurry: Called at a second Ctrl-C while that goes on.
-        on_deaf: Called with the signal, from another thread, when the main one sits in native code,
+        on_unresponsive: Called with the signal, from another thread, when the main one sits in native code,
             where Python runs no handler, or has not left the block in time.
         grace_s: How long the main thread may take to leave the block.
     """
@@ -45,12 +45,12 @@ class StopSignals:
         *,
         on_stop: Callable[[int], None] | None = None,
         on_hurry: Callable[[], None] | None = None,
-        on_deaf: Callable[[int], None] | None = None,
+        on_unresponsive: Callable[[int], None] | None = None,
         grace_s: float = 0.0,
     ) -> None:
         self._on_stop = on_stop
         self._on_hurry = on_hurry
-        self._on_deaf = on_deaf
+        self._on_unresponsive = on_unresponsive
         self._grace_s = grace_s
         self._before: dict[int, Any] = {}
         self._heard = threading.Event()
@@ -66,12 +66,15 @@ class StopSignals:
             # nohup has a program ignore that its terminal is closed.
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._stop)
-        if self._on_deaf is not None:
+        if self._on_unresponsive is not None:
             read_fd, self._write_fd = os.pipe()
             os.set_blocking(self._write_fd, False)
             self._wake_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
             threading.Thread(
-                target=self._listen, args=(read_fd, self._on_deaf), name="tp-launch-signals", daemon=True
+                target=self._listen,
+                args=(read_fd, self._on_unresponsive),
+                name="tp-launch-signals",
+                daemon=True,
             ).start()
         return self
 
@@ -107,14 +110,15 @@ class StopSignals:
             self._on_stop(signum)
         raise Stopped(signum)
 
-    def _listen(self, read_fd: int, on_deaf: Callable[[int], None]) -> None:
+    def _listen(self, read_fd: int, on_unresponsive: Callable[[int], None]) -> None:
         # The interpreter's C handler writes the number of a signal here at once.
         try:
             while numbers := os.read(read_fd, 16):
                 stopping = [number for number in numbers if number in self._before]
                 if stopping and not (
-                    (self._left.is_set() or self._heard.wait(_DEAF_S)) and self._left.wait(self._grace_s)
+                    (self._left.is_set() or self._heard.wait(_UNRESPONSIVE_S))
+                    and self._left.wait(self._grace_s)
                 ):
-                    on_deaf(stopping[0])
+                    on_unresponsive(stopping[0])
         finally:
             os.close(read_fd)

@@ -18,7 +18,7 @@ from tp_trainer._opening._agreement import check_same_at_start
 
 __all__ = ["open_session"]
 
-_PATIENCE_S = 15.0
+_GRACE_S = 15.0
 _STDERR = 2
 
 
@@ -84,7 +84,7 @@ class _Hook:
 
 
 def _end() -> None:
-    time.sleep(_PATIENCE_S)
+    time.sleep(_GRACE_S)
     main = threading.main_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     if names:  # otherwise something else is at work, such as what was registered for the exit

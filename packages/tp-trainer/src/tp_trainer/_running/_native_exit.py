@@ -51,13 +51,15 @@ class NativeExit:
 
     def __init__(self, status: int) -> None:
         if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
-            raise OSError("timers that end a process are known of 64-bit Linux alone")
+            msg = "timers that end a process are known of 64-bit Linux alone"
+            raise OSError(msg)
         self._libc = ctypes.CDLL(None)
         leave = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         event = _SigEvent(value=status, notify=_SIGEV_THREAD, function=leave)
         self._timer = ctypes.c_void_p()
         if self._libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
-            raise OSError("the kernel gives no timer")
+            msg = "the kernel gives no timer"
+            raise OSError(msg)
 
     def set(self, seconds: float) -> None:
         """End the process so many seconds from now."""

@@ -90,7 +90,7 @@ def samples(count: int = SAMPLES, *, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def mean_error(model: nn.Module, batch: Any) -> StepOutput:
-    """A step without chance."""
+    """Return the mean error: a step without randomness."""
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 

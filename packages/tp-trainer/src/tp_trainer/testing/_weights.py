@@ -60,7 +60,7 @@ def data(samples: int = 22) -> TensorDataset:
 
 
 def masked_error(model: nn.Module, batch: Any) -> StepOutput:
-    """A mean over the elements that count: NaN, and so are its gradients, where none does."""
+    """Return a mean over the elements that count: NaN, and so are its gradients, where none does."""
     x, y, counts = batch
     errors = (model(x) - y).square()
     counted = counts.sum()
@@ -73,7 +73,7 @@ def masked_error(model: nn.Module, batch: Any) -> StepOutput:
 
 
 def total_error(model: nn.Module, batch: Any) -> StepOutput:
-    """The same as a sum, its weight as a plain number."""
+    """Return the same as a sum, its weight as a plain number."""
     x, y, counts = batch
     errors = (model(x) - y).square()
     return {"loss": (errors * counts).sum(), "weight": int(counts.sum())}

@@ -38,10 +38,10 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
-    """``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint.
+    """Return ``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint.
 
     Raises:
-        ConfigError: For an empty host, or a port that is not a number from 0 to 65535.
+        ConfigError: The host is empty, or the port is not a number from 0 to 65535.
     """
     text = text.strip()
     host, port = text, str(_DEFAULT_PORT)
@@ -51,12 +51,13 @@ def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
     elif text.count(":") == 1:
         host, port = text.split(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{option} must look like host:port with a port up to 65535; got {text!r}")
+        msg = f"{option} must look like host:port with a port up to 65535; got {text!r}"
+        raise ConfigError(msg)
     return Endpoint(host, int(port))
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of a host, none when its name is unknown here."""
+    """Return the addresses of a host, none when its name is unknown here."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
@@ -65,7 +66,7 @@ def resolve(host: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that owns an address of this machine, or None."""
+    """Return the network interface that owns an address of this machine, or None."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:  # a name: which interface it means depends on who asks
@@ -80,7 +81,7 @@ def interface_of(address: str) -> str | None:
 
 
 def own_address(host: str) -> str | None:
-    """The address under which ``host`` names this machine, or None when it names another one."""
+    """Return the address under which ``host`` names this machine, or None when it names another one."""
     for address in resolve(host):
         if ipaddress.ip_address(address).is_loopback or interface_of(address) is not None:
             return address
@@ -88,7 +89,7 @@ def own_address(host: str) -> str | None:
 
 
 def address_towards(endpoint: Endpoint) -> str | None:
-    """The address of this machine from which ``endpoint`` is reached, or None."""
+    """Return the address of this machine from which ``endpoint`` is reached, or None."""
     for address in resolve(endpoint.host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -105,7 +106,7 @@ def wait_for_endpoint(
 ) -> bool:
     """Wait until somebody listens at the endpoint; False when the time is up.
 
-    torch's own wait sits in native code, deaf to Ctrl-C, and is silent.
+    torch's own wait sits in native code, does not react to Ctrl-C, and prints nothing.
     """
     start, told = time.monotonic(), False
     while True:

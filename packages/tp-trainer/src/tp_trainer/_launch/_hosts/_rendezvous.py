@@ -31,7 +31,7 @@ BOUND = {"c10d": "tp-bound-c10d", "static": "tp-bound-static"}
 
 _READ_S = 60  # as torch has it
 _JOIN_S = 600
-_PATIENCE_S = 3.0
+_GRACE_S = 3.0
 
 
 def serve_store(address: str, port: int, **options: Any) -> TCPStore:
@@ -53,7 +53,8 @@ def serve_store(address: str, port: int, **options: Any) -> TCPStore:
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
             where = Endpoint(address, port)
-            raise RendezvousConnectionError(f"cannot listen at {where}: {error.strerror}") from error
+            msg = f"cannot listen at {where}: {error.strerror}"
+            raise RendezvousConnectionError(msg) from error
         bound = listener.getsockname()[1]
         # The store takes the descriptor over, and closes it.
         return TCPStore(
@@ -134,7 +135,8 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
                 endpoint.host, endpoint.port, is_master=False, multi_tenant=True, timeout=timeout
             )
         except (ValueError, RuntimeError) as error:
-            raise RendezvousConnectionError(f"cannot reach the store at {endpoint}") from error
+            msg = f"cannot reach the store at {endpoint}"
+            raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, _C10dBackend(store, params.run_id), params)
 
     def serve(_address: str, port: int) -> TCPStore:
@@ -170,7 +172,7 @@ def answers(endpoint: Endpoint, *, timeout_s: float, say: Callable[[str], None])
         done.set()
 
     threading.Thread(target=connect, name="tp-launch-probe", daemon=True).start()
-    if done.wait(min(_PATIENCE_S, timeout_s)):
+    if done.wait(min(_GRACE_S, timeout_s)):
         return True
     say(f"something listens at {endpoint}, but does not answer as the rendezvous of a launch; waiting for it")
-    return done.wait(max(0.0, timeout_s - _PATIENCE_S))
+    return done.wait(max(0.0, timeout_s - _GRACE_S))

@@ -27,8 +27,8 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
         command: How to show it to people.
 
     Raises:
-        ConfigError: When the request cannot work; nothing was started.
-        RankFailedError: When its supervisor did not come up.
+        ConfigError: The request cannot work; nothing was started.
+        RankFailedError: Its supervisor did not come up.
     """
     make_plan(request)  # what is wrong with it is said here and now, not in a log
     job = create_job(request, command=command)
@@ -46,7 +46,8 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
         if code is not None or time.monotonic() > deadline:
             process.kill()
             end = job.log.read_text(errors="replace")[-2000:]
-            raise RankFailedError(f"the supervisor of job {job.id} did not start: {end}")
+            msg = f"the supervisor of job {job.id} did not start: {end}"
+            raise RankFailedError(msg)
         time.sleep(0.02)
     process.returncode = 0  # it is on its own now: Popen must not warn that it still runs
     return job

@@ -29,7 +29,7 @@ def identity(pid: int) -> str | None:
 
 
 def find_process(pid: int, known: str) -> psutil.Process | None:
-    """The process with this id and identity, or None when it has gone."""
+    """Return the process with this id and identity, or None when it has gone."""
     if identity(pid) != known:
         return None
     try:

@@ -21,7 +21,7 @@ _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "mag
 
 
 def jobs_table(jobs: Sequence[Job], *, now: float) -> Table:
-    """A table with one line per job."""
+    """Return a table with one line per job."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("ID", "NAME", "STATE", "STARTED", "ELAPSED"):
         table.add_column(title, no_wrap=True)
@@ -50,7 +50,7 @@ def print_jobs(jobs: Sequence[Job]) -> None:
 
 
 def elapsed(seconds: float) -> str:
-    """``75.2`` as ``1:15``, and hours or days when there are some."""
+    """Return ``75.2`` as ``1:15``, and hours or days when there are some."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -59,7 +59,7 @@ def elapsed(seconds: float) -> str:
 
 
 def log_chunks(job: Job, *, follow: bool, lines: int | None) -> Iterator[bytes]:
-    """The log of a job, or its last ``lines`` lines; with ``follow`` until the job has ended.
+    """Return the log of a job, or its last ``lines`` lines; with ``follow`` until the job has ended.
 
     Raises:
         StateError: The job has no log.
@@ -67,7 +67,8 @@ def log_chunks(job: Job, *, follow: bool, lines: int | None) -> Iterator[bytes]:
     try:
         log = job.log.open("rb")
     except OSError as error:
-        raise StateError(f"the log of job {job.id} cannot be read: {error}") from error
+        msg = f"the log of job {job.id} cannot be read: {error}"
+        raise StateError(msg) from error
     with log as file:
         if lines is not None:
             file.seek(_start_of_last(file.read(), lines))

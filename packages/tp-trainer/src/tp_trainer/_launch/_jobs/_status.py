@@ -43,27 +43,28 @@ class Status:
 
     @classmethod
     def of_this_process(cls, state: str) -> "Status":
-        """The status of a job that this process starts or supervises."""
+        """Return the status of a job that this process starts or supervises."""
         pid = os.getpid()
         return cls(state=state, pid=pid, process=identity(pid) or "", started=time.time())
 
 
 def read_status(path: Path) -> Status:
-    """The status that a file holds.
+    """Return the status that a file holds.
 
     Raises:
         StateError: The file of the status is missing or damaged.
     """
     status = Status(**check_fields(Status, read_json_object(path), what="the status"))
     if status.state not in _STATES:
-        raise StateError(f"state of the status must be one of {_STATES}, got {status.state!r:.80}")
+        msg = f"state of the status must be one of {_STATES}, got {status.state!r:.80}"
+        raise StateError(msg)
     check_time("started of the status", status.started)
     check_time("ended of the status", status.ended or 0.0)
     return status
 
 
 def supervisor(status: Status) -> psutil.Process | None:
-    """The process that runs the job, or None when it has gone, its id maybe reused."""
+    """Return the process that runs the job, or None when it has gone, its id maybe reused."""
     return find_process(status.pid, status.process)
 
 
@@ -74,4 +75,5 @@ def check_time(what: str, value: float) -> None:
         StateError: The value is not a time.
     """
     if not 0 <= value < _END_OF_TIME:
-        raise StateError(f"{what} must be in seconds since 1970, got {value!r:.80}")
+        msg = f"{what} must be in seconds since 1970, got {value!r:.80}"
+        raise StateError(msg)

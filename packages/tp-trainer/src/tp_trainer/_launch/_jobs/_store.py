@@ -60,7 +60,7 @@ class Job:
         return self.directory / "log"
 
     def status(self) -> Status:
-        """How it goes."""
+        """Return its status now, which is known from its process where it has one."""
         status = self._read_status()
         if status.state in ALIVE and supervisor(status) is None:
             status = self._read_status()  # it may have written its end between our two looks
@@ -79,7 +79,7 @@ class Job:
         write_values(self.directory / "status.json", asdict(status))
 
     def to_dict(self) -> dict[str, Any]:
-        """The job and its status, for ``tp jobs --json``."""
+        """Return the job and its status, for ``tp jobs --json``."""
         status = self.status()
         return {
             "id": self.id,
@@ -98,7 +98,7 @@ class Job:
 
 
 def state_dir() -> Path:
-    """Where this user's jobs are kept.
+    """Return the folder in which this user's jobs are kept.
 
     ``$TP_STATE_DIR``, else ``$XDG_STATE_HOME/tp``, else ``~/.local/state/tp``.
     """
@@ -119,10 +119,11 @@ def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     if request.name is not None and (
         request.name == _NEWEST or not request.name.strip() or not request.name.isprintable()
     ):
-        raise ConfigError(
+        msg = (
             f"--name {request.name!r} cannot be used; a name has printable characters, and 'last' means "
             "the newest job"
         )
+        raise ConfigError(msg)
     jobs = state_dir() / "jobs"
     job = Job(
         id=uuid.uuid4().hex[:8],
@@ -138,15 +139,15 @@ def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
         jobs.chmod(0o700)
         with _locked(jobs):
             if request.name is not None and any(j.name == name and is_running(j) for j in list_jobs()):
-                raise ConfigError(
-                    f"a job named {name!r} is running; choose another --name, or end it: tp stop {name}"
-                )
+                msg = f"a job named {name!r} is running; choose another --name, or end it: tp stop {name}"
+                raise ConfigError(msg)
             return _write_job(job, jobs)
     except OSError as error:
-        raise ConfigError(
+        msg = (
             f"jobs cannot be kept in {jobs}: {error.strerror or error}; set TP_STATE_DIR to a directory "
             "that you can write to"
-        ) from error
+        )
+        raise ConfigError(msg) from error
 
 
 def _write_job(job: Job, jobs: Path) -> Job:
@@ -177,25 +178,27 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def load_job(directory: Path) -> Job:
-    """The job that is kept in a directory.
+    """Return the job that is kept in a directory.
 
     Raises:
-        StateError: When its file is missing or damaged.
+        StateError: Its file is missing or damaged.
     """
     try:
         values = read_json_object(directory / "job.json")
         request = LaunchRequest.from_dict(values.get("request"))
         kept = check_fields(Job, {**values, "request": request, "directory": directory}, what="the job")
         if kept["id"] != directory.name:
-            raise StateError(f"id of the job must be that of its directory, got {kept['id']!r:.80}")
+            msg = f"id of the job must be that of its directory, got {kept['id']!r:.80}"
+            raise StateError(msg)
         check_time("created of the job", kept["created"])
         return Job(**kept)
     except TpError as error:
-        raise StateError(f"{directory} holds no readable job: {error}; delete it") from error
+        msg = f"{directory} holds no readable job: {error}; delete it"
+        raise StateError(msg) from error
 
 
 def list_jobs() -> list[Job]:
-    """All jobs of this user, the oldest first; what cannot be read is left out."""
+    """Return all jobs of this user, the oldest first; what cannot be read is left out."""
     jobs = []
     for directory in _directories():
         try:
@@ -206,7 +209,7 @@ def list_jobs() -> list[Job]:
 
 
 def damaged_jobs() -> list[str]:
-    """A line about each job that cannot be read."""
+    """Return a line about each job that cannot be read."""
     lines = []
     for directory in _directories():
         try:
@@ -223,16 +226,17 @@ def _directories() -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"jobs cannot be read from {jobs}: {error.strerror or error}") from error
+        msg = f"jobs cannot be read from {jobs}: {error.strerror or error}"
+        raise ConfigError(msg) from error
 
 
 def find_job(ref: str) -> Job:
-    """The job that is meant by an id, the start of an id, a name, or "last".
+    """Return the job that is meant by an id, the start of an id, a name, or "last".
 
     Several jobs of one name: the running one, or else the newest.
 
     Raises:
-        ConfigError: When none or several are meant; it lists the jobs there are.
+        ConfigError: None or several are meant; it lists the jobs there are.
     """
     jobs = list_jobs()
     if ref == _NEWEST and jobs:
@@ -244,7 +248,8 @@ def find_job(ref: str) -> Job:
         return found[0]
     what = f"{ref!r} may mean several jobs" if found else f"there is no job {ref!r}"
     known = ", ".join(f"{job.id} ({printable(job.name)})" for job in (found or jobs)[-10:])
-    raise ConfigError(f"{what}; {'they are' if found else 'there are'}: {known or 'none at all'}")
+    msg = f"{what}; {'they are' if found else 'there are'}: {known or 'none at all'}"
+    raise ConfigError(msg)
 
 
 def remove_job(job: Job) -> None:
@@ -263,7 +268,7 @@ def is_running(job: Job) -> bool:
 
 
 def printable(text: str) -> str:
-    """A text as a terminal may show it: characters that would control it are escaped."""
+    """Return a text as a terminal may show it: characters that would control it are escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -39,7 +39,7 @@ def _run(job: Job) -> Outcome:
         return execute(job.request)
     except TpError as error:
         return Outcome(2, message=str(error))
-    except Exception as error:  # noqa: BLE001  # whatever it is, the job must not stay "running"
+    except Exception as error:  # noqa: BLE001 - whatever it is, the job must not stay "running"
         traceback.print_exc()
         return Outcome(1, message=f"{type(error).__name__}: {error}")
 

@@ -74,7 +74,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
         The processes that failed when no restart was left, none when all went well.
 
     Raises:
-        RendezvousConnectionError: When the rendezvous cannot be reached or served.
+        RendezvousConnectionError: The rendezvous cannot be reached or served.
     """
     request = plan.request
     conf: dict[str, Any] = dict(request.rdzv_conf)

@@ -15,7 +15,7 @@ _ASKED = (-signal.SIGTERM, -signal.SIGUSR1)  # the ends of ranks that do not lis
 
 
 def end_file(directory: Path) -> Path:
-    """Where a rank whose logs are in a directory tells its end."""
+    """Return where a rank whose logs are in a directory reports its end."""
     return directory / "end.json"
 
 

@@ -74,11 +74,11 @@ class Failure:
         return self.code if self.code >= 0 else 128 - self.code
 
     def to_dict(self) -> dict[str, Any]:
-        """The failure as values that JSON can hold."""
+        """Return the failure as values that JSON can hold."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """The block that is printed last."""
+        """Return the block that is printed last."""
         name = code_name(self.code)
         lines = [
             "=" * 72,
@@ -105,7 +105,7 @@ class Failure:
 
 
 def code_name(code: int) -> str:
-    """``exit code 3`` or the name of a signal."""
+    """Return ``exit code 3`` or the name of a signal."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -122,7 +122,7 @@ def first_failure(
     killed: set[int],
     keep_logs: bool,
 ) -> Failure:
-    """The rank whose end was the cause of the others' ends.
+    """Return the rank whose end was the cause of the others' ends.
 
     Args:
         codes: For each rank that failed, in torch's order: local rank to (process id, exit code).
@@ -160,7 +160,7 @@ def first_failure(
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback in a text, with those it was chained to; "" when there is none."""
+    """Return the last traceback in a text, with those it was chained to; "" when there is none."""
     lines = text.splitlines()
     heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
     if not heads:
@@ -202,7 +202,7 @@ def _last_words(rank: Rank, code: int) -> tuple[str, bool, bool]:
 
 
 def _native_stack(text: str, *, before: int = 0) -> str:
-    """The stack that Python writes when native code crashes, and some lines before it."""
+    """Return the stack that Python writes when native code crashes, and some lines before it."""
     lines = text.splitlines()
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not fatal:
@@ -212,7 +212,7 @@ def _native_stack(text: str, *, before: int = 0) -> str:
 
 
 def _exception_of(traceback: str) -> str:
-    """The lines after the last frame: the exception and its message."""
+    """Return the lines after the last frame: the exception and its message."""
     lines = traceback.splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
     return "\n".join(lines[frames[-1] + 1 if frames else 0 :])

@@ -28,7 +28,7 @@ __all__ = ["LocalRun"]
 _FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
 _POLL_S = 0.02
 _START_S = 5.0  # how long a process may take to report its id
-_DEAF_S = 2.0  # how long torch's agent may take to notice that its processes have ended
+_UNRESPONSIVE_S = 2.0  # how long torch's agent may take to notice that its processes have ended
 _RENDEZVOUS_TIMEOUT_S = 600.0  # torch's own for joining
 _ANSWER_S = 60.0  # torch's own for reading
 
@@ -43,13 +43,13 @@ class LocalRun:
     Args:
         plan: What to start.
         log_dir: Where the logs of the ranks go.
-        on_deaf: Called from a thread, with the end of the launch, when torch's agent waits for a
+        on_unresponsive: Called from a thread, with the end of the launch, when torch's agent waits for a
             rendezvous host that was cut off, and will do so forever.
     """
 
-    def __init__(self, plan: Plan, *, log_dir: Path, on_deaf: Callable[[Outcome], None]) -> None:
+    def __init__(self, plan: Plan, *, log_dir: Path, on_unresponsive: Callable[[Outcome], None]) -> None:
         self._plan = plan
-        self._on_deaf = on_deaf
+        self._on_unresponsive = on_unresponsive
         self._over = threading.Event()
         self._log_dir = log_dir
         self._ranks: dict[int, Rank] = {}
@@ -86,14 +86,14 @@ class LocalRun:
         self._wait_for_ends(self._plan.request.grace_s)
         if len(self._watch.deaths()) < len(self._ranks):
             self.kill()
-            self._wait_for_ends(_DEAF_S)
+            self._wait_for_ends(_UNRESPONSIVE_S)
 
     def kill(self) -> None:
         """Kill the ranks that have not ended yet."""
         self._watch.kill_all()
 
     def stopped(self, signum: int) -> Outcome:
-        """The end of this launch by a signal, with what was saved."""
+        """Return the end of this launch by a signal, with what was saved."""
         deaths, killed = self._watch.deaths(), self._watch.killed()
         grace_s = self._plan.request.grace_s
         return Outcome.stopped(
@@ -127,7 +127,7 @@ class LocalRun:
             return self.stopped(error.sigval)
         except _NoRendezvousError as error:
             return Outcome(1, message=str(error))
-        except Exception as error:  # noqa: BLE001  # torch's agent: any of its many kinds
+        except Exception as error:  # noqa: BLE001 - torch's agent: any of its many kinds
             return Outcome(1, message=self._loss or self._broken(error))
         return self._failed(failures) if failures else Outcome(0)
 
@@ -154,18 +154,20 @@ class LocalRun:
             return
         timeout_s = float(self._plan.request.rdzv_conf.get("timeout", _RENDEZVOUS_TIMEOUT_S))
         if not wait_for_endpoint(endpoint, timeout_s=timeout_s, say=say):
-            raise _NoRendezvousError(
+            msg = (
                 f"nobody answered at {endpoint} within {timeout_s:g} s; start the launch on that "
                 "host, and check the address, the port and the firewall. No interface of this "
                 "machine has that address: where one should, say --rdzv-conf is_host=1"
             )
+            raise _NoRendezvousError(msg)
         from tp_trainer._launch._hosts._rendezvous import answers
 
         if not answers(endpoint, timeout_s=min(timeout_s, _ANSWER_S), say=say):
-            raise _NoRendezvousError(
+            msg = (
                 f"something listens at {endpoint}, and did not answer as the rendezvous of a launch; "
                 "give another port, or end that program"
             )
+            raise _NoRendezvousError(msg)
 
     def _on_attempt(self, attempt: Attempt, ranks: list[Rank]) -> None:
         restart, nodes = attempt.number, attempt.nodes
@@ -209,8 +211,8 @@ class LocalRun:
         self._loss = text
         say(f"{text}; the processes of this host are ended")
         self._watch.end_all()
-        if not can_go_on and not self._over.wait(self._failure_grace_s + _DEAF_S):
-            self._on_deaf(Outcome(1, message=text))
+        if not can_go_on and not self._over.wait(self._failure_grace_s + _UNRESPONSIVE_S):
+            self._on_unresponsive(Outcome(1, message=text))
 
     def _failed(self, failures: "list[ProcessFailure]") -> Outcome:
         if self._loss:

@@ -1,6 +1,6 @@
 """Notifies ranks that wait for another one that it has left with status 0.
 
-That alone is no failure: a rank may have less to do than the others. So it is written into the store
+That alone is not a failure: a rank may have less to do than the others. So it is written into the store
 that the ranks share, where one that waits for the other looks.
 """
 

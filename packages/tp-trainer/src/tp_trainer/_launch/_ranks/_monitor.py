@@ -70,17 +70,17 @@ class Watch:
             self._ranks = {rank.local_rank: rank for rank in ranks}
 
     def deaths(self) -> dict[int, Death]:
-        """The ranks of the current attempt that have ended, by local rank."""
+        """Return the ranks of the current attempt that have ended, by local rank."""
         with self._lock:
             return dict(self._deaths)
 
     def found(self) -> int:
-        """How many ranks of the current attempt have reported their ids."""
+        """Return how many ranks of the current attempt have reported their ids."""
         with self._lock:
             return len(self._pids)
 
     def killed(self) -> set[int]:
-        """The local ranks that were killed because they did not end when asked."""
+        """Return the local ranks that were killed because they did not end when asked."""
         with self._lock:
             return set(self._killed)
 

@@ -30,12 +30,12 @@ class Outcome:
 
     @classmethod
     def stopped(cls, signum: int, account: str) -> Self:
-        """The end by a signal."""
+        """Return the end by a signal."""
         message = f"stopped by {code_name(-signum)}; {account}"
         return cls(128 + signum, message=message, stopped_by=signum, account=account)
 
     def to_report(self, *, host: str) -> dict[str, Any]:
-        """The outcome for the other hosts, as values that JSON can hold.
+        """Return the outcome for the other hosts, as values that JSON can hold.
 
         Args:
             host: The host that the message is of; "" if the message names it.
@@ -64,5 +64,5 @@ def report(outcome: Outcome) -> None:
 
 
 def say(line: str) -> None:
-    """A line of the launcher itself, on stderr."""
+    """Print a line of the launcher itself, on stderr."""
     print(f"tp launch: {line}", file=sys.stderr, flush=True)

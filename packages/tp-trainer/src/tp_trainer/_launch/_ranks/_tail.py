@@ -14,7 +14,7 @@ from typing import BinaryIO, TextIO
 __all__ = ["Tail"]
 
 _INTERVAL_S = 0.05
-_PATIENCE_S = 1.0
+_GRACE_S = 1.0
 _CHUNK = 1 << 20
 
 
@@ -90,7 +90,7 @@ def _pump(source: _Source, *, last: bool) -> None:
             source.pending += source.decoder.decode(chunk)
             source.since = time.monotonic()
         lines = _take_lines(source)
-        late = source.pending and time.monotonic() - source.since > _PATIENCE_S
+        late = source.pending and time.monotonic() - source.since > _GRACE_S
         if source.pending and not chunk and (last or late):
             lines.append(source.pending.removesuffix("\r"))
             source.pending, source.cut = "", True
