@@ -27,7 +27,7 @@ def test_every_place_is_there():
 
 
 def test_every_room_is_on_the_map():
-    for package in ("tp_core", "tp_trainer", "tp_runner"):
+    for package in ("tp_core", "tp_trainer", "tp_runner", "tp_shard"):
         rooms = [p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")]
         missing = [room for room in rooms if f"{room}/" not in TEXT and f"{room}." not in TEXT]
         assert missing == [], package

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, StateError
 from tp_core.testing import RankPool
-from tp_shard._group import ALONE
+from tp_shard._groups._group import ALONE
 
 d = ts.distributed
 

@@ -4,35 +4,34 @@ from typing import TYPE_CHECKING
 
 from tp_core.internal import lazy_exports
 
-from tp_shard import _names
-
 if TYPE_CHECKING:
     from tp_shard import distributed, errors, nn, plans
     from tp_shard._backend import ShardOptions
-    from tp_shard._checkpoint import load_sharded, save_sharded
-    from tp_shard._clip import clip_grad_norm_
-    from tp_shard._ddp import register_ddp_parameters_to_ignore
-    from tp_shard._drift import check_gradients
-    from tp_shard._export import export
-    from tp_shard._marks import get_parallel_dim, register_parallel_attribute, register_parallel_dim
-    from tp_shard._optimizer_state import collect_optimizer_state_dict, relocate_optimizer_state_dict
-    from tp_shard._parameters import parameter_groups
-    from tp_shard._plan import parallelize
-    from tp_shard._pretrained import load_pretrained
-    from tp_shard._random import RandomTracker
-    from tp_shard._row_updates import update_sampled_rows
-    from tp_shard._scaler import GradScaler
-    from tp_shard._slice import slice as slice  # not in __all__: it would shadow the builtin
-    from tp_shard._state import collect_state_dict, relocate_state_dict
-    from tp_shard._styles import Column, Experts, Gathered, Local, Replicated, Row, Sequence, Vocab
-    from tp_shard._summary import summary
-    from tp_shard._verify import Report, verify
+    from tp_shard._groups._random import RandomTracker
+    from tp_shard._guards._ddp import register_ddp_parameters_to_ignore
+    from tp_shard._plans._parallelize import parallelize
+    from tp_shard._plans._styles import Column, Experts, Gathered, Local, Replicated, Row, Sequence, Vocab
+    from tp_shard._plans._summary import summary
+    from tp_shard._shards._marks import _ORDER_TYPE as _ORDER_TYPE
+    from tp_shard._shards._marks import _PARALLEL_ATTR as _PARALLEL_ATTR
+    from tp_shard._shards._marks import _PARALLEL_DIM as _PARALLEL_DIM
+    from tp_shard._shards._marks import get_parallel_dim
+    from tp_shard._shards._register import register_parallel_attribute, register_parallel_dim
+    from tp_shard._split import slice as slice  # not in __all__: it would shadow the builtin
+    from tp_shard._state._checkpoint import load_sharded, save_sharded
+    from tp_shard._state._export import export
+    from tp_shard._state._optimizer_state import collect_optimizer_state_dict, relocate_optimizer_state_dict
+    from tp_shard._state._pretrained import load_pretrained
+    from tp_shard._state._state_dict import collect_state_dict, relocate_state_dict
+    from tp_shard._training._clip import clip_grad_norm_
+    from tp_shard._training._drift import check_gradients
+    from tp_shard._training._parameters import parameter_groups
+    from tp_shard._training._row_updates import update_sampled_rows
+    from tp_shard._training._scaler import GradScaler
+    from tp_shard._verify._verify import Report, verify
     from tp_shard.errors import OutOfRangeError, VerificationError
 
     __version__: str
-
-_PARALLEL_ATTR = _PARALLEL_DIM = _names.PARALLEL_DIM
-_ORDER_TYPE = _names.ORDER_TYPE
 
 __all__ = [
     "Column",
@@ -78,28 +77,38 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "_backend": ["ShardOptions"],
-            "_checkpoint": ["load_sharded", "save_sharded"],
-            "_clip": ["clip_grad_norm_"],
-            "_ddp": ["register_ddp_parameters_to_ignore"],
-            "_drift": ["check_gradients"],
-            "errors": ["OutOfRangeError", "VerificationError"],
-            "_export": ["export"],
-            "_marks": ["get_parallel_dim", "register_parallel_attribute", "register_parallel_dim"],
-            "_optimizer_state": ["collect_optimizer_state_dict", "relocate_optimizer_state_dict"],
-            "_parameters": ["parameter_groups"],
-            "_plan": ["parallelize"],
-            "_pretrained": ["load_pretrained"],
-            "_random": ["RandomTracker"],
-            "_row_updates": ["update_sampled_rows"],
-            "_scaler": ["GradScaler"],
-            "_slice": ["slice"],
-            "_state": ["collect_state_dict", "relocate_state_dict"],
-            "_styles": ["Column", "Experts", "Gathered", "Local", "Replicated", "Row", "Sequence", "Vocab"],
-            "_summary": ["summary"],
-            "_verify": ["Report", "verify"],
             "distributed": [],
+            "errors": ["OutOfRangeError", "VerificationError"],
             "nn": [],
             "plans": [],
+            "_backend": ["ShardOptions"],
+            "_groups._random": ["RandomTracker"],
+            "_guards._ddp": ["register_ddp_parameters_to_ignore"],
+            "_plans._parallelize": ["parallelize"],
+            "_plans._styles": [
+                "Column",
+                "Experts",
+                "Gathered",
+                "Local",
+                "Replicated",
+                "Row",
+                "Sequence",
+                "Vocab",
+            ],
+            "_plans._summary": ["summary"],
+            "_shards._marks": ["_ORDER_TYPE", "_PARALLEL_ATTR", "_PARALLEL_DIM", "get_parallel_dim"],
+            "_shards._register": ["register_parallel_attribute", "register_parallel_dim"],
+            "_split": ["slice"],
+            "_state._checkpoint": ["load_sharded", "save_sharded"],
+            "_state._export": ["export"],
+            "_state._optimizer_state": ["collect_optimizer_state_dict", "relocate_optimizer_state_dict"],
+            "_state._pretrained": ["load_pretrained"],
+            "_state._state_dict": ["collect_state_dict", "relocate_state_dict"],
+            "_training._clip": ["clip_grad_norm_"],
+            "_training._drift": ["check_gradients"],
+            "_training._parameters": ["parameter_groups"],
+            "_training._row_updates": ["update_sampled_rows"],
+            "_training._scaler": ["GradScaler"],
+            "_verify._verify": ["Report", "verify"],
         },
     )

@@ -13,8 +13,8 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard import plans
-from tp_shard._examples import example_call
-from tp_shard._verify import verify
+from tp_shard._verify._examples import example_call
+from tp_shard._verify._verify import verify
 
 __all__ = ["app", "load_builder"]
 
@@ -121,7 +121,7 @@ def _built(name: str) -> dict[str, Any]:
 
 
 def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:
-    from tp_shard._group import Group
+    from tp_shard._groups._group import Group
 
     propose = plans.from_hf if how == "hf" else plans.auto
     return propose(model, batch, group=Group(0, ranks), verbose=False)

@@ -9,14 +9,15 @@ from torch.optim import Optimizer
 from tp_core.plugins import Job, ProcessGroupSession, TensorSlice
 from tp_core.state import load_whole_state, plain_state
 
-from tp_shard import _debug, distributed
-from tp_shard._clip import total_grad_norm
-from tp_shard._drift import check_gradients
-from tp_shard._group import ALONE, current_data_group, current_group
-from tp_shard._guards import check_optimizer
-from tp_shard._pieces import slice_of
-from tp_shard._state import collect_state_dict, relocate_state_dict
-from tp_shard._table import Shard, ShardTable
+from tp_shard import distributed
+from tp_shard._groups import _debug
+from tp_shard._groups._group import ALONE, current_data_group, current_group
+from tp_shard._guards._refusals import check_optimizer
+from tp_shard._shards._pieces import slice_of
+from tp_shard._shards._table import Shard, ShardTable
+from tp_shard._state._state_dict import collect_state_dict, relocate_state_dict
+from tp_shard._training._clip import total_grad_norm
+from tp_shard._training._drift import check_gradients
 
 __all__ = ["ShardSession"]
 

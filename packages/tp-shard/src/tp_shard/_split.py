@@ -1,14 +1,18 @@
-"""How a tensor is cut into the shards that the ranks hold."""
+"""How a tensor is cut into the shards that the ranks hold.
+
+Sizes differ by at most one and the larger ones come first, so that every rank can work out what
+every other rank holds without asking.
+"""
 
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
+from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
 
-from tp_shard._partition import bounds
-
-__all__ = ["Ranges", "Split"]
+__all__ = ["Ranges", "Split", "bounds", "shard_sizes", "slice"]
 
 Ranges = tuple[tuple[int, int], ...]
 """Where the pieces of one shard begin and end in the whole tensor."""
@@ -68,3 +72,62 @@ class Split:
         sizes = [b - a for a, b in self.ranges[rank]]
         for (a, b), piece in zip(self.ranges[rank], torch.split(shard, sizes, self.dim), strict=True):
             full.narrow(self.dim, a, b - a).copy_(piece)
+
+
+def bounds(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Return where shard ``index`` of ``parts`` begins and ends in a dimension of ``length``.
+
+    Example:
+        >>> [bounds(9, 2, i) for i in range(2)]
+        [(0, 5), (5, 9)]
+    """
+    size, extra = divmod(length, parts)
+    start = index * size + min(index, extra)
+    return start, start + size + (index < extra)
+
+
+def shard_sizes(length: int, parts: int) -> list[int]:
+    """Return the sizes of all shards of a dimension of ``length``, larger ones first.
+
+    Raises:
+        ConfigError: There is less than one part.
+    """
+    if parts < 1:
+        msg = f"a dimension is split into 1 part or more, got {parts}"
+        raise ConfigError(msg)
+    return [part.stop - part.start for part in split_evenly(length, parts)]
+
+
+def slice(
+    tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
+) -> tuple[Tensor, ...]:
+    """Cut a tensor into shards whose sizes differ by at most one, larger ones first.
+
+    Args:
+        tensor: What is cut; of one dimension or more.
+        num_partitions: How many shards to make; those beyond the size of the dimension are empty.
+        dim: Along which dimension; the last one by default.
+        contiguous: Whether the shards are made contiguous. They may still share the storage of
+            ``tensor``.
+
+    Returns:
+        The shards, views of ``tensor``.
+
+    Raises:
+        ConfigError: There is no such dimension, or less than one shard is asked for.
+
+    Example:
+        >>> [tuple(t.shape) for t in slice(torch.empty(3, 9), 2, dim=-1)]
+        [(3, 5), (3, 4)]
+    """
+    axis = -1 if dim is None else dim
+    if not -tensor.dim() <= axis < tensor.dim():
+        msg = f"cannot cut along dim {axis} of a tensor of shape {tuple(tensor.shape)}"
+        raise ConfigError(msg)
+    if num_partitions < 1:
+        msg = f"a tensor is cut into 1 shard or more, got num_partitions={num_partitions!r}"
+        raise ConfigError(msg)
+    length = tensor.size(axis)
+    edges = [bounds(length, num_partitions, i) for i in range(num_partitions)]
+    shards = torch.split(tensor, [b - a for a, b in edges], axis)
+    return tuple(s.contiguous() for s in shards) if contiguous else tuple(shards)

@@ -14,10 +14,11 @@ from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
 from tp_core.plugins import join_process_group
 
-from tp_shard import _patches
-from tp_shard._collectives import copy, gather, gather_batch, reduce, scatter
-from tp_shard._debug import debug, set_debug
-from tp_shard._group import ALONE, Group, current_data_group, current_group, set_groups
+import tp_shard._guards  # noqa: F401 - notes what of torch is replaced while there are groups
+from tp_shard._groups import _patches
+from tp_shard._groups._collectives import copy, gather, gather_batch, reduce, scatter
+from tp_shard._groups._debug import debug, set_debug
+from tp_shard._groups._group import ALONE, Group, current_data_group, current_group, set_groups
 
 __all__ = [
     "copy",

@@ -5,16 +5,16 @@ from typing import Any
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
-from tp_shard._describe import describe
-from tp_shard._examples import example_call
-from tp_shard._group import GroupLike, as_group
-from tp_shard._named import by_names
-from tp_shard._prove import Proof, prove
-from tp_shard._sequence_plan import with_sequences
-from tp_shard._styles import Style, Vocab
-from tp_shard._transformers import restrict, translate
-from tp_shard._verify import as_call
-from tp_shard._vocabulary import vocabulary
+from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._plans._describe import describe
+from tp_shard._plans._styles import Style, Vocab
+from tp_shard._search._named import by_names
+from tp_shard._search._prove import Proof, prove
+from tp_shard._search._sequence_plan import with_sequences
+from tp_shard._search._transformers import restrict, translate
+from tp_shard._search._vocabulary import vocabulary
+from tp_shard._verify._examples import example_call
+from tp_shard._verify._verify import as_call
 
 __all__ = ["auto", "from_hf"]
 

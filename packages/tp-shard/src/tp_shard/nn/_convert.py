@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import ModelError
 
-from tp_shard._group import Group
-from tp_shard._guards import guard_saving
-from tp_shard._marks import check_dim
+from tp_shard._groups._group import Group
+from tp_shard._guards._refusals import guard_saving
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn._embedding import ParallelEmbedding
-from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn._linear import ParallelLinear
 
 __all__ = [

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
-from tp_shard._group import Group, GroupLike, as_group
-from tp_shard._marks import check_dim
+from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn import functional
-from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn.init import init_shard_
 
 __all__ = ["ParallelEmbedding"]

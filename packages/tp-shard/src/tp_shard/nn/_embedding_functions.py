@@ -7,10 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_shard import _debug
-from tp_shard._collectives import reduce_
-from tp_shard._group import Group
-from tp_shard._partition import bounds
+from tp_shard._groups import _debug
+from tp_shard._groups._collectives import reduce_
+from tp_shard._groups._group import Group
+from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError
 
 __all__ = ["Lookup", "check_tokens", "renormalise_", "vocabulary_embedding"]

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._comm import all_reduce_
-from tp_shard._group import Group, GroupLike, as_group
-from tp_shard._partition import bounds
-from tp_shard._random import RandomTracker
-from tp_shard._split import Ranges, Split
+from tp_shard._groups._comm import all_reduce_
+from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._groups._random import RandomTracker
+from tp_shard._split import Ranges, Split, bounds
 
 __all__ = ["Heads", "Holds", "parallel_attention", "section_ranges", "sum_shared"]
 

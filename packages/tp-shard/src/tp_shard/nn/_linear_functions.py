@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_shard._collectives import copy, reduce
-from tp_shard._comm import all_reduce_, start_all_reduce_
-from tp_shard._functions import apply
-from tp_shard._group import Group
+from tp_shard._groups._autograd import apply
+from tp_shard._groups._collectives import copy, reduce
+from tp_shard._groups._comm import all_reduce_, start_all_reduce_
+from tp_shard._groups._group import Group
 
 __all__ = ["autocast", "column_linear", "row_linear"]
 

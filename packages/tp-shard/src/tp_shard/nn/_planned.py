@@ -7,25 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tp_shard import _debug
-from tp_shard._collectives import gather
-from tp_shard._group import Group
-from tp_shard._random import RandomTracker
+from tp_shard._groups import _debug
+from tp_shard._groups._collectives import gather
+from tp_shard._groups._group import Group
+from tp_shard._groups._random import RandomTracker
 from tp_shard._split import Ranges
 from tp_shard.nn import functional
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._linear import ParallelLinear
 from tp_shard.nn._region import check_inside, check_region
-from tp_shard.nn._sequence import (
+from tp_shard.nn._sequence._collectives import (
     SequenceState,
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
     sum_gradient,
 )
+from tp_shard.nn._sequence._summed import SummedGradients
 from tp_shard.nn._shapes import is_transposed, widths
-from tp_shard.nn._summed import SummedGradients
 
 __all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "SequenceMixin", "sequence_class"]
 

@@ -9,9 +9,11 @@ import weakref
 from torch import Tensor, nn
 from tp_core.errors import ModelError
 
-from tp_shard import _collectives
-from tp_shard._marks import holds_shard
-from tp_shard.nn import _linear_functions, _sequence, _summed
+from tp_shard._groups import _collectives
+from tp_shard._shards._marks import holds_shard
+from tp_shard.nn import _linear_functions
+from tp_shard.nn._sequence import _collectives as _sequence
+from tp_shard.nn._sequence import _summed
 
 __all__ = ["check_inside", "check_region", "remember_names"]
 

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from tp_shard._marks import check_dim, register_parallel_dim
+from tp_shard._shards._marks import check_dim
+from tp_shard._shards._register import register_parallel_dim
 
 __all__ = ["RegisterParallelDim"]
 

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._collectives import gather, scatter
-from tp_shard._group import Group, GroupLike, as_group
-from tp_shard._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
-from tp_shard._partition import bounds
+from tp_shard._groups._collectives import gather, scatter
+from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._shards._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
+from tp_shard._split import bounds
 from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
 from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._linear_functions import column_linear, row_linear

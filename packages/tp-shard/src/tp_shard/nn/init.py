@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_shard import _debug
-from tp_shard._generators import get_state, set_state
-from tp_shard._group import ALONE, Group, current_data_group, current_group
-from tp_shard._marks import get_split
+from tp_shard._groups import _debug
+from tp_shard._groups._group import ALONE, Group, current_data_group, current_group
+from tp_shard._groups._random import get_state, set_state
+from tp_shard._shards._marks import get_split
 from tp_shard._split import Split
 from tp_shard.nn._replay import record, replay
 

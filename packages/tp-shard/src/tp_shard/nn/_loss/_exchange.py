@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from tp_core.errors import DisagreementError
 
-from tp_shard import _debug
-from tp_shard._comm import all_gather_flat
+from tp_shard._groups import _debug
+from tp_shard._groups._comm import all_gather_flat
 from tp_shard.errors import OutOfRangeError
 from tp_shard.nn._loss._options import LossOptions, Rows
 

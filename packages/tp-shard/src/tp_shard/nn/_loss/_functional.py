@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._group import ALONE, GroupLike, as_group
+from tp_shard._groups._group import ALONE, GroupLike, as_group
 from tp_shard.nn._linear_functions import autocast
 from tp_shard.nn._loss._cross_entropy import cross_entropy
 from tp_shard.nn._loss._fused import fused_cross_entropy

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_shard._comm import start_all_reduce_
+from tp_shard._groups._comm import start_all_reduce_
 from tp_shard.nn._loss._options import LossOptions, Rows, computed_in
 
 __all__ = ["LinearHead", "LinearKind", "Products"]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._group import GroupLike, as_group
+from tp_shard._groups._group import GroupLike, as_group
 from tp_shard.nn._loss._fused import fused_cross_entropy
 from tp_shard.nn._loss._margin_head import MarginKind
 from tp_shard.nn._loss._options import computed_in

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
-from tp_shard._group import GroupLike, as_group
+from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._shards._layer import ParallelLayer
 from tp_shard._split import Split
-from tp_shard.nn._layer import ParallelLayer
 from tp_shard.nn._loss._margin_functional import parallel_margin_cross_entropy
 from tp_shard.nn._loss._margin_head import MarginKind
 from tp_shard.nn._loss._reading import check_options, read_chunk_rows

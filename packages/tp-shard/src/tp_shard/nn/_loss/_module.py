@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
-from tp_shard._group import GroupLike
+from tp_shard._groups._group import GroupLike
 from tp_shard.nn._loss._functional import parallel_cross_entropy
 from tp_shard.nn._loss._reading import check_options
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_shard._group import Group
-from tp_shard._partition import bounds
+from tp_shard._groups._group import Group
+from tp_shard._split import bounds
 
 __all__ = ["LossOptions", "Rows", "computed_in", "returned_in"]
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._group import Group
-from tp_shard._marks import get_parallel_dim, get_parallel_size
-from tp_shard._partition import bounds, shard_sizes
+from tp_shard._groups._group import Group
+from tp_shard._shards._marks import get_parallel_dim, get_parallel_size
+from tp_shard._split import bounds, shard_sizes
 from tp_shard.nn._loss._options import LossOptions
 
 __all__ = [

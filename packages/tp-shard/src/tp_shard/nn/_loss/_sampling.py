@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._comm import gather_sizes
-from tp_shard._group import GroupLike, as_group
-from tp_shard._partition import bounds
+from tp_shard._groups._comm import gather_sizes
+from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._split import bounds
 from tp_shard.nn._loss._options import LossOptions
 
 __all__ = ["check_sample_rate", "sample_classes", "with_sample"]

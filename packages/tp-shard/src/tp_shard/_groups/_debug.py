@@ -1,0 +1,102 @@
+"""A mode in which ranks compare what they are about to do before each collective.
+
+Ranks that call a collective with different shapes hang, or silently mix their bytes. With the mode
+on, each collective first exchanges a description of itself, and a difference is an error on every
+rank that names both. With it off, one look at a flag is all it costs.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from tp_core.errors import DisagreementError
+
+from tp_shard._groups._group import Group
+
+__all__ = ["check", "debug", "set_debug", "state"]
+
+
+class _State:
+    __slots__ = ("enabled", "names")
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+state = _State()
+
+
+def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
+    """Turn the comparison of ranks before each collective on or off, on every rank alike.
+
+    Args:
+        enabled: Whether collectives are compared.
+        model: Its layers are called by their names in the messages.
+
+    Example:
+        >>> set_debug(True)
+        >>> set_debug(False)
+    """
+    state.enabled = enabled
+    state.names.clear()
+    if model is not None:
+        state.names.update({module: name for name, module in model.named_modules()})
+
+
+@contextmanager
+def debug(model: nn.Module | None = None) -> Iterator[None]:
+    """Compare the ranks before each collective in a block, as :func:`set_debug` says."""
+    before, names = state.enabled, dict(state.names)
+    set_debug(True, model=model)
+    try:
+        yield
+    finally:
+        state.enabled = before
+        state.names.clear()
+        state.names.update(names)
+
+
+def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_dim: int | None = None) -> None:
+    """Make sure that all ranks of the group are about to do the same; only called in debug mode.
+
+    Args:
+        operation: The collective.
+        tensor: What this rank brings.
+        group: The ranks.
+        layer: The layer that communicates: a module or words; ``None`` if a user does.
+        uneven_dim: A dimension whose size may differ.
+
+    Raises:
+        DisagreementError: On every rank, if they differ.
+
+    Collectives: one all-gather of pickled objects.
+    """
+    shape = tuple("*" if i == uneven_dim else n for i, n in enumerate(tensor.shape))
+    mine = (_layer_name(layer), operation, shape, str(tensor.dtype))
+    everyones: list[Any] = [None] * group.size
+    dist.all_gather_object(everyones, mine, group=group.handle)
+    other = next((r for r, theirs in enumerate(everyones) if theirs != everyones[0]), None)
+    if other is not None:
+        msg = (
+            f"ranks are about to do different things: rank 0 of the group {_words(everyones[0])}, "
+            f"rank {other} {_words(everyones[other])}"
+        )
+        raise DisagreementError(msg)
+
+
+def _layer_name(layer: Any) -> str:
+    if not isinstance(layer, nn.Module):
+        return "the caller" if layer is None else str(layer)
+    name = state.names.get(layer)
+    described = f"{type(layer).__name__}({layer.extra_repr()})"
+    return described if name is None else f"{name!r} = {described}"
+
+
+def _words(what: tuple[str, str, tuple[Any, ...], str]) -> str:
+    layer, operation, shape, dtype = what
+    sizes = ", ".join(map(str, shape))
+    return f"calls {operation} of a {dtype} tensor of shape ({sizes}) for {layer}"

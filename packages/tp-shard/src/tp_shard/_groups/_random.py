@@ -1,0 +1,87 @@
+"""Random states for what differs between the ranks of a group, beside the one that they share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from tp_core.errors import StateError
+
+from tp_shard._groups._group import Group, GroupLike, as_group
+
+__all__ = ["RandomTracker", "get_state", "set_state"]
+
+
+class RandomTracker:
+    """Random numbers of each rank's own, that follow torch's default generator.
+
+    Torch's default generator stays the same on the ranks of a group, for what they all compute alike
+    (dropout of a whole activation); what works on a shard draws inside of :meth:`fork`. Each fork takes
+    one number from the default generator of the CPU and mixes the rank into it. So whoever restores that
+    generator gets the same masks again: a resumed run, and ``torch.utils.checkpoint`` when it computes a
+    forward pass a second time.
+
+    Args:
+        seed: The same on all ranks of a group; another one for another stream.
+        group: The ranks, which fork together; the current model-parallel group by default.
+
+    Example:
+        >>> tracker = RandomTracker(1)
+        >>> with tracker.fork():
+        ...     mask = torch.rand(3)
+    """
+
+    def __init__(self, seed: int, *, group: GroupLike = None) -> None:
+        self.group: Group = as_group(group)
+        self.seed = seed
+
+    @contextmanager
+    def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
+        """Draw this rank's own numbers in a block, on a device; on every rank of the group alike."""
+        place = torch.device(device)
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        before = get_state(place, None)
+        # Far apart for neighbouring seeds and ranks: the generator is seeded with the sum.
+        mixed = (drawn + self.seed + 0x9E3779B1 * (self.group.rank + 1)) % 2**63
+        set_state(torch.Generator(place).manual_seed(mixed).get_state(), place, None)
+        try:
+            yield
+        finally:
+            set_state(before, place, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the stream is made of, beside the state of torch's default generator."""
+        return {"rank": self.group.rank, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the stream of a tracker of this rank.
+
+        Raises:
+            StateError: The state is another rank's.
+        """
+        if state["rank"] != self.group.rank:
+            msg = f"the random state is that of rank {state['rank']}, and this is rank {self.group.rank}"
+            raise StateError(msg)
+        self.seed = state["seed"]
+
+
+def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Return the state of a device's generator, or of the given one."""
+    if generator is not None:
+        return generator.get_state()
+    return (
+        torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_rng_state(device)
+    )
+
+
+def set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
+    """Set the state of a device's generator, or of the given one."""
+    if generator is not None:
+        generator.set_state(state)
+    elif device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,199 @@
+"""DistributedDataParallel beside parallel layers.
+
+DDP averages gradients over its ranks, and starts by giving all of them rank 0's parameters. Among
+ranks that hold different shards both would be wrong. It can be told names to leave alone, but only
+before it is made, and only on the very module that it wraps. So while there are model-parallel groups
+DDP is wrapped to ask for these names itself; the parameters that it then leaves alone are averaged
+here, among those who hold the same.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+from tp_core.errors import ConfigError
+
+from tp_shard._groups import _patches
+from tp_shard._groups._group import current_data_group, current_group
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards._marks import get_parallel_dim, holds_shard
+
+__all__ = ["register_ddp_parameters_to_ignore", "teach_ddp"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_hooks = WeakTensorKeyDictionary()
+
+
+def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
+    """Let DistributedDataParallel leave the parameters of parallel layers alone.
+
+    They are averaged all the same where that is right: a shard among those who hold the same one, a
+    parameter that all ranks have among all ranks. Calling it is optional, before or after the module
+    is wrapped: DDP over ranks that hold different shards does so by itself.
+
+    Args:
+        module: The module that DDP will wrap, or has wrapped.
+
+    Returns:
+        The names of the parameters of parallel layers in ``module``.
+
+    Example:
+        >>> m = nn.ModuleDict({"layer1": nn.Linear(20, 20), "layer2": ts.nn.ParallelLinear(20, 30)})
+        >>> register_ddp_parameters_to_ignore(m)
+        ['layer2.weight', 'layer2.bias']
+    """
+    if dist.is_available() and dist.is_initialized():
+        _patches.install()
+    names = _parallel_names(module)
+    if not isinstance(module, DistributedDataParallel):
+        # DDP spells the names of the wrapped module's own parameters in two ways.
+        spelled = {n for name in names for n in (name, name if "." in name else f".{name}")}
+        setattr(module, _IGNORED, sorted({*getattr(module, _IGNORED, ()), *spelled}))
+    return names
+
+
+def _parallel_names(module: nn.Module) -> list[str]:
+    names = []
+    for path, layer in module.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            if isinstance(layer, ParallelLayer) or get_parallel_dim(parameter) is not None:
+                names.append(f"{path}.{name}" if path else name)
+    return names
+
+
+@_patches.while_split
+def teach_ddp() -> list[_patches.Undo]:
+    """Let every DDP that is made from now on know of shards; return what ends it."""
+    original = DistributedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialise(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not _patches.is_active():
+            original(self, module, *args, **kwargs)
+            return
+        given = signature.bind_partial(self, module, *args, **kwargs).arguments
+        if _meets_other_shards(module, given):
+            register_ddp_parameters_to_ignore(module)
+        if _all_ignored(module):
+            _wrap_all_split(self, module, given)
+        else:
+            original(self, module, *args, **kwargs)
+        _average_ignored(self)
+
+    return [_patches.replace(DistributedDataParallel, "__init__", initialise)]
+
+
+class _AllSplit(DistributedDataParallel):
+    """What DDP is around a model of which nothing is left to it: shards are averaged by their own hooks.
+
+    Torch refuses to wrap such a model. Buffers are shared as DDP does.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self.broadcast_buffers and self.require_backward_grad_sync and self.training:
+            _share_buffers(self)
+        return self.module(*inputs, **kwargs)
+
+
+def _all_ignored(module: nn.Module) -> bool:
+    """Whether DDP is to leave every trained parameter to us; there are some, or its own message is right."""
+    trained = {n for n, p in module.named_parameters() if p.requires_grad}
+    return bool(trained) and trained <= set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
+
+
+def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
+    group, mesh = given.get("process_group"), given.get("device_mesh")
+    ddp.__class__ = _AllSplit
+    nn.Module.__init__(ddp)
+    ddp.module = module
+    ddp.device_mesh = mesh
+    ddp.process_group = mesh.get_group(0) if mesh is not None else group or dist.group.WORLD
+    ddp.parameters_to_ignore = set(getattr(module, _IGNORED))
+    ddp.broadcast_buffers = given.get("broadcast_buffers", True)
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+    ddp.find_unused_parameters = given.get("find_unused_parameters", False)
+    ddp.gradient_as_bucket_view = given.get("gradient_as_bucket_view", False)
+    ddp.dim, ddp.device_ids, ddp.output_device = given.get("dim", 0), given.get("device_ids"), None
+    ddp.device = next(module.parameters()).device
+    _share_buffers(ddp)
+
+
+def _share_buffers(ddp: DistributedDataParallel) -> None:
+    """Give all ranks the first one's buffers; a broadcast each."""
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore and get_parallel_dim(buffer) is None:
+            dist.broadcast(buffer, group_src=0, group=ddp.process_group)
+
+
+def _meets_other_shards(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the ranks of a DDP to be hold different shards of a layer."""
+    group, mesh = given.get("process_group"), given.get("device_mesh")
+    if mesh is not None:
+        group = mesh.get_group(0)
+    ranks = set(dist.get_process_group_ranks(group))
+    for layer in module.modules():
+        if isinstance(layer, ParallelLayer) and layer.group.size > 1:
+            theirs = dist.get_process_group_ranks(layer.group.handle)
+            if len(ranks.intersection(theirs)) > 1:
+                return True
+    return False
+
+
+def _average_ignored(ddp: DistributedDataParallel) -> None:
+    """Begin alike, and average gradients, where DDP leaves parallel parameters alone."""
+    ignored = set(ddp.parameters_to_ignore)
+    for name in _parallel_names(ddp.module):
+        if name not in ignored:
+            continue
+        parameter = ddp.module.get_parameter(name)
+        group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        dist.broadcast(parameter.data, group_src=0, group=group)
+        if parameter in _hooks:
+            _hooks[parameter].remove()
+        if parameter.requires_grad:
+            hook = functools.partial(_average, group=group, size=dist.get_world_size(group))
+            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shard as this one, ``None`` if there are no others.
+
+    Raises:
+        ConfigError: There are others, and who they are was not said.
+    """
+    data = current_data_group()
+    if data is not None and data.size > 1:
+        return data.process_group
+    layer = ddp.module.get_submodule(name.rpartition(".")[0])
+    tensor = layer.group if isinstance(layer, ParallelLayer) else current_group()
+    world = dist.get_world_size(ddp.process_group)
+    if world > (1 if tensor is None else tensor.size):
+        msg = (
+            f"DistributedDataParallel has {world} ranks, more than hold {name} together, and which of "
+            "them hold the same shard is not known; call ts.distributed.init_process_group() with a "
+            "group size or a mesh of data by tensor first"
+        )
+        raise ConfigError(msg)
+    return None
+
+
+def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:
+    """Average a gradient over a group.
+
+    What was averaged before and accumulated to stays right: the average of equal parts is itself.
+
+    Collectives: one all-reduce.
+    """
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad.div_(size)

@@ -1,0 +1,145 @@
+"""Modules around split layers that have numbers and parameters of their own, for the heads of a rank."""
+
+import copy
+
+from torch import nn
+from tp_core.errors import ConfigError, ModelError
+
+from tp_shard._groups._group import Group
+from tp_shard._plans._partial import ExpertsMixin, LocalMixin, mixed
+from tp_shard._plans._styles import Column, Experts, Local, Style
+from tp_shard._split import Split
+from tp_shard.nn._convert import Conversion
+from tp_shard.nn._heads import Heads, section_ranges
+
+__all__ = ["count_local_groups", "make_experts", "make_local"]
+
+
+def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None:
+    """Tell an attention of transformers how many of this rank's query heads share a key head.
+
+    It repeats key heads as often, where torch does not. With fewer key heads than ranks that is another
+    number than in the whole model.
+    """
+    if not isinstance(style, Column) or style.holds != "kv" or style.heads is None or style.kv_heads is None:
+        return
+    if style.kv_heads < group.size and isinstance(getattr(attention, "num_key_value_groups", None), int):
+        first, last = Heads(style.heads, style.kv_heads, group.size).query_bounds(group.rank)
+        attention.num_key_value_groups = last - first  # type: ignore[assignment]  # an int, as it was
+
+
+def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.Module:
+    """Let an attention count the heads of its rank, in place.
+
+    Raises:
+        ConfigError: A number is not there, or not in proportion to the heads; or so with a parameter.
+    """
+    counts = Heads(style.heads, style.kv_heads or style.heads, group.size)
+    (q0, q1), (k0, k1) = counts.query_bounds(group.rank), counts.kv_bounds(group.rank)
+    numbers: dict[str, int] = {}
+    for names, whole, mine in (
+        (style.query, counts.query, q1 - q0),
+        (style.shared, counts.kv, k1 - k0),
+        (style.groups, counts.query // counts.kv, (q1 - q0) // (k1 - k0)),
+    ):
+        for name in names:
+            numbers[name] = _number(path, module, name, whole) // whole * mine
+    splits = {}
+    ranges = counts.ranges(1, "q")
+    for name in style.parameters:
+        parameter = _parameter(path, module, name)
+        if parameter.dim() == 0 or parameter.size(0) != counts.query:
+            msg = (
+                f"{path}.{name} has shape {tuple(parameter.shape)}, and not {counts.query} heads "
+                f"first, as {style} says"
+            )
+            raise ConfigError(msg)
+        splits[name] = Split(0, counts.query, ranges)
+    for name, number in numbers.items():
+        if name.startswith("config."):
+            continue
+        setattr(module, name, number)
+    of_config = {name.removeprefix("config."): n for name, n in numbers.items() if name.startswith("config.")}
+    if of_config:
+        module.config = copy.copy(module.config)
+        for name, number in of_config.items():
+            setattr(module.config, name, number)
+    if style.inputs or style.parameters:
+        _hold(module, LocalMixin, splits, group)
+        module.head_counts, module.head_inputs = counts, style.inputs  # type: ignore[assignment]  # of its class
+    return module
+
+
+def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> nn.Module:
+    """Split the experts of one module, in place.
+
+    Raises:
+        ConfigError: A parameter has a shape that is not that of experts.
+    """
+    out_dim, in_dim = (-1, -2) if style.transposed else (-2, -1)
+    splits = {}
+    for name in (*style.columns, *style.rows):
+        shape = _parameter(path, module, name).shape
+        is_column = name in style.columns
+        if len(shape) not in ((2, 3) if is_column else (3,)):
+            msg = f"{path}.{name} has shape {tuple(shape)}; weights of experts have three dimensions"
+            raise ConfigError(msg)
+        dim = len(shape) + (-1 if len(shape) == 2 else out_dim if is_column else in_dim)
+        sections = style.sections if is_column else 1
+        if shape[dim] // sections < group.size:
+            msg = (
+                f"{path}.{name} has {shape[dim]} features in {sections} sections, too few for "
+                f"{group.size} ranks"
+            )
+            raise ConfigError(msg)
+        splits[name] = Split(dim, shape[dim], section_ranges(shape[dim], sections, group.size))
+    for name in style.once:
+        _parameter(path, module, name)
+    if style.sections == 1 and group.size > 1:
+        _pair_features(splits, style)
+    _hold(module, ExpertsMixin, splits, group)
+    module.once = style.once  # type: ignore[assignment]  # an attribute of its class
+    return module
+
+
+def _pair_features(splits: dict[str, Split], style: Experts) -> None:
+    """Cut alternating gates and ups where the row weights are cut: two features for each of theirs."""
+    row = splits[style.rows[0]]
+    for name in style.columns:
+        fused, rest = divmod(splits[name].size, row.size)
+        if rest == 0 and fused > 1:
+            ranges = tuple(tuple((a * fused, b * fused) for a, b in pieces) for pieces in row.ranges)
+            splits[name] = Split(splits[name].dim, splits[name].size, ranges)
+
+
+def _hold(module: nn.Module, mixin: type, splits: dict[str, Split], group: Group) -> None:
+    """Let a module hold shards of its own parameters."""
+    module.__class__ = mixed(mixin, type(module))
+    module.group, module.splits = group, splits  # type: ignore[assignment]  # attributes of its class
+    for name, split in splits.items():
+        module._parameters[name] = Conversion.take(_parameter("", module, name), split, group)
+    module.mark_parameters()  # type: ignore[operator]  # a method of its class
+
+
+def _number(path: str, module: nn.Module, name: str, whole: int) -> int:
+    owner: object = getattr(module, "config", None) if name.startswith("config.") else module
+    value = getattr(owner, name.removeprefix("config."), None)
+    if not isinstance(value, int) or isinstance(value, bool) or value % whole:
+        msg = (
+            f"{path} has {name} = {value!r}, which is not in proportion to {whole} heads, as "
+            "its Local() in the "
+            "plan says; name attributes that count heads or their features"
+        )
+        raise ConfigError(msg)
+    return value
+
+
+def _parameter(path: str, module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        msg = (
+            f"{path} is a {type(module).__name__} without a parameter {name}; it has "
+            f"{list(module._parameters)}"
+        )
+        raise ModelError(msg)
+    return parameter

@@ -1,0 +1,141 @@
+"""A table of what a model's layers hold on this rank, and how often they communicate."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._loss import MarginCrossEntropy
+from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
+
+__all__ = ["LayerSummary", "Summary", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSummary:
+    """One layer of a model.
+
+    Attributes:
+        name: Its name in the model.
+        kind: How it is split.
+        full_shape: The shape of its weight over all ranks.
+        local_shape: The shape of this rank's shard.
+        nbytes: What its own parameters take on this rank; tied ones count where they are first.
+        collectives: What it communicates in a training step, forward and backward.
+    """
+
+    name: str
+    kind: str
+    full_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    nbytes: int
+    collectives: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The layers of a model that have parameters; printed it is a table."""
+
+    layers: tuple[LayerSummary, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What all parameters take on this rank."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "full", "local", "bytes per rank", "collectives per step")
+        rows = [
+            (
+                row.name,
+                row.kind,
+                _shape(row.full_shape),
+                _shape(row.local_shape),
+                f"{row.nbytes:,}",
+                row.collectives,
+            )
+            for row in self.layers
+        ]
+        rows.append(("all", "", "", "", f"{self.nbytes:,}", ""))
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        )
+
+
+def summary(model: nn.Module) -> Summary:
+    """Return what each layer of a model holds on this rank, and what it communicates.
+
+    Args:
+        model: Any model.
+
+    Example:
+        >>> print(summary(torch.nn.Sequential(ParallelLinear(4, 6, dim=-1))))
+        layer  kind    full    local   bytes per rank  collectives per step
+        0      column  (6, 4)  (6, 4)  120             none
+        all                            120
+    """
+    seen: set[int] = set()
+    layers = []
+    for name, module in model.named_modules():
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        if not own:
+            continue
+        key = "weight" if "weight" in own else next(iter(own))
+        local = tuple(own[key].shape)
+        split = module.splits.get(key) if isinstance(module, ParallelLayer) else None
+        nbytes = sum(p.numel() * p.element_size() for p in own.values() if id(p) not in seen)
+        seen.update(id(p) for p in own.values())
+        full = local if split is None else split.full_shape(local)
+        layers.append(LayerSummary(name, _kind(module), full, local, nbytes, _collectives(module)))
+    return Summary(tuple(layers))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, SequenceMixin):
+        return "sequence" if module.part_of == "sequence" else "replicated, summed"
+    if not isinstance(module, ParallelLayer) or module.dim is None:
+        return "replicated"
+    if isinstance(module, ParallelLinear):
+        return "row" if module.dim == 0 else "column"
+    if isinstance(module, MarginCrossEntropy):
+        return "classes"
+    return "vocabulary" if module.dim == 0 else "features"
+
+
+def _collectives(module: nn.Module) -> str:
+    """Say what a layer communicates, as its docstring does."""
+    if isinstance(module, SequenceMixin):
+        if module.sequence_group.size == 1:
+            return "none"
+        return "all-reduce backward (one for all such gradients)"
+    if not isinstance(module, ParallelLayer) or module.group.size == 1:
+        return "none"
+    if isinstance(module, MarginCrossEntropy):  # its gradients are computed in the forward pass
+        return "all-gather forward, all-reduce forward"
+    found = []
+    if isinstance(module, PlannedLinear) and module.sequence is not None and module.dim is not None:
+        if module.dim == 0:
+            found = ["reduce-scatter forward", "all-gather backward"]
+            found += ["all-reduce backward (one for all such gradients)"] if module.bias is not None else []
+        else:
+            found = ["all-gather forward", "reduce-scatter backward"]
+    elif module.dim == 0:
+        found = ["all-reduce forward"]
+    elif module.dim is not None and isinstance(module, ParallelLinear):
+        found = ["all-reduce backward"]
+    if getattr(module, "gather_output", False) and module.dim not in (None, 0):
+        found.append("all-gather forward")
+    if isinstance(module, PlannedEmbedding) and module.sequence is not None:
+        found.append("all-gather backward")
+    for split in module.splits.values() if isinstance(module, PlannedLinear) else ():
+        from tp_shard.nn._heads import _shared
+
+        found += ["all-reduce backward (shared heads)"] if _shared(split) else []
+    return ", ".join(found) or "none"

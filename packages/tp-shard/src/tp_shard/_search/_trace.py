@@ -1,0 +1,250 @@
+"""Which layers of a model feed which, found by running it once: autograd's graph says it, not their names.
+
+Where the outputs of some linear layers reach one other linear layer and nothing else, those are column layers
+and that is their row layer: each rank can do its part of the features, or of the heads, up to there.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_shard._verify._compare import Call, fresh, tensors_of
+from tp_shard.nn._shapes import is_linear
+
+__all__ = ["Flow", "Region", "ancestors", "innermost_around", "is_experts", "record_calls", "trace"]
+
+_MIXING = ("Bmm", "Baddbmm", "ScaledDotProduct", "Softmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Column layers, their row layer, and what stands between.
+
+    Attributes:
+        columns: The names of the column layers.
+        row: The name of the row layer.
+        tables: Embeddings whose outputs reach row layers alone: a bias for each head.
+        parameters: The names of other parameters on the way.
+        dropouts: The names of dropouts on the way.
+        is_attention: Whether places are mixed on the way, so that heads have to stay whole.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    tables: tuple[str, ...]
+    parameters: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    is_attention: bool
+
+    @property
+    def container(self) -> str:
+        """The name of the innermost module around all of it that is called."""
+        return innermost_around((*self.columns, self.row))
+
+
+def innermost_around(names: Iterable[str]) -> str:
+    """Return the name of the innermost module around some others."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+@dataclass(slots=True)
+class Flow:
+    """What running a model told.
+
+    Attributes:
+        regions: What can be split in pairs of column and row layers.
+        heads: The linear layers whose outputs the model returns.
+        experts: The modules with experts' weights of their own.
+        called: The names of the layers that were called at all.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    called: frozenset[str] = frozenset()
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of experts, with three dimensions, and no linear layers inside."""
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.size(0) > 1]
+    return len(weights) > 1 and not any(is_linear(m) for m in module.modules())
+
+
+class _Mark(torch.autograd.Function):
+    """The identity, as a place in the graph that can be found again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, index: int) -> Tensor:
+        ctx.index = index
+        return tensor.clone()  # and no view, which its module could not write into
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ARG004 - torch's signature
+        return grad, None
+
+
+@dataclass(slots=True)
+class _Called:
+    path: str
+    module: nn.Module
+    into: list[Any] = field(default_factory=list)  # the nodes of the graph that made what it was given
+
+
+@dataclass(slots=True)
+class _Way:
+    """What is met on the way back from a module's input."""
+
+    sources: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)  # dropouts, which one looks through
+    leaves: list[Tensor] = field(default_factory=list)
+    mixes: bool = False
+
+
+def trace(model: nn.Module, call: Call) -> Flow:
+    """Run a model, in evaluation, and tell what feeds what.
+
+    Args:
+        model: A copy that is for this alone: all its parameters are trained from here on.
+        call: What it is called with.
+    """
+    model.eval()
+    model.requires_grad_(True)
+    calls: list[_Called] = []
+    handles = []
+    for path, module in model.named_modules():
+        if is_linear(module) or isinstance(module, nn.Embedding | nn.Dropout) or is_experts(module):
+            handles.append(
+                module.register_forward_hook(
+                    lambda m, args, kwargs, output, p=path: _called(calls, p, m, (args, kwargs), output),
+                    with_kwargs=True,
+                )
+            )
+    try:
+        with torch.enable_grad():
+            output = model(*fresh(call.args), **{name: fresh(v) for name, v in call.kwargs.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    ways = [_walk(one.into, calls) for one in calls]
+    end = _walk([t.grad_fn for _, t in tensors_of(output)], calls)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return _flow(calls, ways, end, names)
+
+
+def _called(calls: list[_Called], path: str, module: nn.Module, given: Any, output: Any) -> Any:
+    into = [tensor.grad_fn for _, tensor in tensors_of(given) if tensor.grad_fn is not None]
+    calls.append(_Called(path, module, into))
+    if isinstance(output, Tensor) and output.requires_grad:
+        return _Mark.apply(output, len(calls) - 1)  # type: ignore[no-untyped-call]  # torch leaves it so
+    return output
+
+
+def _walk(start: list[Any], calls: list[_Called]) -> _Way:
+    way, seen, waiting = _Way(), set(), list(start)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _Mark._backward_cls):
+            index = node.index  # type: ignore[attr-defined]  # what forward left there
+            if not isinstance(calls[index].module, nn.Dropout):
+                way.sources.add(index)
+                continue
+            way.passed.add(index)
+        elif hasattr(node, "variable"):
+            way.leaves.append(node.variable)
+        way.mixes = way.mixes or any(word in node.name() for word in _MIXING)
+        waiting += [following for following, _ in node.next_functions]
+    return way
+
+
+def _flow(calls: list[_Called], ways: list[_Way], end: _Way, names: dict[int, str]) -> Flow:
+    takers: dict[int, set[str]] = {}
+    for one, way in zip(calls, ways, strict=True):
+        if not isinstance(one.module, nn.Dropout):
+            for source in way.sources:
+                takers.setdefault(source, set()).add(one.path)
+    for source in end.sources:
+        takers.setdefault(source, set()).add("")
+    found: dict[str, set[Region | None]] = {}
+    rows = {one.path for one in calls if is_linear(one.module)}
+    for one, way in zip(calls, ways, strict=True):
+        if is_linear(one.module):
+            found.setdefault(one.path, set()).add(_region(one, way, calls, takers, names, rows))
+    linears = [one.path for one in calls if is_linear(one.module)]
+    return Flow(
+        [next(iter(kinds)) for kinds in found.values() if len(kinds) == 1 and None not in kinds],  # type: ignore[misc]  # None is not in it
+        [path for path in dict.fromkeys(linears) if any(calls[s].path == path for s in end.sources)],
+        list(dict.fromkeys(one.path for one in calls if is_experts(one.module))),
+        frozenset(one.path for one in calls),
+    )
+
+
+def _region(
+    row: _Called,
+    way: _Way,
+    calls: list[_Called],
+    takers: dict[int, set[str]],
+    names: dict[int, str],
+    linears: set[str],
+) -> Region | None:
+    columns: list[str] = []
+    tables: list[str] = []
+    for source in sorted(way.sources):
+        one = calls[source]
+        if is_linear(one.module) and takers[source] == {row.path}:
+            columns.append(one.path)
+        elif isinstance(one.module, nn.Embedding) and way.mixes and takers[source] <= linears:
+            tables.append(one.path)
+        else:
+            return None
+    parameters = [names.get(id(leaf)) for leaf in way.leaves]
+    if not columns or row.path in columns or None in parameters:
+        return None
+    return Region(
+        tuple(dict.fromkeys(columns)),
+        row.path,
+        tuple(dict.fromkeys(tables)),
+        tuple(sorted(name for name in parameters if name)),
+        tuple(sorted({calls[i].path for i in way.passed})),
+        way.mixes,
+    )
+
+
+def record_calls(model: nn.Module, call: Call, paths: set[str]) -> dict[str, Call]:
+    """Run a model, and return what the modules of these names were called with, the first time."""
+    found: dict[str, Call] = {}
+
+    def note(path: str, args: Any, kwargs: Any) -> None:
+        if path not in found:
+            found[path] = Call(fresh(args), {name: fresh(v) for name, v in kwargs.items()})
+
+    modules = dict(model.named_modules())
+    handles = [
+        modules[path].register_forward_pre_hook(lambda _m, a, k, p=path: note(p, a, k), with_kwargs=True)
+        for path in paths
+    ]
+    try:
+        with torch.enable_grad():
+            model(*fresh(call.args), **{n: fresh(v) for n, v in call.kwargs.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """Yield the names of a module and of those around it, innermost first."""
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        yield ".".join(parts[:length])

@@ -1,0 +1,97 @@
+"""The plan that a model of transformers brings along, in the words of this package."""
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+from tp_core.errors import ConfigError, ModelError
+
+from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
+from tp_shard._search._prove import Proof
+from tp_shard.nn._shapes import is_linear
+
+__all__ = ["restrict", "translate"]
+
+_SPLIT = ("colwise", "rowwise", "moe_tp_experts")
+_VOCABULARY = ("embedding_rowwise", "embedding_colwise")
+
+
+def translate(model: nn.Module) -> dict[str, str]:
+    """Return what the plan of transformers says of each module of a model, by name.
+
+    Raises:
+        ConfigError: It brings no plan along, or one that names no module.
+    """
+    rules = dict(getattr(model, "_tp_plan", None) or {})
+    config = getattr(model, "config", None)
+    if not rules and config is not None:
+        start = getattr(model, "base_model_prefix", "")
+        start = f"{start}." if start and hasattr(model, start) else ""
+        rules = {
+            start + name: word for name, word in (getattr(config, "base_model_tp_plan", None) or {}).items()
+        }
+    found = {
+        path: word
+        for path, _ in model.named_modules()
+        for pattern, word in rules.items()
+        if fnmatchcase(path, pattern) and path.count(".") == pattern.count(".")
+    }
+    inside = [w for p, w in found.items() if _is_block(w) and not _is_head(model, p)]
+    if not inside:
+        msg = (
+            f"{type(model).__name__} brings no plan of its blocks along (base_model_tp_plan in "
+            "its configuration); "
+            "take ts.plans.auto(model), which needs none"
+        )
+        raise ConfigError(msg)
+    return {path: word for path, word in found.items() if _is_block(word) and not _is_head(model, path)}
+
+
+def restrict(proof: Proof, named: dict[str, str]) -> None:
+    """Leave in a proof what the plan of transformers names, and make sure that all of that is there.
+
+    Raises:
+        ModelError: Something is not; it is named, with the reason and what to write.
+    """
+    first = {name: word for name, word in named.items() if not _in_twin(proof, name)}
+    plan = proof.plan
+    for name, word in first.items():
+        if name in plan or name not in proof.flow.called:
+            continue  # what a small batch does not reach, such as a branch for images, is not split
+        reason = next((proof.notes[p] for p in _around(name) if p in proof.notes), "nothing feeds it alone")
+        msg = (
+            f"{name} is {word!r} in the plan of transformers, and could not be proven right: "
+            f"{reason}. Write its "
+            "styles by hand (Column(), Row(), Local()), verify them with ts.verify(), or take "
+            "ts.plans.auto(), "
+            "which leaves it whole"
+        )
+        raise ModelError(msg)
+    blocks = {name.rpartition(".")[0] for name in first} | set(first)
+    for name, style in list(plan.items()):
+        if not _belongs(name, style, first, blocks):
+            del plan[name]
+
+
+def _belongs(name: str, style: Style, named: dict[str, str], blocks: set[str]) -> bool:
+    if isinstance(style, Column | Row | Experts):
+        return name in named or any(name.startswith(f"{b}.") or name == b for b in blocks if b)
+    return isinstance(style, Local | Replicated) and any(
+        name == b or name.startswith(f"{b}.") for b in blocks if b
+    )
+
+
+def _in_twin(proof: Proof, name: str) -> bool:
+    return any(name == twin or name.startswith(f"{twin}.") for twin in proof.twins)
+
+
+def _around(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def _is_block(word: str) -> bool:
+    return any(kind in word for kind in _SPLIT) and word not in _VOCABULARY
+
+
+def _is_head(model: nn.Module, path: str) -> bool:
+    return is_linear(model.get_submodule(path)) and "." not in path

@@ -1,0 +1,248 @@
+"""The ways in which a region of a model might be split; which of them is right, its own code has to prove."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from torch import Tensor, nn
+from tp_core.errors import ConfigError
+
+from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
+from tp_shard._search._trace import Region, ancestors
+from tp_shard._verify._compare import Call, tensors_of
+from tp_shard.nn._heads import Heads
+from tp_shard.nn._shapes import widths
+
+__all__ = ["attention_variants", "expert_variants", "head_counts", "plain_variants"]
+
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads", "nhead", "attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv", "v_head_dim")
+_COUNTS_HEADS = re.compile(r"(^|_)(n|num)?_?heads?($|_)|nhead|_heads$")
+_IS_WIDTH = re.compile(r"dim|size|width|inner|hidden")
+_OF_KEYS = re.compile(r"kv|key_value")
+_IS_GROUP = re.compile(r"group|n_rep")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    query: int
+    kv: int
+
+
+def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style]]:
+    """Yield plans for a region in which nothing mixes places: a feed-forward block."""
+    features = widths(model.get_submodule(region.row))[0]
+    choices: list[list[Style]] = []
+    for name in region.columns:
+        fused, rest = divmod(widths(model.get_submodule(name))[1], features)
+        if rest or not fused:
+            return
+        choices.append([Column()] if fused == 1 else [Column(sections=fused), Column(heads=features)])
+    for styles in product(*choices):
+        yield {**dict(zip(region.columns, styles, strict=True)), region.row: Row(), **_inside(region)}
+
+
+def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
+    """Return the numbers of query and key heads that the modules around a region, or its widths, suggest."""
+    features = widths(model.get_submodule(region.row))[0]
+    narrowest = min(widths(model.get_submodule(name))[1] for name in region.columns)
+    places: list[object] = []
+    for path in ancestors(region.columns[0].rpartition(".")[0]):
+        module = model.get_submodule(path)
+        places += [module, getattr(module, "config", None)]
+    found: list[tuple[int, int]] = []
+    for place in places:
+        heads = _first_number(place, _HEADS)
+        if heads is None:
+            width = _first_number(place, _HEAD_WIDTHS)
+            heads = features // width if width and features % width == 0 else None
+        if heads is None or heads < 1 or features % heads:
+            continue
+        each = features // heads
+        by_width = narrowest // each if narrowest % each == 0 and narrowest < features else None
+        for kv in (_first_number(place, _KV_HEADS), by_width, heads):
+            if kv and heads % kv == 0 and (heads, kv) not in found:
+                found.append((heads, kv))
+    return found
+
+
+def attention_variants(
+    model: nn.Module, region: Region, call: Call, ranks: int
+) -> Iterator[dict[str, Style]]:
+    """Yield plans for an attention, by whole heads.
+
+    Args:
+        model: The model.
+        region: The attention's layers.
+        call: What the module around them was called with.
+        ranks: How many ranks there are.
+    """
+    for heads, kv in head_counts(model, region):
+        try:
+            Heads(heads, kv, ranks)
+        except ConfigError:
+            continue
+        counts = _Counts(heads, kv)
+        for layout in _layouts(model, region, counts):
+            for local in _locals(model, region, counts, call):
+                yield {**layout, **local, **_inside(region)}
+
+
+def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict[str, Style]]:
+    each = widths(model.get_submodule(region.row))[0] // counts.query
+    heads, kv = counts.query, counts.kv
+    q, keys = Column(heads=heads, kv_heads=kv), Column(heads=heads, kv_heads=kv, holds="kv")
+    fused = Column(heads=heads, kv_heads=kv, holds="qkv")
+    choices: list[list[Column]] = []
+    for name in region.columns:
+        width = widths(model.get_submodule(name))[1]
+        if kv < heads and width == kv * each:
+            choices.append([keys])
+        elif width == (heads + 2 * kv) * each:
+            choices.append([fused, Column(heads=kv, kv_heads=kv)])  # behind one another, or head by head
+        elif width % heads == 0:
+            choices.append([q])
+        elif width % kv == 0:
+            choices.append([keys])
+        else:
+            return
+    row = Row(heads=heads, kv_heads=kv)
+    tables: dict[str, Style] = {}
+    for name in region.tables:
+        if widths(model.get_submodule(name))[1] == heads:
+            tables[name] = Column(heads=heads, kv_heads=kv)
+    for styles in product(*choices):
+        yield {**dict(zip(region.columns, styles, strict=True)), region.row: row, **tables}
+
+
+def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> Iterator[dict[str, Style]]:
+    """Yield what modules around split layers may count by themselves, less first."""
+    around = [
+        path
+        for path, module in model.get_submodule(region.container).named_modules()
+        if any(True for _ in module.children()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
+    start = region.container
+    paths = [f"{start}.{path}" if start and path else start or path for path in around]
+    features = widths(model.get_submodule(region.row))[0]
+    own = [name for name in region.parameters if name.rpartition(".")[0] in paths]
+    inputs = _inputs(call, counts)
+    seen: list[dict[str, Style]] = []
+    for with_inputs in (False, True) if inputs else (False,):
+        for numbers in ("", "heads", "heads sizes", "config", "heads config", "heads sizes config"):
+            plan: dict[str, Style] = {}
+            for path in paths:
+                module = model.get_submodule(path)
+                names = _names(module, counts, features, numbers)
+                taken = inputs if with_inputs and path == region.container else ()
+                parameters = tuple(n.rpartition(".")[2] for n in own if n.rpartition(".")[0] == path)
+                if any(names) or taken or parameters:
+                    query, shared, groups = names
+                    plan[path] = Local(
+                        heads=counts.query,
+                        kv_heads=counts.kv,
+                        query=query,
+                        shared=shared,
+                        groups=groups,
+                        inputs=taken,
+                        parameters=parameters,
+                    )
+            if plan not in seen:
+                seen.append(plan)
+                yield plan
+
+
+def _names(
+    module: nn.Module, counts: _Counts, features: int, kinds: str
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return which of a module's numbers count query heads, key heads, and heads of a group."""
+    query: list[str] = []
+    shared: list[str] = []
+    groups: list[str] = []
+    numbers = {name: v for name, v in vars(module).items() if _is_number(v)} if "heads" in kinds else {}
+    config = getattr(module, "config", None)
+    if "config" in kinds and config is not None:
+        numbers.update({f"config.{name}": v for name, v in vars(config).items() if _is_number(v)})
+    each = features // counts.query
+    for name, value in numbers.items():
+        of_keys = counts.kv < counts.query and value in (counts.kv, counts.kv * each)
+        if _IS_GROUP.search(name):
+            if (
+                value == counts.query // counts.kv
+                and counts.kv < counts.query
+                and not name.startswith("config.")
+            ):
+                groups.append(name)
+        elif _IS_WIDTH.search(name):
+            if "sizes" in kinds and not name.startswith("config."):
+                if value == features:
+                    query.append(name)
+                elif value == counts.kv * each and _OF_KEYS.search(name):
+                    shared.append(name)
+        elif _COUNTS_HEADS.search(name):
+            if _OF_KEYS.search(name) and (of_keys or value == counts.kv):
+                shared.append(name)
+            elif value == counts.query and not _OF_KEYS.search(name):
+                query.append(name)
+        elif "sizes" in kinds and value == features and not name.startswith("config."):
+            query.append(name)
+    return tuple(query), tuple(shared), tuple(groups)
+
+
+def _inputs(call: Call, counts: _Counts) -> tuple[str, ...]:
+    """Return the arguments that may come with all heads."""
+    found = []
+    for name, value in call.kwargs.items():
+        if isinstance(value, Tensor) and (
+            (value.dim() == 4 and value.size(1) == counts.query)
+            or (value.dim() in (1, 2, 3) and value.size(0) % counts.query == 0 and name != "hidden_states")
+        ):
+            found.append(name)
+    return tuple(found)
+
+
+def expert_variants(model: nn.Module, path: str, call: Call) -> Iterator[dict[str, Style]]:
+    """Yield plans for experts whose weights are parameters of one module."""
+    module = model.get_submodule(path)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    weights = {name: p for name, p in own.items() if p.dim() == 3}
+    width = next((t.size(-1) for _, t in tensors_of((call.args, call.kwargs)) if t.is_floating_point()), 0)
+    for transposed in (False, True):
+        out, into = (2, 1) if transposed else (1, 2)
+        columns = [n for n, p in weights.items() if p.size(into) == width]
+        for row in [n for n, p in weights.items() if p.size(out) == width]:
+            hidden = weights[row].size(into)
+            fed = [n for n in columns if n != row and weights[n].size(out) % hidden == 0]
+            if not fed or len(fed) + 1 < len(weights):
+                continue
+            fused = weights[fed[0]].size(out) // hidden
+            made = {weights[n].size(out) for n in fed}
+            biases = {n: p for n, p in own.items() if p.dim() == 2 and n not in weights}
+            split = tuple(fed) + tuple(n for n, p in biases.items() if p.size(1) in made and row not in n)
+            once = tuple(n for n in biases if n not in split)
+            for sections in (fused, 1) if fused > 1 else (1,):
+                yield {
+                    path: Experts(
+                        columns=split, rows=(row,), sections=sections, transposed=transposed, once=once
+                    )
+                }
+
+
+def _inside(region: Region) -> dict[str, Style]:
+    """Return how what stands between column and row layers is treated, where it is a module of its own."""
+    container = region.container
+    owners = {name.rpartition(".")[0] for name in region.parameters}
+    around = set(ancestors(container))
+    names = sorted({o for o in owners if o not in around} | set(region.dropouts))
+    return {name: Replicated() for name in names}
+
+
+def _first_number(place: object, names: tuple[str, ...]) -> int | None:
+    found = (getattr(place, name, None) for name in names)
+    return next((n for n in found if _is_number(n)), None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,87 @@
+"""Split parameters under ``fully_shard``, which cuts each rank's shard again, over the copies of the model.
+
+It replaces the parameters by DTensors over the data mesh: of each rank's shard, for of our split it knows
+nothing. Layers put their marks on them again; see :class:`tp_shard._shards._layer.ParallelLayer`.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from tp_core.errors import ConfigError
+
+from tp_shard._groups._group import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["check_data_mesh", "is_dtensor", "local", "part_of", "reshard", "sharded_over"]
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether it is a DTensor, without importing what they are made of."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, another tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor's
+
+
+def part_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return where what this rank holds of a tensor begins, in each dimension, and what it holds."""
+    if not is_dtensor(tensor):
+        return (0,) * tensor.dim(), tensor
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # what checkpoints ask DTensors for
+    return tuple(chunk.offsets), local(tensor)
+
+
+def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a DTensor is cut; none for another tensor, which is whole.
+
+    Raises:
+        ConfigError: It is a sum that is yet to be made.
+    """
+    if not is_dtensor(tensor):
+        return ()
+    dtensor: DTensor = tensor  # type: ignore[assignment]  # as just seen
+    if any(placement.is_partial() for placement in dtensor.placements):
+        msg = (
+            f"a DTensor of shape {tuple(dtensor.shape)} has the placements {dtensor.placements}: a sum that "
+            "is yet to be made has no norm; redistribute it first"
+        )
+        raise ConfigError(msg)
+    mesh = dtensor.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(dtensor.placements) if not p.is_replicate())
+
+
+def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
+    """Make sure that a shard was not cut over ranks which hold other shards.
+
+    Raises:
+        ConfigError: It was: parts of different shards would be joined to one.
+    """
+    if group.size == 1 or not is_dtensor(parameter):
+        return
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor's
+    ranks = mesh.mesh.flatten().tolist()
+    if len(set(ranks) & set(dist.get_process_group_ranks(group.handle))) > 1:
+        msg = (
+            f"fully_shard() over the ranks {ranks} would mix the shards of {what}, which some of them hold "
+            "together; give it the axes of data alone: mesh = init_device_mesh(device, (2, 2), "
+            'mesh_dim_names=("dp", "tp")), ts.distributed.init_process_group(mesh), '
+            'fully_shard(module, mesh=mesh["dp"])'
+        )
+        raise ConfigError(msg)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let ``fully_shard`` take back parameters that it gathered for a forward pass without a backward one."""
+    if "torch.distributed.fsdp" not in sys.modules:  # nobody has used it, and it takes long to import
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

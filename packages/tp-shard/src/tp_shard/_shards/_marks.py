@@ -1,0 +1,139 @@
+"""Attributes that say of a tensor which of its dimensions is split over ranks.
+
+They are for people and for code that was written with them: most operations drop them, so no
+layer of this package depends on the marks of an activation.
+"""
+
+from torch import Tensor
+from tp_core.errors import ConfigError
+from tp_core.plugins import SHARDED_ATTRIBUTE
+
+from tp_shard._groups._group import Group
+from tp_shard._split import Split
+
+__all__ = [
+    "ORDER_TYPE",
+    "PARALLEL_DIM",
+    "PARALLEL_RANGES",
+    "PARALLEL_SIZE",
+    "check_dim",
+    "copy_marks",
+    "get_order_type",
+    "get_parallel_dim",
+    "get_parallel_size",
+    "get_split",
+    "holds_shard",
+    "is_marked",
+    "mark_parameter",
+    "tensor_dim",
+]
+
+PARALLEL_DIM = "_parallel_dim"
+"""The attribute that names the split dimension, as the layers count: inputs 0, outputs 1 or -1."""
+ORDER_TYPE = "_order_type"
+"""The attribute that says how a parameter's dimensions stand: 0 for (out, in), 1 for (in, out)."""
+PARALLEL_SIZE = "_parallel_size"
+"""The attribute with the size of the split dimension over all shards."""
+PARALLEL_RANGES = "_parallel_ranges"
+"""The attribute with what each rank holds of it, where that is not an even cut."""
+_PARALLEL_ATTR = _PARALLEL_DIM = PARALLEL_DIM  # as torchshard spells them, whose users read these attributes
+_ORDER_TYPE = ORDER_TYPE
+
+_DIMS = (None, 0, 1, -1)
+
+
+def get_parallel_dim(tensor: Tensor) -> int | None:
+    """Return the dimension along which ``tensor`` is marked as split: 1, -1, 0 or ``None``.
+
+    Example:
+        >>> get_parallel_dim(torch.empty(20, 30)) is None
+        True
+    """
+    dim: int | None = getattr(tensor, PARALLEL_DIM, None)
+    return dim
+
+
+def get_order_type(tensor: Tensor) -> int:
+    """Return how the dimensions of a parameter stand; 0 where it is not marked."""
+    order: int = getattr(tensor, ORDER_TYPE, 0)
+    return order
+
+
+def get_parallel_size(tensor: Tensor) -> int | None:
+    """Return the size that the split dimension has over all shards, if the mark carries it."""
+    size: int | None = getattr(tensor, PARALLEL_SIZE, None)
+    return size
+
+
+def mark_parameter(
+    tensor: Tensor, parallel_dim: int | None, order_type: int, *, split: Split | None, sharded: bool
+) -> None:
+    """Mark a layer's own parameter, which knows by itself how it is cut.
+
+    Plain numbers only: torch saves the attributes of parameters, and loads no classes of ours.
+    """
+    setattr(tensor, PARALLEL_DIM, parallel_dim)
+    setattr(tensor, ORDER_TYPE, order_type)
+    setattr(tensor, PARALLEL_SIZE, None if split is None else split.size)
+    setattr(tensor, PARALLEL_RANGES, None if split is None or split.is_even else split.ranges)
+    setattr(tensor, SHARDED_ATTRIBUTE, sharded)
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Return whether a parameter is known to hold a shard or not to."""
+    return getattr(parameter, SHARDED_ATTRIBUTE, None) is not None
+
+
+def copy_marks(source: Tensor, target: Tensor) -> None:
+    """Put the marks of a parameter on another one that stands for it."""
+    for name in (PARALLEL_DIM, ORDER_TYPE, PARALLEL_SIZE, PARALLEL_RANGES, SHARDED_ATTRIBUTE):
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
+
+
+def get_split(tensor: Tensor, group: Group) -> Split | None:
+    """Return how a marked tensor is cut, ``None`` if it is not split.
+
+    A mark without a size stands for shards of the same size on all ranks.
+    """
+    parallel_dim = get_parallel_dim(tensor)
+    if parallel_dim is None:
+        return None
+    dim = tensor_dim(parallel_dim, get_order_type(tensor), tensor.dim())
+    size = get_parallel_size(tensor)
+    if size is None:
+        size = tensor.size(dim) * group.size
+    ranges = getattr(tensor, PARALLEL_RANGES, None)
+    return Split.even(dim, size, group.size) if ranges is None else Split(dim, size, ranges)
+
+
+def holds_shard(tensor: Tensor) -> bool:
+    """Return whether a parameter holds a shard: as its layer says, or else by its mark."""
+    said: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
+    return get_parallel_dim(tensor) is not None if said is None else bool(said)
+
+
+def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
+    """Return which dimension of the tensor itself ``parallel_dim`` means.
+
+    A vector has one dimension only: the bias of a layer with split outputs.
+    """
+    if ndim == 1:
+        return 0
+    if order_type == 1:
+        return parallel_dim % ndim
+    return 1 if parallel_dim == 0 else 0
+
+
+def check_dim(parallel_dim: object) -> None:
+    """Make sure that it is a dimension to split along.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if parallel_dim not in _DIMS or isinstance(parallel_dim, bool):
+        msg = (
+            "a layer is split along dim 1 or -1 (output features), 0 (input features) or None "
+            f"(not split), got {parallel_dim!r}"
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,99 @@
+"""Which entries of a model's state are shards, and how they were cut."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from tp_core.errors import ModelError
+
+from tp_shard._groups._group import ALONE, Group, current_group
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards._marks import get_split
+from tp_shard._split import Split
+
+__all__ = ["Shard", "ShardTable", "unwrap"]
+
+_WRAPPERS = frozenset({"module", "_orig_mod"})  # DistributedDataParallel's and torch.compile's
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One parameter or buffer of a model that is a shard.
+
+    Attributes:
+        tensor: The model's own tensor; a tied one is the same object under several names. Under
+            ``fully_shard`` it is a DTensor of the shape of the shard.
+        split: How it is cut.
+        group: The ranks that hold it together.
+    """
+
+    tensor: Tensor
+    split: Split
+    group: Group
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.split.full_shape(tuple(self.tensor.shape))
+
+
+class ShardTable:
+    """The shards of a model, by the names of its state, with or without the prefixes of wrappers.
+
+    Args:
+        model: Any module; it may be wrapped.
+
+    Raises:
+        ModelError: It is no module.
+    """
+
+    def __init__(self, model: object) -> None:
+        if not isinstance(model, nn.Module):
+            msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
+            raise ModelError(msg)
+        self.exact = dict(_shards(model))
+        self._bare = {_bare(name): shard for name, shard in self.exact.items()}
+        self._own = {_bare(name): tensor for name, tensor, *_ in _tensors(model)}
+
+    def get(self, name: str) -> Shard | None:
+        """Return the shard of that name, ``None`` if it is none."""
+        return self.exact.get(name) or self._bare.get(_bare(name))
+
+    def own(self, name: str) -> Tensor | None:
+        """Return the model's parameter or buffer of that name, split or not."""
+        return self._own.get(_bare(name))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the plain module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
+    """Yield a model's parameters and buffers under all of their names, with who has them under which one."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield start + name, tensor, module, name
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
+    for full_name, tensor, module, name in _tensors(model):
+        if isinstance(module, ParallelLayer):
+            split, group = module.splits.get(name), module.group
+        else:  # a layer of the user's own, with marks on its tensors
+            group = current_group() or ALONE
+            split = get_split(tensor, group)
+        if split is not None and group.size > 1:
+            yield full_name, Shard(tensor, split, group)

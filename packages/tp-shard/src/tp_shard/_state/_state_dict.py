@@ -1,0 +1,225 @@
+"""Whole states out of sharded models, and back."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tp_core.errors import ConfigError, StateError
+from tp_core.state import Place, fill_from_whole, whole
+
+from tp_shard._groups import _debug
+from tp_shard._groups._group import ALONE, current_data_group
+from tp_shard._shards._dtensors import is_dtensor
+from tp_shard._shards._pieces import slice_of
+from tp_shard._shards._table import Shard, ShardTable
+
+__all__ = [
+    "Destination",
+    "collect_state_dict",
+    "gather_shard",
+    "is_writer",
+    "relocate_state_dict",
+    "stream",
+    "take_part",
+]
+
+Destination = Literal["all", "rank0"]
+
+
+def collect_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *, to: Destination = "all"
+) -> "OrderedDict[str, Any]":
+    """Return the whole state of a model with parallel layers, from each rank's state.
+
+    One tensor is put together at a time, shard by shard, so that the most that is held beside the
+    result is one shard. What is not split is handed on as it is.
+
+    Args:
+        model: The model; it may be wrapped in ``DistributedDataParallel``, and ``fully_shard`` may have cut
+            its shards once more.
+        state_dict: What ``model.state_dict()`` returned, on every rank.
+        prefix: Put before every name of the result.
+        to: "all" for the whole state on all ranks, on the shards' device; "rank0" for rank 0 only,
+            in host memory, and an empty result on the others.
+
+    Returns:
+        The whole state, in the order of ``state_dict``.
+
+    Raises:
+        ModelError: The model is no module.
+        StateError: An entry has another shape than the model's own shard.
+        ConfigError: ``to`` is something else.
+
+    Collectives: a broadcast, or with "rank0" a message, of every shard; an all-gather of every DTensor.
+
+    Example:
+        >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)
+        >>> collect_state_dict(layer, layer.state_dict(), prefix="head.")["head.weight"].shape
+        torch.Size([30, 20])
+    """
+    result: OrderedDict[str, Any] = OrderedDict()
+    for name, value in stream(model, state_dict, to=to):
+        result[prefix + name] = value
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        result._metadata = metadata  # type: ignore[attr-defined]  # as torch keeps versions of modules
+    return result
+
+
+def relocate_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str = ""
+) -> "OrderedDict[str, Any]":
+    """Return this rank's part of a whole state, for ``model.load_state_dict``.
+
+    The state may come from any number of ranks, as long as it is whole. Its entries are taken one
+    by one and each shard has storage of its own: what keeps them elsewhere (a file that is mapped
+    into memory) has one whole tensor in memory at a time.
+
+    Args:
+        model: The model with parallel layers; it may be wrapped, or under ``fully_shard``, whose
+            parameters' parts come as DTensors.
+        state_dict: A whole state, as :func:`collect_state_dict` or a plain model gives it.
+        prefix: Put before every name of the result.
+
+    Returns:
+        The state with each split tensor replaced by this rank's shard.
+
+    Raises:
+        ModelError: The model is no module.
+        StateError: An entry has another shape than the whole tensor; it is named.
+
+    Example:
+        >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)
+        >>> state = torch.nn.Linear(20, 30).state_dict()
+        >>> layer.load_state_dict(relocate_state_dict(layer, state))
+        <All keys matched successfully>
+    """
+    table = ShardTable(model)
+    result: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state_dict.items():
+        shard = table.get(name)
+        if not isinstance(value, Tensor):
+            result[prefix + name] = value
+            continue
+        if shard is None:
+            own = table.own(name)
+            fits = own is not None and own.shape == value.shape  # else load_state_dict says it
+            result[prefix + name] = take_part(value, own, None) if fits else value
+            continue
+        if tuple(value.shape) != shard.full_shape:
+            msg = (
+                f"{name} has shape {tuple(value.shape)} in the state, and the model's whole tensor has "
+                f"{shard.full_shape} ({tuple(shard.tensor.shape)} on this rank); give a whole state, as "
+                "ts.collect_state_dict returns it"
+            )
+            raise StateError(msg)
+        result[prefix + name] = take_part(value.detach(), shard.tensor, shard)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        result._metadata = metadata  # type: ignore[attr-defined]  # as above
+    return result
+
+
+def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
+    """Return what this rank holds of a whole tensor, as its model's ``own`` one is held.
+
+    Args:
+        value: The whole tensor.
+        own: The model's; a DTensor under ``fully_shard``.
+        shard: How the whole is cut, if it is.
+    """
+    if own is None or not is_dtensor(own) or is_dtensor(value):
+        return value if shard is None else shard.split.take(value, shard.group.rank)
+    place = Place(lambda _, part: slice_of(part, shard), own, value.dtype)
+    fill_from_whole(place.target, value)
+    return place.take()
+
+
+def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of the whole state one by one; call it, to its end, on every rank.
+
+    Nothing is yielded on ranks that are not meant to have the state.
+    """
+    if to not in ("all", "rank0"):
+        msg = f"a state is collected to 'all' ranks or to 'rank0', got {to!r}"
+        raise ConfigError(msg)
+    table = ShardTable(model)
+    mine = to == "all" or is_writer()
+    collected: dict[int, Tensor] = {}  # tied tensors are collected once, and stay tied
+    for name, value in state_dict.items():
+        shard = table.get(name)
+        if shard is None or not isinstance(value, Tensor):
+            if isinstance(value, Tensor) and is_dtensor(value):
+                value = whole(value.detach())  # noqa: PLW2901 - the same entry, put together
+            if mine:
+                yield name, value.detach().cpu() if to == "rank0" and isinstance(value, Tensor) else value
+            continue
+        key = id(shard.tensor)
+        if key not in collected:
+            full = gather_shard(name, value.detach(), shard, to=to)
+            tied = sum(s.tensor is shard.tensor for s in table.exact.values()) > 1
+            if not tied:
+                if mine:
+                    yield name, full
+                continue
+            collected[key] = full
+        if mine:
+            yield name, collected[key]
+
+
+def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> Tensor:
+    """Return the whole tensor that a shard belongs to; an empty one where it is not meant to be.
+
+    Args:
+        name: What it is called, in messages.
+        local: What ``model.state_dict()`` has of it: a DTensor under ``fully_shard``.
+        shard: How it is cut.
+        to: As :func:`collect_state_dict` takes it.
+    """
+    group, split = shard.group, shard.split
+    if local.shape != shard.tensor.shape:
+        msg = (
+            f"{name} has shape {tuple(local.shape)} in the state, and the model's shard has "
+            f"{tuple(shard.tensor.shape)}; give what model.state_dict() returns on each rank"
+        )
+        raise StateError(msg)
+    local = whole(local)  # of the data mesh, under fully_shard
+    if _debug.state.enabled:
+        _debug.check(f"collect {name}", local, group, None, uneven_dim=split.dim)
+    if to == "rank0":
+        return _to_first(local.contiguous(), shard)
+    full = local.new_empty(shard.full_shape)
+    for rank in range(group.size):
+        if rank == group.rank:
+            piece = local.contiguous()
+        else:
+            piece = local.new_empty(split.local_shape(shard.full_shape, rank))
+        dist.broadcast(piece, group_src=rank, group=group.handle)
+        split.put(full, piece, rank)
+    return full
+
+
+def _to_first(local: Tensor, shard: Shard) -> Tensor:
+    """Send the shards, one after the other, to the group's first rank, into host memory."""
+    group, split = shard.group, shard.split
+    data = current_data_group() or ALONE
+    if data.rank != 0:
+        return local.new_empty(0)  # another copy of the model is the one that is collected
+    if group.rank != 0:
+        dist.send(local, group_dst=0, group=group.handle)
+        return local.new_empty(0)
+    full = torch.empty(shard.full_shape, dtype=local.dtype)
+    split.put(full, local, 0)
+    for rank in range(1, group.size):
+        piece = local.new_empty(split.local_shape(shard.full_shape, rank))
+        dist.recv(piece, group_src=rank, group=group.handle)
+        split.put(full, piece, rank)
+    return full
+
+
+def is_writer() -> bool:
+    """Return whether this process is rank 0 of all, which writes files."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,312 @@
+"""One run of a whole model, and one of the split model on simulated ranks: what the two are compared by."""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tp_shard._groups._group import Group
+from tp_shard._plans._parallelize import choose, parallelize
+from tp_shard._plans._styles import Plan, Row
+from tp_shard._shards._table import ShardTable
+from tp_shard._split import Split
+from tp_shard._verify._simulate import SimulatedError, simulate
+from tp_shard.nn._linear import ParallelLinear
+
+__all__ = [
+    "Call",
+    "Run",
+    "Trace",
+    "cast",
+    "first_alone",
+    "fresh",
+    "rows_of",
+    "run_split",
+    "run_whole",
+    "run_whole_somehow",
+    "tensors_of",
+]
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a module is called with, and what becomes of it.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        loss: Makes the loss of what it returns; by default its own, or a fixed sum of all it returns.
+        training: Whether the module trains; dropout leaves all as it is then, too.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    training: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a call.
+
+    Attributes:
+        steps: For each call of a module inside, in the order in which they ended: its name and output.
+        entered: The names of the modules whose ``forward`` has begun and not ended; the last one raised.
+        outputs: The tensors that it returned, by where they stand in it.
+        loss: The loss.
+        gradients: Of all trained parameters, by name; on a rank its shards.
+        inputs: Gradients of the floating-point tensors that it was given.
+        given: For the calls of the modules that are watched, what they were given.
+        splits: How the parameters of a rank are cut, by name.
+        cuts: How the outputs of a rank's layers are cut, by name, where they are.
+        error: What was raised, if something was.
+        stage: What it was raised in: "forward", "loss" or "backward".
+    """
+
+    steps: list[tuple[str, Tensor]] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    inputs: dict[str, Tensor | None] = field(default_factory=dict)
+    given: list[tuple[str, Tensor]] = field(default_factory=list)
+    splits: dict[str, Split] = field(default_factory=dict)
+    cuts: dict[str, Split] = field(default_factory=dict)
+    error: Exception | None = None
+    stage: str = "forward"
+
+
+def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
+    """Call a module that is not split, and go backward; torch's random numbers are left as they were.
+
+    Args:
+        module: The module; it is not changed.
+        call: What it is called with.
+        watched: The names of modules inside whose inputs are kept.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
+        run = Run()
+        return _run(copy.deepcopy(module), call, run, watched)
+
+
+def run_whole_somehow(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
+    """Do as :func:`run_whole`, and where arguments with gradients are more than the module takes, without.
+
+    Returns:
+        What came of it, and the call that it was.
+    """
+    try:
+        return run_whole(module, call, watched), call
+    except Exception:
+        given = [t for _, t in tensors_of((call.args, dict(call.kwargs)))]
+        if not any(t.requires_grad for t in given):
+            raise
+        args, kwargs = mapped((call.args, dict(call.kwargs)), lambda t: t.detach())
+        plain = replace(call, args=args, kwargs=kwargs)
+        return run_whole(module, plain, watched), plain
+
+
+def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run]:
+    """Split copies of a module as a plan says on simulated ranks, call them, and go backward.
+
+    Returns:
+        What came of it, by rank. Where a rank raised, the others' runs end where they waited for it.
+
+    Raises:
+        TpError: The plan does not fit the module.
+    """
+    runs = [Run() for _ in range(ranks)]
+
+    def body(group: Group) -> None:
+        torch.default_generator.manual_seed(0)
+        split = parallelize(copy.deepcopy(module), plan, group=group)
+        started[group.rank] = True
+        _describe(split, runs[group.rank])
+        _run(split, call, runs[group.rank], watched)
+
+    started = [False] * ranks
+    watched = frozenset(rows_of(module, plan))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            simulate(ranks, body)
+        except SimulatedError as failure:
+            error = failure.error
+            if not started[failure.rank] or not isinstance(error, Exception):
+                raise error from None
+            runs[failure.rank].error = error
+    return runs
+
+
+def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str]) -> Run:
+    model.train(call.training)
+    model.zero_grad()  # a gradient that came along would be added to
+    args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
+    with _WithoutDropout(), torch.enable_grad():
+        with Trace(model, run, watched):
+            output = model(*args, **kwargs)
+        run.stage = "loss"
+        run.outputs = dict(tensors_of(output))
+        run.loss = _loss_of(output, run.outputs, call.loss)
+        run.stage = "backward"
+        if run.loss.requires_grad:
+            run.loss.backward()
+    run.stage = "done"
+    run.outputs = {name: tensor.detach() for name, tensor in run.outputs.items()}
+    run.loss = run.loss.detach()
+    run.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    given = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
+    run.inputs = {name: tensor.grad for name, tensor in given if tensor.requires_grad}
+    return run
+
+
+def _describe(model: nn.Module, run: Run) -> None:
+    """Write down how a rank's parameters and outputs are cut."""
+    run.splits = {name: shard.split for name, shard in ShardTable(model).exact.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.dim not in (0, None) and not module.gather_output:
+            cut = module.splits["weight"]
+            run.cuts[name] = Split(-1, cut.size, cut.ranges)
+
+
+class Trace:
+    """Writes into a run what the modules of a model return, as long as it is entered."""
+
+    def __init__(self, model: nn.Module, run: Run, watched: Collection[str] = ()) -> None:
+        self._model, self._run, self._watched = model, run, watched
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                continue
+            before = module.register_forward_pre_hook(lambda _m, args, n=name: self._begin(n, args))
+            after = module.register_forward_hook(lambda _m, _args, output, n=name: self._end(n, output))
+            self._handles += [before, after]
+        return self
+
+    def _begin(self, name: str, args: tuple[Any, ...]) -> None:
+        self._run.entered.append(name)
+        if name in self._watched and args and isinstance(args[0], Tensor):
+            self._run.given.append((name, args[0].detach().clone()))
+
+    def _end(self, name: str, output: Any) -> None:
+        while self._run.entered and self._run.entered.pop() != name:
+            pass
+        first = next(iter(tensors_of(output)), None)
+        if first is not None and first[1].is_floating_point():
+            self._run.steps.append((name, first[1].detach().clone()))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out, wherever a model calls it: ranks rightly draw other masks than one process does."""
+
+    _DROPOUTS = frozenset(
+        getattr(place, name)
+        for place in (torch, nn.functional)
+        for name in (
+            "dropout",
+            "dropout_",
+            "dropout1d",
+            "dropout2d",
+            "dropout3d",
+            "alpha_dropout",
+            "feature_dropout",
+        )
+        if hasattr(place, name)
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        if func is nn.functional.multi_head_attention_forward:  # calls of torch's own inside are not seen
+            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+def rows_of(module: nn.Module, plan: Plan) -> list[str]:
+    """Return the names of the layers that a plan splits by input features."""
+    return [name for name, (_, style) in choose(module, plan).items() if isinstance(style, Row)]
+
+
+def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, and where they stand."""
+    if isinstance(value, Tensor):
+        yield place or "output", value
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
+    for key, inner in items:
+        yield from tensors_of(inner, f"{place}.{key}" if place else str(key))
+
+
+def fresh(value: Any) -> Any:
+    """Return arguments of their own for one run; those with gradients get their own, too."""
+    return mapped(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments on the CPU, what is floating-point in ``dtype`` and with gradients."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach().cpu()
+        return tensor.detach().cpu().to(dtype).clone().requires_grad_()
+
+    return mapped(value, one)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with ``function`` of each tensor, and copies of all else."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(v, function) for v in value)
+    if type(value) is dict:
+        return {name: mapped(v, function) for name, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def first_alone(output: Any) -> Tensor:
+    """Return a loss of the first thing that a module returns; others may be a rank's own."""
+    return _loss_of(None, dict([next(tensors_of(output))]), None)
+
+
+def _loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.requires_grad:
+        return own
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+            weights = torch.arange(tensor.numel(), dtype=torch.float64).mul_(0.7).cos_().view(tensor.shape)
+            wide = tensor.double()
+            finite = wide.isfinite()
+            wide = torch.where(finite, wide, torch.zeros_like(wide))
+            total = total + (wide * weights).sum() + 0.1 * wide.square().mean()
+    return total

@@ -1,0 +1,292 @@
+"""What two runs say: whether a split model computes what the whole one does, and where it first does not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tp_core.errors import ModelError, TpError
+
+from tp_shard._split import Split
+from tp_shard._verify._compare import Run
+
+__all__ = ["Fault", "Verdict", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first thing that differs.
+
+    Attributes:
+        module: The name of the module, "" for the model itself.
+        what: What of it differs, by how much.
+        reason: Why, as far as the numbers tell, and what to do.
+    """
+
+    module: str
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.what}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The differences between two runs, each relative to the largest number of its kind.
+
+    Attributes:
+        forward: The largest difference of each module's outputs, by its name.
+        gradients: That of each parameter's gradient, by its name.
+        outputs: That of what the model returned.
+        loss: That of the loss.
+        fault: The first difference that is more than rounding, ``None`` if there is none.
+    """
+
+    forward: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    outputs: float | None = None
+    loss: float | None = None
+    fault: Fault | None = None
+
+
+def judge(whole: Run, runs: list[Run], *, tolerance: float) -> Verdict:
+    """Compare what the ranks of a split model did with what the whole one did.
+
+    Args:
+        whole: The run of the whole model.
+        runs: Those of the ranks.
+        tolerance: What may differ by rounding, relative to the largest number of its kind.
+    """
+    verdict = Verdict()
+    found = next((f for f in _faults(whole, runs, verdict, tolerance) if f is not None), None)
+    verdict.fault = found
+    return verdict
+
+
+def _faults(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Iterator[Fault | None]:
+    forward = _forward(whole, runs, verdict, tolerance)
+    failed = next((run for run in runs if run.error is not None), None)
+    if failed is not None:
+        yield forward  # what went wrong before explains more
+        yield _raised(failed)
+        return
+    yield forward
+    yield _outputs(whole, runs, verdict, tolerance)
+    yield _gradients(whole, runs, verdict, tolerance)
+    yield _inputs(whole, runs, tolerance)
+
+
+def _raised(run: Run) -> Fault:
+    where = run.entered[-1] if run.entered else ""
+    error: BaseException | None = run.error
+    if isinstance(error, ModelError) and error.__cause__ is not None:
+        error = error.__cause__  # what the split model itself says of it
+    text = str(error).strip().splitlines() or [""]
+    what = f"{type(error).__name__} in its {run.stage}"
+    if isinstance(error, TpError):
+        return Fault(where, what, str(error))
+    return Fault(
+        where,
+        what,
+        f"{text[0]}; a module around split layers that counts all heads or features by itself "
+        "needs ts.Local(...), "
+        "which lets it count those of its rank",
+    )
+
+
+def _forward(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+    numbered = [dict(_numbered(run.steps)) for run in runs]
+    given = dict(_numbered(whole.given))
+    first: Fault | None = None
+    for (name, nth), expected in _numbered(whole.steps):
+        for rank, (run, steps) in enumerate(zip(runs, numbered, strict=True)):
+            got = steps.get((name, nth))
+            if got is None:
+                continue
+            right = _part(expected, run.cuts.get(name), rank)
+            if right.shape != got.shape:
+                continue  # what a rank has of the features inside a block is not known from outside
+            apart = _apart(right, got)
+            verdict.forward[name] = max(verdict.forward.get(name, 0.0), apart)
+            if apart > tolerance and first is None:
+                reason = "it computes something else on a rank than in one piece"
+                if (name, nth) in given:
+                    reason = _why_row(
+                        given[name, nth], [dict(_numbered(r.given)).get((name, nth)) for r in runs]
+                    )
+                first = Fault(name, f"outputs differ by {apart:.2g} on rank {rank}", reason)
+    return first
+
+
+def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
+    """Say why a row layer makes other numbers, by what the ranks gave it."""
+    if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
+        joined = torch.cat([part for part in parts if part is not None], -1)
+        if joined.shape == whole.shape:
+            if _apart(whole.sort(-1).values, joined.sort(-1).values) < 1e-6:
+                return "the features that reach it stand in another order than it is cut"
+            return (
+                "what reaches it is not each rank's part of what reaches it in one piece: the "
+                "layers before it hold "
+                "their features in another order than the plan says, or what stands between "
+                "mixes features of ranks"
+            )
+    return "what reaches it is not as wide as what reaches it in one piece"
+
+
+def _outputs(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+    worst, where = 0.0, ""
+    for name, expected in whole.outputs.items():
+        got = [run.outputs.get(name) for run in runs]
+        tensors = [tensor for tensor in got if tensor is not None]
+        if len(tensors) < len(got):
+            return Fault("", f"{name} of its output is missing on a rank", "the ranks take other ways")
+        apart = _apart_of_ranks(expected, tensors)
+        if apart > worst:
+            worst, where = apart, name
+    verdict.outputs = worst
+    if worst > tolerance:
+        return Fault("", f"{where} of its output differs by {worst:.2g}", "and no module inside before it")
+    for rank, run in enumerate(runs):
+        if whole.loss is not None and run.loss is not None:
+            apart = _apart(whole.loss, run.loss)
+            verdict.loss = max(verdict.loss or 0.0, apart)
+            if apart > tolerance and all(
+                r.outputs[n].shape == t.shape for r in runs for n, t in whole.outputs.items()
+            ):
+                return Fault("", f"the loss differs by {apart:.2g} on rank {rank}", "and its outputs do not")
+            if apart > tolerance:
+                return Fault(
+                    "",
+                    f"the loss differs by {apart:.2g} on rank {rank}",
+                    "its outputs are split: give a loss that takes them so, such as "
+                    "ts.nn.functional.parallel_cross_entropy, or let the head join them with "
+                    "gather_output=True",
+                )
+    return None
+
+
+def _apart_of_ranks(expected: Tensor, got: list[Tensor]) -> float:
+    """Return how far outputs are from the whole one, where each rank may have a part along one dimension."""
+    if all(tensor.shape == expected.shape for tensor in got):
+        return max(_apart(expected, tensor) for tensor in got)
+    if any(tensor.dim() != expected.dim() for tensor in got):
+        return float("inf")
+    cut = [d for d in range(expected.dim()) if any(t.size(d) != expected.size(d) for t in got)]
+    if len(cut) != 1 or sum(t.size(cut[0]) for t in got) != expected.size(cut[0]):
+        return float("inf")
+    return _apart(expected, torch.cat(got, cut[0]))
+
+
+def _gradients(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+    last = {name: i for i, (name, _) in enumerate(whole.steps)}
+    scales: dict[str, float] = {}
+    for name, gradient in whole.gradients.items():
+        owner = name.rpartition(".")[0]
+        scales[owner] = max(scales.get(owner, 0.0), _largest(gradient))
+    overall = max(scales.values(), default=0.0)
+    wrong: list[tuple[int, Fault]] = []
+    for name, expected in whole.gradients.items():
+        owner = name.rpartition(".")[0]
+        # A gradient that is nothing but rounding is measured by its neighbors'.
+        scale = max(scales[owner], 1e-5 * overall)
+        shards = [run.gradients.get(name) for run in runs]
+        split = runs[0].splits.get(name)
+        apart = max(
+            _gradient_apart(expected, g, run.splits.get(name), r, scale)
+            for r, (g, run) in enumerate(zip(shards, runs, strict=True))
+        )
+        verdict.gradients[name] = apart
+        if apart > tolerance:
+            fault = Fault(
+                owner, f"the gradient of {name} differs by {apart:.2g}", _why(expected, shards, split, scale)
+            )
+            wrong.append((last.get(owner, -1), fault))
+    return max(wrong, key=lambda item: item[0])[1] if wrong else None
+
+
+def _gradient_apart(
+    expected: Tensor | None, got: Tensor | None, split: Split | None, rank: int, scale: float
+) -> float:
+    if expected is None or got is None:
+        other = got if expected is None else expected
+        return 0.0 if other is None or scale == 0 else _largest(other) / scale
+    right = expected if split is None else split.take(expected, rank)
+    if right.shape != got.shape:
+        return float("inf")
+    return _apart(right, got, scale)
+
+
+def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
+    ranks = len(got)
+    tensors = [g for g in got if g is not None]
+    if expected is not None and len(tensors) == ranks and split is None:
+        if _apart(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
+            return (
+                "each rank has the gradient of its own part of the heads or features alone, "
+                "and they have to be summed: "
+                "give the module ts.Replicated() in the plan"
+            )
+        if all(_apart(expected * ranks, g, scale) < 1e-3 for g in tensors):
+            return (
+                f"it is summed over {ranks} ranks that all have the whole of it: leave the module "
+                "out of the plan"
+            )
+        if any(_apart(tensors[0], g, scale) > 1e-3 for g in tensors):
+            return "it differs between ranks: part of what it works on is a rank's own"
+    if (
+        expected is not None
+        and split is not None
+        and all(_apart(split.take(expected, r) * ranks, g, scale) < 1e-3 for r, g in enumerate(tensors))
+    ):
+        return f"it is {ranks} times too large: what follows is done by all ranks, and its gradient summed"
+    return "what follows it goes backward otherwise than in one piece"
+
+
+def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
+    scale = max((_largest(g) for g in whole.inputs.values()), default=0.0)
+    for name, expected in whole.inputs.items():
+        for rank, run in enumerate(runs):
+            apart = _gradient_apart(expected, run.inputs.get(name), None, rank, scale)
+            if apart > tolerance:
+                reason = "each rank has the gradient of its own part alone, or it is summed too often"
+                return Fault(
+                    "", f"the gradient of its argument {name} differs by {apart:.2g} on rank {rank}", reason
+                )
+    return None
+
+
+def _numbered(steps: list[tuple[str, Tensor]]) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    counts: dict[str, int] = {}
+    for name, tensor in steps:
+        counts[name] = counts.get(name, -1) + 1
+        yield (name, counts[name]), tensor
+
+
+def _part(whole: Tensor, cut: Split | None, rank: int) -> Tensor:
+    if cut is None:
+        return whole
+    return Split(whole.dim() - 1, cut.size, cut.ranges).take(whole, rank)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    values = tensor.to_dense() if tensor.is_sparse else tensor
+    return float(values.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _apart(expected: Tensor, got: Tensor, scale: float | None = None) -> float:
+    """Return the largest difference, relative to the largest number; infinities have to be alike."""
+    if expected.numel() == 0:
+        return 0.0
+    a, b = (t.to_dense() if t.is_sparse else t for t in (expected, got))
+    if not a.is_floating_point():
+        return 0.0 if torch.equal(a, b) else float("inf")
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a.double(), b.double()
+    difference = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    size = max(_largest(a), 1e-12) if scale is None else max(scale, 1e-12)
+    return difference / size

@@ -1,0 +1,270 @@
+"""Proof of a plan: the split model computes what the whole one does, or the first module that does not."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tp_core.errors import ConfigError, ModelError
+
+from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._plans._describe import words
+from tp_shard._plans._parallelize import choose
+from tp_shard._plans._styles import Plan
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._verify._compare import Call, Loss, cast, rows_of, run_split, run_whole_somehow
+from tp_shard._verify._copies import parameter_count, probe_copy
+from tp_shard._verify._judge import Fault, Verdict, judge
+from tp_shard.errors import VerificationError
+
+__all__ = ["ModuleReport", "Report", "as_call", "tolerance_of", "verify"]
+
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """What a plan does to the numbers of one module, relative to the largest of them.
+
+    Attributes:
+        name: Its name in the model.
+        style: What the plan says of it, "" if nothing.
+        forward: The largest difference of its outputs; ``None`` where ranks rightly have others.
+        gradient: The largest difference of its parameters' gradients; ``None`` without any.
+    """
+
+    name: str
+    style: str
+    forward: float | None
+    gradient: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What :func:`verify` found; printed it is a table.
+
+    Attributes:
+        ranks: Over how many ranks the model was split.
+        dtype: What was computed in.
+        tolerance: What may differ by rounding.
+        modes: "evaluation" and "training".
+        modules: Those that the plan names or that have parameters, in the order of the model.
+        outputs: The largest difference of the model's outputs; ``None`` if it came to none.
+        loss: That of the loss.
+        fault: The first module whose numbers differ, by how much and why; ``None`` if all are equal.
+        note: What was verified otherwise than it will run.
+    """
+
+    ranks: int
+    dtype: torch.dtype
+    tolerance: float
+    modes: tuple[str, ...]
+    modules: tuple[ModuleReport, ...]
+    outputs: float | None
+    loss: float | None
+    fault: Fault | None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the split model computes what the whole one does."""
+        return self.fault is None
+
+    def assert_ok(self) -> None:
+        """Do nothing if all numbers are equal.
+
+        Raises:
+            VerificationError: They are not; the message names the first module and has the table.
+        """
+        if self.fault is not None:
+            msg = f"{self.fault}\n{self}"
+            raise VerificationError(msg)
+
+    def __str__(self) -> str:
+        head = ("module", "style", "forward", "gradient")
+        rows = [(m.name or "(model)", m.style, _number(m.forward), _number(m.gradient)) for m in self.modules]
+        rows += [("outputs", "", _number(self.outputs), ""), ("loss", "", _number(self.loss), "")]
+        lengths = [max(len(row[i]) for row in [head, *rows]) for i in range(4)]
+        lines = [
+            "  ".join(cell.ljust(n) for cell, n in zip(row, lengths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines.append(f"{self.ranks} ranks, {dtype}, in {' and '.join(self.modes)}{self.note}")
+        lines.append("equal" if self.fault is None else f"first difference: {self.fault}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    ranks: int | None = None,
+    group: GroupLike = None,
+) -> Report:
+    """Run a whole model and the one that a plan makes of it on one batch, and compare all numbers.
+
+    Outputs of every module, the loss and every gradient are compared, in evaluation and in training, with
+    dropout left out. The ranks are simulated in this process, one after the other, on its CPU: neither a
+    launcher nor other processes are needed, and nothing can hang. The model is copied, not changed, and
+    computes in float64 where the copies fit into memory; else in float32, with blocks that are built alike
+    as one. What is on the meta device gets random values.
+
+    Args:
+        model: The model, before it is split or wrapped.
+        plan: What :func:`parallelize` takes.
+        batch: What the model is called with: a mapping by names, a tuple or list in order, or one value.
+        loss: Makes a scalar of what the model returns, on each rank of what it returns there. By default
+            the ``loss`` that the model itself returns, or a fixed sum over all that it returns.
+        ranks: Over how many ranks; by default as many as the group has, or 2 where there is one alone.
+        group: The ranks; the current model-parallel group by default. In a group of several each rank calls
+            this, the first one does the work, and all return what it found.
+
+    Returns:
+        A report, with the first module whose numbers differ; ``report.assert_ok()`` makes a test of it.
+
+    Raises:
+        ConfigError: The plan does not fit the model, or the copies do not fit into memory.
+        ModelError: The model is split or wrapped already, or the whole model fails on the batch.
+
+    Collectives: a broadcast of the report, in a group of several ranks.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        >>> verify(model, {"0": ts.Column(), "2": ts.Row()}, torch.randn(4, 8)).ok
+        True
+    """
+    members = as_group(group)
+    count = ranks if ranks is not None else members.size if members.size > 1 else 2
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        msg = f"ranks is a number of 1 or more, got {ranks!r}"
+        raise ConfigError(msg)
+    _refuse_split(model)
+    if members.size == 1:
+        return _verified(model, plan, as_call(batch, loss), count)
+    found: list[Any] = [None]
+    if members.rank == 0:
+        try:
+            found[0] = _verified(model, plan, as_call(batch, loss), count)
+        except Exception as error:  # noqa: BLE001 - it is raised on all ranks
+            found[0] = error
+    dist.broadcast_object_list(found, group_src=0, group=members.handle)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    report: Report = found[0]
+    return report
+
+
+def as_call(batch: Any, loss: Loss | None = None) -> Call:
+    """Return the call that a batch stands for."""
+    if isinstance(batch, Mapping):
+        return Call((), dict(batch), loss)
+    if isinstance(batch, tuple | list):
+        return Call(tuple(batch), {}, loss)
+    return Call((batch,), {}, loss)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return what may differ by rounding alone, relative to the largest number of its kind."""
+    return _TOLERANCES[dtype]
+
+
+def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
+    dtype, share = _what_fits(model)
+    copied = probe_copy(model, dtype=dtype, random=False, share=share)
+    call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
+    named = {name: style for name, (_, style) in choose(model, plan).items()}
+    present = dict(copied.named_modules())
+    mine: Plan = {name: style for name, style in named.items() if name in present}
+    merged = Verdict()
+    modes: list[str] = []
+    for mode in ("evaluation", "training"):
+        modes.append(mode)
+        tried = replace(call, training=mode == "training")
+        try:
+            whole, tried = run_whole_somehow(copied, tried, frozenset(rows_of(copied, mine)))
+        except Exception as error:
+            msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
+            raise ModelError(msg) from error
+        verdict = judge(whole, run_split(copied, mine, tried, ranks), tolerance=tolerance_of(dtype))
+        _merge(merged, verdict)
+        if verdict.fault is not None:
+            break
+    note = "; blocks that are built alike as one" if share else ""
+    return Report(
+        ranks,
+        dtype,
+        tolerance_of(dtype),
+        tuple(modes),
+        tuple(_modules(copied, mine, merged)),
+        merged.outputs,
+        merged.loss,
+        merged.fault,
+        note,
+    )
+
+
+def _modules(model: nn.Module, plan: Plan, verdict: Verdict) -> list[ModuleReport]:
+    found = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{p}" if name else p for p in module._parameters]
+        gradients = [verdict.gradients[p] for p in own if p in verdict.gradients]
+        if name not in plan and not gradients and verdict.forward.get(name, 0.0) == 0.0:
+            continue
+        style = words(plan[name]) if name in plan else ""
+        found.append(ModuleReport(name, style, verdict.forward.get(name), max(gradients, default=None)))
+    return found
+
+
+def _merge(into: Verdict, verdict: Verdict) -> None:
+    for mine, other in ((into.forward, verdict.forward), (into.gradients, verdict.gradients)):
+        for name, apart in other.items():
+            mine[name] = max(mine.get(name, 0.0), apart)
+    into.outputs = max((v for v in (into.outputs, verdict.outputs) if v is not None), default=None)
+    into.loss = max((v for v in (into.loss, verdict.loss) if v is not None), default=None)
+    into.fault = verdict.fault
+
+
+def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
+    """Return in what type, and whether with blocks that are alike as one, all the copies fit into memory."""
+    free = free_memory()
+    # The copy, what runs whole, and the shards of all ranks beside one that is being split: with gradients.
+    copies = 7
+    needed = 0
+    for dtype, share in ((torch.float64, False), (torch.float64, True), (torch.float32, True)):
+        needed = copies * dtype.itemsize * parameter_count(model, share=share)
+        if needed <= free:
+            return dtype, share
+    msg = (
+        f"comparing the whole model with the split one takes about {needed / 2**30:.0f} GiB of memory, and "
+        f"{free / 2**30:.0f} GiB are free; verify the plan on a smaller configuration of the model"
+    )
+    raise ConfigError(msg)
+
+
+def free_memory() -> int:
+    """Return how many bytes of memory nobody uses."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _refuse_split(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
+        raise ModelError(msg)
+    if any(isinstance(m, ParallelLayer) and m.group.size > 1 for m in model.modules()):
+        msg = "the model is split already; a plan is verified on the whole model, before parallelize()"
+        raise ModelError(msg)
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        msg = (
+            "the model's parameters are DTensors; a plan is verified on the plain model, before fully_shard()"
+        )
+        raise ModelError(msg)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.1e}"

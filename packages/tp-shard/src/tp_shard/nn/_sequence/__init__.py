@@ -1,0 +1,1 @@
+"""Sequence parallelism: between the split layers each rank has a part of the sequence."""
