@@ -30,9 +30,9 @@ PUBLIC = {
         whole write_tensors write_whole
     """,
     tp_core.internal: """
-        KNOWN_BACKENDS LEFT_KEY Container PerType backward_of_nothing check_backend_name containers
-        device_of_rank has_left lazy_exports rendezvous_store seed_of seeded split_evenly sync_folder
-        write_atomically
+        KNOWN_BACKENDS LEFT_KEY Container PerType SampleRows backward_of_nothing check_backend_name
+        containers device_of_rank has_left join_rows lazy_exports rendezvous_store row_count seed_of seeded
+        split_evenly sync_folder write_atomically
     """,
 }
 

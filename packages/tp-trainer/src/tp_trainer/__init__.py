@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from tp_trainer import compat
     from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._checkpoint import Checkpoints
+    from tp_trainer._metrics._metric import FunctionMetric, Metric
+    from tp_trainer._metrics._predictions import Predictions
     from tp_trainer._running._callbacks import Callback, RunView
     from tp_trainer._running._progress import EpochRecord, History
     from tp_trainer._running._signals import Interrupted
@@ -23,8 +25,11 @@ __all__ = [
     "Checkpoints",
     "DdpOptions",
     "EpochRecord",
+    "FunctionMetric",
     "History",
     "Interrupted",
+    "Metric",
+    "Predictions",
     "RunView",
     "Step",
     "Trainer",
@@ -37,6 +42,8 @@ if not TYPE_CHECKING:
         {
             "_backends._ddp": ["DdpOptions"],
             "_checkpoint": ["Checkpoints"],
+            "_metrics._metric": ["FunctionMetric", "Metric"],
+            "_metrics._predictions": ["Predictions"],
             "_steps._precision": ["Step"],
             "_running._signals": ["Interrupted"],
             "compat": [],

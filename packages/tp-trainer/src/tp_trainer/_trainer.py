@@ -39,10 +39,14 @@ from tp_trainer._checks._objects import (
     check_scheduler,
 )
 from tp_trainer._checks._values import check_callable, check_loss, check_positive, check_seed
+from tp_trainer._metrics._evaluation import evaluate, named_loaders
+from tp_trainer._metrics._metric import Metric
+from tp_trainer._metrics._metric_set import check_metrics
+from tp_trainer._metrics._predictions import Predictions
 from tp_trainer._opening._choice import check_name
 from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
-from tp_trainer._running._loop import Scheduler, evaluate
+from tp_trainer._running._loop import Scheduler
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._meter import loss_of
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep
@@ -634,23 +638,83 @@ class Trainer:
         return in_precision(self.session.run, self._precision, self.device)
 
     def evaluate(
-        self, model: nn.Module, loader: Iterable[Any], *, step: Step, shard: bool = True
-    ) -> dict[str, float]:
-        """Return the means of what ``step`` returns over the samples of ``loader``, by name.
+        self,
+        model: nn.Module,
+        loader: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        step: Step,
+        metrics: Mapping[str, Metric] | None = None,
+        shard: bool = True,
+    ) -> dict[str, Any]:
+        """Return the means of what ``step`` returns over the samples of ``loader``, and metrics, by name.
 
         Each sample, or unit of the step's weights, counts once, whatever the number of ranks and the
         size of the last batch. Training goes on afterwards as if nothing had been.
+
+        Args:
+            model: The plain model, or the prepared one.
+            loader: Yields the batches. Of several, by name, the results are named "name/...".
+            step: ``step(model, batch)`` returns the loss, or a dict of numbers to be averaged, with or
+                without "loss". Under a metric's name it returns the arguments of its ``update``: a tuple, a
+                dict, or one value, which are not averaged.
+            metrics: Objects with ``update``, ``compute`` and ``reset``, by name: of torchmetrics, torcheval,
+                or :class:`FunctionMetric`. Each is fed with all samples in the order of the data, on every
+                rank alike, and is left as it is then.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            The results: means and numbers of metrics as floats, larger results of metrics as tensors on
+            the CPU; nothing for a loader without samples.
+
+        Raises:
+            ConfigError: A metric or a name cannot be used.
+            StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
+                raised an error.
         """
         check_model("evaluate()", model)
+        check_callable("step", step)
+        loaders, checked = named_loaders("loader", loader), check_metrics(metrics)
+        for each in loaders.values():
+            check_loader("loader", each)
+        model = self._prepare_model(model)
+        results: dict[str, Any] = {}
+        for prefix, each in loaders.items():
+            batches = self._loader(each, shard=shard, training=False)
+            epoch = batches.next_epoch
+            try:
+                found = evaluate(self.session, self._run_step(), step, model, batches, checked)
+            finally:
+                batches.set_epoch(epoch)
+            results |= {prefix + name: value for name, value in found.items()}
+        return results
+
+    def predict(
+        self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
+    ) -> "Predictions":
+        """Return what ``step`` returns for the samples of ``loader``, in their order and each once.
+
+        Args:
+            model: The plain model, or the prepared one. It is in evaluation mode and records no gradients.
+            loader: Yields the batches.
+            step: ``step(model, batch)`` returns values with a row for each sample of the batch: tensors,
+                arrays or lists, alone or in dicts and tuples.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            What iterates over pieces of the predictions, on every rank; or call its ``collect()`` or
+            ``save(path)``.
+
+        Example:
+            >>> def step(model, batch):
+            ...     return {"class": model(batch[0]).argmax(1)}
+            >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
+        """
+        check_model("predict()", model)
         check_loader("loader", loader)
         check_callable("step", step)
         model = self._prepare_model(model)
         batches = self._loader(loader, shard=shard, training=False)
-        epoch = batches.next_epoch
-        try:
-            return evaluate(self.session, self._run_step(), step, model, batches)
-        finally:
-            batches.set_epoch(epoch)
+        return Predictions(self.session, self._run_step(), step, model, batches)
 
     def _loader(self, loader: Iterable[Any], *, shard: bool, training: bool = True) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):

@@ -67,7 +67,7 @@ class EpochBatches:
         self.inner = inner
         self.seed = seed
         self.order: list[list[Any]] = []
-        self.shares: deque[Share] = deque()
+        self.shares: deque[tuple[int, Share]] = deque()  # with the number of the batch in the epoch
         self._first = 0
         self._epoch = 0
         self._digest = ""
@@ -157,7 +157,7 @@ class EpochBatches:
                 # Every rank must take this step, or the others would wait for its gradients: a
                 # stand-in sample, whose loss counts nothing.
                 part = slice(1)
-            self.shares.append(share)
+            self.shares.append((number, share))
             mine = _Batch(batch[part])
             mine.key = (self.seed, self._epoch, number, self._rank)
             yield mine

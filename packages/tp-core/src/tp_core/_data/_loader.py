@@ -53,9 +53,12 @@ class PreparedLoader:
     Attributes:
         loader: The user's loader.
         watch: Wraps every iteration, to observe what is yielded; ``None`` costs nothing.
+        number: Which batch of the epoch was yielded last, from 0: of those of all data ranks. In evaluation
+            a rank may have no sample of a batch, and does not meet it.
     """
 
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+    number = -1
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class PreparedLoader:
             self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
         shares = batches.shares
         for batch in self._begin(self._source, epoch):
-            share = shares.popleft()
+            self.number, share = shares.popleft()
             if on_share is not None:
                 on_share(share)
             yield batch if move is None else move(batch)
@@ -181,7 +184,8 @@ class PreparedLoader:
         tell_epoch(self.loader, epoch)
         share = Share(0, 0)
         source = self._begin(self._source, epoch)
-        for batch in islice(source, first, None) if first else source:
+        for number, batch in enumerate(islice(source, first, None) if first else source, start=first):
+            self.number = number
             if on_share is not None:
                 # The other ranks' counts are not known here: theirs are taken to be the same.
                 samples = count_samples(batch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tp_core._data._parts import Parts
+from tp_core._steps._rows import SampleRows, joined_over_parts
 from tp_core.errors import ConfigError, StepError
 
 __all__ = ["LossReduction", "combine_outputs", "read_weight", "restore_order", "split_weight"]
@@ -27,7 +28,7 @@ def combine_outputs(
 
     Losses that are means are averaged; sums are added. Other numbers and scalars are averaged, pairs
     ``(mean, weight)`` by their own weights; other tensors are concatenated, in the order that the
-    samples had before they were split. ``None`` stays ``None``.
+    samples had before they were split; so are `SampleRows`. ``None`` stays ``None``.
 
     A part counts as much as the "weight" that it returned, else as many as it has samples. One of weight
     0 counts as nothing: nothing flows back into it, whatever its loss is.
@@ -96,6 +97,8 @@ class _Combining:
         is_total = name == "loss" and self.loss == "sum"
         if all(v is None for v in values):
             return None
+        if all(isinstance(v, SampleRows) for v in values):
+            return joined_over_parts(values, self.parts, self.device)
         if all(isinstance(v, Tensor) for v in values):
             moved = [v.to(self.device) for v in values]
             if name == "loss" or all(v.numel() == 1 for v in moved):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tp_core._devices._resolve import device_of_rank
     from tp_core._launch._store import LEFT_KEY, has_left, rendezvous_store
     from tp_core._steps._backward import backward_of_nothing
+    from tp_core._steps._rows import SampleRows, join_rows, row_count
     from tp_core._tensors._atomic import sync_folder, write_atomically
     from tp_core.plugins._select import KNOWN_BACKENDS, check_backend_name
 
@@ -19,13 +20,16 @@ __all__ = [
     "LEFT_KEY",
     "Container",
     "PerType",
+    "SampleRows",
     "backward_of_nothing",
     "check_backend_name",
     "containers",
     "device_of_rank",
     "has_left",
+    "join_rows",
     "lazy_exports",
     "rendezvous_store",
+    "row_count",
     "seed_of",
     "seeded",
     "split_evenly",
@@ -44,6 +48,7 @@ if not TYPE_CHECKING:
             "._launch._store": ["LEFT_KEY", "has_left", "rendezvous_store"],
             "._lazy": ["lazy_exports"],
             "._steps._backward": ["backward_of_nothing"],
+            "._steps._rows": ["SampleRows", "join_rows", "row_count"],
             "._tensors._atomic": ["sync_folder", "write_atomically"],
             ".plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
         },

@@ -17,7 +17,7 @@ from tp_core.state import load_state, open_tensors, plain_state, restore_state
 
 from tp_trainer._checkpoint import verify
 
-__all__ = ["check_place", "export_model", "load_model", "save_atomically", "save_model"]
+__all__ = ["check_place", "export_model", "load_model", "save_atomically", "save_model", "write_on_main"]
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def check_place(session: Session, path: str | os.PathLike[str]) -> None:
         with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".probe-"):
             pass
 
-    _write_on_main(session, path, probe)
+    write_on_main(session, path, probe)
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -67,7 +67,7 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     Collectives: the backend's gathering of the state, one broadcast.
     """
     state = session.model_state(model)
-    _write_on_main(session, path, partial(save_atomically, state, path))
+    write_on_main(session, path, partial(save_atomically, state, path))
 
 
 def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -92,7 +92,7 @@ def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str
         if not _is_known_type(value.dtype):
             msg = f"a safetensors file has no {value.dtype}, which {name!r} is; write it with save_model()"
             raise StateError(msg)
-    _write_on_main(session, path, lambda: write_atomically(partial(_write_weights, state), path))
+    write_on_main(session, path, lambda: write_atomically(partial(_write_weights, state), path))
 
 
 @cache
@@ -126,7 +126,7 @@ def _write_weights(state: Mapping[str, Tensor], part: Path) -> None:
         raise OSError(str(error)) from error
 
 
-def _write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
+def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
     """Write a file on rank 0, and raise on every rank if that fails.
 
     Collectives: one broadcast.

@@ -1,20 +1,19 @@
-"""The training and the evaluation loop. The hot path: what is not needed in a step is not in it."""
+"""The training loop. The hot path: what is not needed in a step is not in it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tp_core.errors import LoaderError
-from tp_core.plugins import Session, StepOutput
+from tp_core.plugins import StepOutput
 
 from tp_trainer._steps._meter import Meter, loss_of
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._precision import RunStep, Step
 
-__all__ = ["Scheduler", "TrainingLoop", "evaluate"]
+__all__ = ["Scheduler", "TrainingLoop"]
 
 
 class Scheduler(Protocol):
@@ -109,28 +108,3 @@ class TrainingLoop:
             )
             raise LoaderError(msg)
         meter.flush()
-
-
-def evaluate(
-    session: Session, run: RunStep, step: Step, model: nn.Module, batches: Iterable[Any]
-) -> dict[str, float]:
-    """Return the means of what ``step`` returns over all samples, or units, of all data ranks.
-
-    The model is in evaluation mode and records no gradients meanwhile; each submodule gets its
-    own mode back.
-
-    Collectives: the buffers' broadcasts before, one gather and one all-reduce after.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    meter = Meter(session, what="validation")
-    model.eval()
-    try:
-        with torch.no_grad():
-            session.sync_buffers(model)
-            for batch in batches:
-                output = run(step, model, batch)
-                meter.add(loss_of(output, training=False), output)
-        return meter.means()
-    finally:
-        for module, training in modes:
-            module.training = training

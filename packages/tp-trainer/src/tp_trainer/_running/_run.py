@@ -16,8 +16,9 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import Checkpointer
 from tp_trainer._checks._values import check_positive
+from tp_trainer._metrics._evaluation import evaluate
 from tp_trainer._opening._agreement import check_same
-from tp_trainer._running._loop import Scheduler, TrainingLoop, evaluate
+from tp_trainer._running._loop import Scheduler, TrainingLoop
 from tp_trainer._running._progress import EpochRecord, History, Reporter, Ticker
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._running._signals import SignalWatch, interrupted, requeue

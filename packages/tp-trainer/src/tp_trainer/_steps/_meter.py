@@ -88,25 +88,30 @@ class Meter:
         self._losses = 0.0
         self._weight: float = 0
         self._others: dict[str, tuple[Any, float]] = {}
+        self._has_loss: bool | None = None
         self.weighs = weighs
         self.samples = 0
         self.last_loss = math.nan
         self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
 
-    def add(self, loss: Tensor, output: Any) -> float | None:
+    def add(self, loss: Tensor | None, output: Any) -> float | None:
         """Count one step, whose loss has been taken out of its output.
+
+        Args:
+            loss: The loss; ``None`` in an evaluation without one.
+            output: What the step returned.
 
         Returns:
             The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
 
         Raises:
             NonFiniteLossError: The loss, or one before it, is NaN or infinite.
-            StepError: The step returned something that cannot be averaged; or a weight, and others did
-                not, or the other way round.
+            StepError: The step returned something that cannot be averaged; or a weight or a loss, and others
+                did not, or the other way round.
         """
         share = self._session.share
         samples = 1 if share is None else share.samples
-        if output is loss and self.weighs is False and self._is_plain:
+        if output is loss and loss is not None and self.weighs is False and self._is_plain:
             value = loss.item()
             if value - value == 0.0 and samples:  # as in _count, whose call costs as much as this
                 self._step += 1
@@ -124,7 +129,12 @@ class Meter:
             self._agree(gives=weight is not None)
         units = samples if weight is None else weight
         counts = True
-        if self._looks_at_once:
+        if loss is None or self._has_loss is not True:
+            self._note_loss(has_loss=loss is not None)
+        if loss is None:
+            self._step += 1
+            self.samples += samples
+        elif self._looks_at_once:
             counts = self._count(loss.item(), samples, units)
         else:
             self._pending.append((loss.detach().reshape(()), samples, units))
@@ -155,6 +165,21 @@ class Meter:
         self.weighs = gives
         if self._what == "training" and self._session.data_size > 1:
             self._session.check_agreement("whether the step returns a 'weight'", gives)
+
+    def _note_loss(self, *, has_loss: bool) -> None:
+        """Note whether steps return a loss.
+
+        Raises:
+            StepError: The steps before did otherwise.
+        """
+        if self._has_loss is (not has_loss):
+            here, before = ("a", "none") if has_loss else ("no", "one")
+            msg = (
+                f"the step returned {here} 'loss' at {self._what} step {self._step}, and {before} before; "
+                "return it always, or, in an evaluation, never"
+            )
+            raise StepError(msg)
+        self._has_loss = has_loss
 
     def begin_step(self) -> None:
         """Note where an optimizer step begins, for :meth:`forget_step`."""
@@ -236,7 +261,7 @@ class Meter:
         self._others = {name: (total, weight) for name, (total, weight) in state["others"].items()}
 
     def means(self) -> dict[str, float]:
-        """Return the means over all data ranks, "loss" first; the mean of nothing is NaN.
+        """Return the means over all data ranks, "loss" first if there is one; the mean of nothing is NaN.
 
         Raises:
             DisagreementError: The steps of some ranks returned a weight, and those of others did not.
@@ -246,10 +271,11 @@ class Meter:
         """
         self.flush()
         session = self._session
-        known = session.gather_objects((self.weighs, sorted(self._others)))
-        if {True, False} <= {weighs for weighs, _ in known}:
+        known = session.gather_objects((self.weighs, self._has_loss, sorted(self._others)))
+        if {True, False} <= {weighs for weighs, _, _ in known}:
             session.check_agreement("whether the step returns a 'weight'", self.weighs)
-        names = sorted({name for _, theirs in known for name in theirs})
+        names = sorted({name for _, _, theirs in known for name in theirs})
+        has_no_loss = any(has_loss is False for _, has_loss, _ in known)
         mine = [self._others.get(name, (0.0, 0)) for name in names]
         sums = [
             self.samples,
@@ -264,10 +290,13 @@ class Meter:
         self.samples = int(samples)
         if not samples:
             return {}
-        return {
+        means = {
             name: total / weight if weight else math.nan
             for name, total, weight in zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
         }
+        if has_no_loss:
+            del means["loss"]
+        return means
 
 
 def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
