@@ -1,0 +1,141 @@
+"""The largest batch that fits into memory."""
+
+import gc
+from itertools import cycle, islice
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from tp_core.errors import ConfigError
+
+from tp_trainer._checks._objects import check_model, check_optimizer
+from tp_trainer._checks._values import check_callable, check_positive
+from tp_trainer._steps._precision import Step
+from tp_trainer._trainer import Trainer
+from tp_trainer.tuning._traceless import traceless
+
+__all__ = ["largest_batch_size"]
+
+
+def largest_batch_size(
+    trainer: Trainer,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[object],
+    *,
+    step: Step,
+    most: int = 4096,
+) -> int:
+    """Return the largest batch size with which a training step fits into memory, and put everything back.
+
+    It doubles the size until memory runs out, and then halves the interval. The samples are the first
+    ones of the loader's dataset, over and over: where sizes differ, let them be the largest. Leave a margin:
+    a run has fragments of memory that a single step has not.
+
+    Args:
+        trainer: What will train.
+        model: The plain model, or the prepared one.
+        optimizer: Its optimizer, whose state counts too.
+        loader: Has the dataset and how its samples are made a batch.
+        step: As for ``fit``.
+        most: The largest size that is tried.
+
+    Returns:
+        The batch size of the whole job, as for the loader that ``fit`` is given; the same on all ranks.
+
+    Raises:
+        ConfigError: A value is out of its range; or ranks hold parts of one model, and one that runs out of
+            memory would leave the others waiting.
+        MemoryError: Not even the smallest batch fits: one sample for each rank and device.
+    """
+    check_model("largest_batch_size()", model)
+    check_optimizer("largest_batch_size()", optimizer)
+    check_callable("step", step)
+    check_positive("most", most)
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        msg = (
+            "largest_batch_size() takes samples out of a DataLoader over a dataset with indices, got "
+            f"{type(loader).__name__}"
+        )
+        raise ConfigError(msg)
+    prepared, using = trainer.prepare(model, optimizer)
+    session = trainer.session
+    if session.data_size != session.world_size:
+        msg = (
+            "the largest batch cannot be searched where ranks hold parts of one model: they exchange values "
+            "in each step, and one that runs out of memory would leave the others waiting"
+        )
+        raise ConfigError(msg)
+    plain = session.unwrap(prepared)
+
+    def fits(size: int) -> bool:
+        failed = False
+        try:
+            with trainer.no_sync(prepared):  # a rank that fails leaves no other one waiting
+                _try(trainer, prepared, using, step, _batches_of(loader, size))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            failed = True
+        using.zero_grad()
+        gc.collect()
+        if session.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return not any(session.gather_objects(failed))
+
+    least = session.data_size
+    with traceless(trainer, plain, using):
+        prepared.train()
+        if least > most or not fits(least):
+            msg = f"not even a batch of {least}, one sample for each rank, fits into memory"
+            raise MemoryError(msg)
+        good, bad = least, most + 1
+        while good * 2 < bad:
+            if not fits(good * 2):
+                bad = good * 2
+                break
+            good *= 2
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _try(
+    trainer: Trainer, model: nn.Module, optimizer: Optimizer, step: Step, loader: DataLoader[object]
+) -> None:
+    for batch in trainer.prepare(loader):
+        optimizer.zero_grad()
+        trainer.backward(trainer.run(step, model, batch))
+        trainer.update(model, optimizer)
+
+
+def _batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
+    """Return a loader of one batch."""
+    samples = _Repeated(loader.dataset, size)
+    return DataLoader(samples, batch_size=size, collate_fn=loader.collate_fn)
+
+
+class _Repeated(Dataset[object]):
+    """The first samples of a dataset, over and over where it has too few."""
+
+    def __init__(self, dataset: Dataset[object], size: int) -> None:
+        self._dataset = dataset
+        known: int = len(dataset)  # type: ignore[arg-type]  # a dataset with indices has a length
+        self._indices = list(islice(cycle(range(known)), size))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> object:
+        return self._dataset[self._indices[index]]
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that memory has run out."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,176 @@
+"""The learning-rate range test: how the loss goes while the rate grows."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.errors import ConfigError, LoaderError
+from tp_core.plugins import PreparedLoader, Session, StepOutput, read_weight
+
+from tp_trainer._checks._objects import check_loader, check_model, check_optimizer
+from tp_trainer._checks._values import check_callable, check_positive
+from tp_trainer._steps._meter import loss_of
+from tp_trainer._steps._precision import Step
+from tp_trainer._trainer import Trainer
+from tp_trainer.tuning._traceless import traceless
+
+__all__ = ["RangeTest", "learning_rate_range_test"]
+
+_SMOOTHING = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class RangeTest:
+    """How the loss went while the learning rate grew.
+
+    Attributes:
+        rates: The learning rate of each step.
+        losses: The loss of each step, before the optimizer used its gradients.
+        smoothed: Their moving average.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+
+    @property
+    def suggestion(self) -> float | None:
+        """A tenth of the rate at which the smoothed loss was least; ``None`` where it never fell.
+
+        There the loss has stopped falling; where it falls fastest, which is below, is hidden by the noise of
+        batches.
+        """
+        least = min(range(len(self.smoothed)), key=self.smoothed.__getitem__, default=0)
+        is_lower = least > 0 and not math.isclose(self.smoothed[least], self.smoothed[0], rel_tol=1e-6)
+        return self.rates[least] / 10 if is_lower else None
+
+
+def learning_rate_range_test(
+    trainer: Trainer,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    *,
+    step: Step,
+    lowest: float = 1e-7,
+    highest: float = 1.0,
+    steps: int = 100,
+    stop_at: float = 4.0,
+) -> RangeTest:
+    """Train some steps while the learning rate grows exponentially, and put everything back.
+
+    Model, optimizer, random generators and the loader's order are afterwards as they were. Call it on every
+    rank, before or after a run.
+
+    Args:
+        trainer: What will train.
+        model: The plain model, or the prepared one.
+        optimizer: Its optimizer. Groups of parameters keep the proportions of their rates; the largest one
+            goes from ``lowest`` to ``highest``.
+        loader: Yields the batches; it is begun anew where it ends.
+        step: As for ``fit``.
+        lowest: The first rate.
+        highest: The last one.
+        steps: How many steps.
+        stop_at: End where the smoothed loss is so many times the least one; or not finite, in any case.
+
+    Raises:
+        ConfigError: A value is out of its range.
+        LoaderError: The loader yields nothing.
+
+    Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3.
+    """
+    check_model("learning_rate_range_test()", model)
+    check_optimizer("learning_rate_range_test()", optimizer)
+    check_loader("loader", loader)
+    check_callable("step", step)
+    check_positive("steps", steps)
+    if not 0 < lowest < highest < math.inf or not stop_at > 1:
+        msg = (
+            "a range test needs 0 < lowest < highest and stop_at > 1, got "
+            f"lowest={lowest!r}, highest={highest!r}, stop_at={stop_at!r}"
+        )
+        raise ConfigError(msg)
+    prepared, using = trainer.prepare(model, optimizer)
+    batches = trainer.prepare(loader)
+    epoch = batches.next_epoch
+    growth = (highest / lowest) ** (1 / max(steps - 1, 1))
+    try:
+        with traceless(trainer, trainer.session.unwrap(prepared), using):
+            prepared.train()
+            learner = _Learner(trainer, prepared, using, step)
+            return learner.go(batches, [lowest * growth**i for i in range(steps)], stop_at)
+    finally:
+        batches.set_epoch(epoch)
+
+
+@dataclass(slots=True)
+class _Learner:
+    trainer: Trainer
+    model: nn.Module
+    optimizer: Optimizer
+    step: Step
+
+    def go(self, batches: PreparedLoader, rates: Sequence[float], stop_at: float) -> RangeTest:
+        groups = self.optimizer.param_groups
+        largest = max(float(group["lr"]) for group in groups) or 1.0
+        parts = [float(group["lr"]) / largest or 1.0 for group in groups]
+        losses: list[float] = []
+        smoothed: list[float] = []
+        average = 0.0
+        for rate, batch in zip(rates, _endless(batches), strict=False):
+            for group, part in zip(groups, parts, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * part)
+                else:
+                    group["lr"] = rate * part
+            loss = self._learn(batch)
+            if loss - loss != 0.0:  # NaN or infinite
+                break
+            losses.append(loss)
+            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+            smoothed.append(average / (1 - _SMOOTHING ** len(losses)))
+            if smoothed[-1] > stop_at * min(smoothed) > 0:
+                break
+        return RangeTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed))
+
+    def _learn(self, batch: Any) -> float:
+        """Make one step and return its loss, of all ranks; a loss that is not finite is not learned from."""
+        self.optimizer.zero_grad()
+        output = self.trainer.run(self.step, self.model, batch)
+        value = _mean_over_ranks(self.trainer.session, output)
+        if value - value == 0.0:
+            self.trainer.backward(output)
+            self.trainer.update(self.model, self.optimizer)
+        return value
+
+
+def _mean_over_ranks(session: Session, output: StepOutput) -> float:
+    """Return the loss over the samples, or units, of all ranks.
+
+    Collectives: one all-reduce of two numbers, if there are several data ranks.
+    """
+    loss, share = loss_of(output, training=True).item(), session.share
+    units = 1.0 if share is None else float(share.samples)
+    if units and not isinstance(output, Tensor) and "weight" in output:
+        units = read_weight(output["weight"])
+    total = loss * units if session.job.loss == "mean" else loss
+    sums = torch.tensor([total if units else 0.0, units], dtype=torch.float64)
+    if session.data_size > 1:
+        sums = session.reduce(sums, "sum")
+    return float(sums[0] / sums[1]) if sums[1] else math.nan
+
+
+def _endless(batches: PreparedLoader) -> Iterator[Any]:
+    while True:
+        is_empty = True
+        for batch in batches:
+            is_empty = False
+            yield batch
+        if is_empty:
+            msg = "the loader yields nothing, and a range test needs batches to train on"
+            raise LoaderError(msg)
