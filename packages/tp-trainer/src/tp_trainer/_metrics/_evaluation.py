@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def evaluate(
     metrics: Mapping[str, Metric] | None = None,
     *,
     between: Callable[[int], None] | None = None,
+    most: int | None = None,
 ) -> dict[str, Any]:
     """Return the means of what ``step`` returns over all samples, or units, of all data ranks, and metrics.
 
@@ -57,13 +59,14 @@ def evaluate(
         batches: The prepared loader.
         metrics: Of the whole set, by the names under which the step returns their arguments.
         between: Called after each batch with how many are done; may raise, to end the evaluation.
+        most: On how many batches; ``None`` for all.
 
     Collectives: the buffers' broadcasts before, one gather and one all-reduce after; those of `MetricSet`.
     """
     meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {})
     collecting = metric_set.collecting(step)
     with evaluating(session, model), torch.no_grad():
-        for done, batch in enumerate(batches, start=1):
+        for done, batch in enumerate(islice(batches, most), start=1):
             output = metric_set.take(batches.number, run(collecting, model, batch))
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
             meter.add(None if has_no_loss else loss_of(output, training=False), output)

@@ -1,0 +1,111 @@
+"""The validation of a run: on one loader, or several by name, with metrics."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from tp_core.errors import ConfigError
+from tp_core.plugins import PreparedLoader, Session, StepOutput
+
+from tp_trainer._metrics._evaluation import evaluate
+from tp_trainer._metrics._metric import Metric
+from tp_trainer._steps._precision import RunStep, Step
+
+__all__ = ["Validation", "metric_for_scheduler", "without_metrics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What a run is evaluated on, and how.
+
+    Attributes:
+        run: Runs the step.
+        step: The user's step.
+        loaders: The prepared loaders, by what the names of their results begin with.
+        metrics: Of each loader's whole set, by name.
+    """
+
+    run: RunStep
+    step: Step
+    loaders: Mapping[str, PreparedLoader]
+    metrics: Mapping[str, Metric]
+
+    def evaluate(
+        self,
+        session: Session,
+        model: nn.Module,
+        *,
+        epoch: int,
+        between: Callable[[int], None] | None = None,
+        most: int | None = None,
+    ) -> dict[str, float]:
+        """Return the means and the metrics that are numbers, of all loaders.
+
+        Args:
+            session: Where the step runs.
+            model: The prepared model.
+            epoch: Which epoch of the loaders it is.
+            between: Called after each batch with how many are done; may raise, to end the validation.
+            most: On how many batches of each loader.
+
+        Collectives: those of `evaluate`, for each loader.
+        """
+        results: dict[str, float] = {}
+        before = latest = 0
+
+        def count(done: int) -> None:
+            nonlocal latest
+            latest = done
+            if between is not None:
+                between(before + done)
+
+        for prefix, batches in self.loaders.items():
+            latest = 0
+            batches.set_epoch(epoch)
+            found = evaluate(
+                session, self.run, self.step, model, batches, self.metrics, between=count, most=most
+            )
+            before += latest
+            results |= {prefix + name: v for name, v in found.items() if isinstance(v, float)}
+        return results
+
+
+def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
+    """Return a step for training, without what it returns for metrics: they are of the validation."""
+    if not metrics:
+        return step
+
+    def trained(model: nn.Module, batch: Any) -> StepOutput:
+        output = step(model, batch)
+        if not isinstance(output, Mapping):
+            return output
+        return {name: value for name, value in output.items() if name not in metrics}
+
+    return trained
+
+
+def metric_for_scheduler(
+    name: str | None, train: Mapping[str, float], val: Mapping[str, float], *, validates: bool
+) -> float:
+    """Return what a scheduler looks at that looks at a metric.
+
+    Args:
+        name: As in the history, "val_f1" or "loss"; ``None`` for the loss of the validation, or else of the
+            training.
+        train: The means of the epoch's training.
+        val: The results of its validation.
+        validates: Whether there is one.
+
+    Raises:
+        ConfigError: The run has no metric of that name.
+    """
+    known = {**train, **{f"val_{key}": value for key, value in val.items()}}
+    wanted = name or ("val_loss" if validates else "loss")
+    if wanted not in known:
+        msg = (
+            f"the scheduler looks at {wanted!r}, which is none of the metrics of the run: "
+            f"{', '.join(known) or 'none'}; name one of them: fit(monitor=...)"
+        )
+        raise ConfigError(msg)
+    return known[wanted]

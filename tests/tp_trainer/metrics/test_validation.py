@@ -1,0 +1,63 @@
+"""The validation of a run goes over its loaders, and counts what it has done."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError
+from tp_trainer import FunctionMetric, Trainer
+from tp_trainer._metrics._validation import Validation, metric_for_scheduler, without_metrics
+
+
+def step(model, batch):
+    x, y = batch
+    return {"loss": (model(x) - y).square().mean(), "largest": x, "rows": x}
+
+
+@pytest.fixture
+def validation():
+    x = torch.arange(20.0)[:, None]
+    with Trainer(devices="cpu", progress=False, seed=0) as trainer:
+        loaders = {
+            f"{name}/": trainer.prepare(DataLoader(TensorDataset(part, part), batch_size=4), training=False)
+            for name, part in (("small", x[:6]), ("large", x))
+        }
+        metrics = {"largest": FunctionMetric(lambda x: x.max()), "rows": FunctionMetric(lambda x: x)}
+        validation = Validation(run=trainer.session.run, step=step, loaders=loaders, metrics=metrics)
+        yield lambda **options: validation.evaluate(trainer.session, nn.Linear(1, 1), epoch=0, **options)
+
+
+def test_results_are_named_after_their_loaders_and_are_numbers(validation):
+    found = validation()
+    assert sorted(found) == ["large/largest", "large/loss", "small/largest", "small/loss"]
+    assert (found["small/largest"], found["large/largest"]) == (5, 19)
+
+
+def test_batches_are_counted_over_all_loaders(validation):
+    counts = []
+    validation(between=counts.append)
+    assert counts == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_validation_can_be_of_few_batches(validation):
+    counts = []
+    found = validation(between=counts.append, most=1)
+    assert counts == [1, 2]
+    assert (found["small/largest"], found["large/largest"]) == (3, 3)
+
+
+def test_what_a_step_returns_for_metrics_is_not_for_training():
+    x = torch.ones(2, 1)
+    trained = without_metrics(step, {"largest": None, "rows": None})
+    assert list(trained(nn.Linear(1, 1), (x, x))) == ["loss"]
+    assert without_metrics(step, {}) is step
+    assert without_metrics(lambda model, batch: model, {"rows": None})(3, x) == 3
+
+
+def test_a_scheduler_looks_at_the_validation_loss_or_what_was_named():
+    train, val = {"loss": 1.0}, {"loss": 2.0, "f1": 0.5}
+    assert metric_for_scheduler(None, train, val, validates=True) == 2.0
+    assert metric_for_scheduler(None, train, {}, validates=False) == 1.0
+    assert metric_for_scheduler("val_f1", train, val, validates=True) == 0.5
+    with pytest.raises(ConfigError, match=r"looks at 'val_loss', .* run: loss, val_a/loss; name one"):
+        metric_for_scheduler(None, train, {"a/loss": 1.0}, validates=True)
