@@ -28,7 +28,7 @@ def test_the_classifier_grows(ranks, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         env=environ | {"OMP_NUM_THREADS": "1"},
     )

@@ -37,7 +37,7 @@ def test_the_digits_are_read_by_whichever_backend_fits(command, backend, asked, 
         [*command, "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         env=environ,
     )

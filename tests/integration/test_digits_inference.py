@@ -36,7 +36,7 @@ def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
         [sys.executable, program, "--model", tmp_path / "digits.pt", "--out", tmp_path],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         env={k: v for k, v in os.environ.items() if not k.startswith("TP_")},
     )

@@ -24,7 +24,7 @@ def test_images_find_their_identity(launch, options):
         [sys.executable, *launch, str(IDENTITIES), *options],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         env=environ | {"OMP_NUM_THREADS": "1"},
     )

@@ -38,7 +38,7 @@ def loaded_by(statement):
         capture_output=True,
         text=True,
         check=True,
-        timeout=250,
+        timeout=800,
     )
     return json.loads(done.stdout)
 
@@ -60,7 +60,7 @@ for package in sys.argv[1:]:
 def loaded_after_torch():
     """What all names of each package load, in processes forked from one that has imported torch."""
     command = [sys.executable, "-c", LOOK_AT_ALL, *MAY_LOAD]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)
     return dict(map(json.loads, done.stdout.splitlines()))
 
 

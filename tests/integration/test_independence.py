@@ -47,7 +47,7 @@ def project(package):
 
 def run(*command, **kwargs):
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=200, check=False, **kwargs
+        [*map(str, command)], capture_output=True, text=True, timeout=800, check=False, **kwargs
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -35,7 +35,7 @@ def test_a_second_try_is_told_and_a_lasting_failure_stays_one(tmp_path, workers)
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     _, header, told = done.stdout.partition("2 FAILED AND RUN AGAIN")

@@ -52,7 +52,7 @@ def after_writing(then):
     def wait():
         for thread in threading.enumerate():
             if thread.name == "tp-checkpoint":
-                thread.join(100)
+                thread.join(800)
         then()
 
     return wait
@@ -89,7 +89,7 @@ def while_rank_1_writes_slowly(folder):
     may_write, write = threading.Event(), FileSystemWriter.write_data
 
     def slow(self, *args):
-        assert may_write.wait(100)
+        assert may_write.wait(800)
         return write(self, *args)
 
     if os.environ["RANK"] == "1":

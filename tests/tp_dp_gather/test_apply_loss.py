@@ -173,7 +173,6 @@ def test_a_criterion_that_does_other_than_it_says_is_refused(criterion, reductio
         net.apply_loss(criterion, net(torch.rand(4, 2)), torch.rand(4, 2), reduction=reduction)
 
 
-@pytest.mark.timeout(180)
 def test_a_compiled_criterion_is_weighted_as_the_one_that_was_compiled():
     net = DataParallel(nn.Identity(), ["cpu"] * 2, gather_to_one_device=False)
     y, target = torch.rand(4, 3), torch.tensor([0, 1, -100, 2])

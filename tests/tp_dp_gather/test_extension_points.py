@@ -127,7 +127,7 @@ def test_the_steps_of_a_subclass_train_as_the_module_by_itself(copies):
 
 
 def test_parallel_apply_runs_in_threads_and_takes_bare_inputs():
-    barrier = threading.Barrier(2, timeout=250)
+    barrier = threading.Barrier(2, timeout=800)
 
     def meet(x):
         barrier.wait()

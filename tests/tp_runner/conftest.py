@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.own_words import own_words
+
 
 def _end_with_this_process():
     """Have the kernel kill a program when the test run is: nobody else would end it then."""
@@ -48,11 +50,11 @@ def start_script(tmp_path):
 def run_script(start_script):
     """Run a program to its end; return what it printed."""
 
-    def run(code, *arguments, timeout_s=250):
+    def run(code, *arguments, timeout_s=800):
         process = start_script(code, *arguments)
         out, err = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, err
-        assert not err, err
+        assert not own_words(err), err
         return out
 
     return run
@@ -89,7 +91,7 @@ def processes_of():
 
 @pytest.fixture
 def wait_until():
-    def wait(condition, *, timeout_s=250):
+    def wait(condition, *, timeout_s=800):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"

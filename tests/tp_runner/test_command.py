@@ -22,7 +22,8 @@ class Lengths(OrderedRunner):
 class Slow(UnorderedRunner):
     @staticmethod
     def producer_work(device, cfg, item):
-        time.sleep(0.005)
+        while item["n"] >= 100 and os.path.exists("hold"):
+            time.sleep(0.01)
         return item["n"] * 2
 
 def upper(line):
@@ -147,10 +148,12 @@ def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_unti
         *("--input", "in.jsonl", "--output", "out.jsonl", "--devices", "2", "--no-progress"),
     ]
     out = folder / "out.jsonl"
+    (folder / "hold").touch()
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    wait_until(lambda: out.exists() and out.stat().st_size > 1000, timeout_s=250)
+    wait_until(lambda: out.exists() and out.stat().st_size > 1000, timeout_s=800)
     first.send_signal(number)
-    assert first.wait(250) != 0
+    assert first.wait(800) != 0
+    (folder / "hold").unlink()
     with out.open("ab") as file:
         file.write(b'{"source": "in.jsonl", "li')  # as if it had been cut off in a write
     done, rows = call(folder, "Slow", "--input", "in.jsonl")
@@ -194,7 +197,7 @@ def test_standard_input_goes_to_standard_output(folder):
         "--no-progress",
     ]
     done = subprocess.run(
-        [*command, *arguments], input="a\nb\n", capture_output=True, text=True, timeout=250, check=False
+        [*command, *arguments], input="a\nb\n", capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     assert [json.loads(line) for line in done.stdout.splitlines()] == [

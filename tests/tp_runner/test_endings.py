@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.own_words import own_words
+
 PROGRAM = """
     import os, sys, time
     import tp_runner
@@ -46,7 +48,7 @@ def test_workers_end_with_their_parent(start_script, is_running, wait_until, met
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(number)
-    process.wait(100)
+    process.wait(800)
     wait_until(lambda: not any(is_running(pid) for pid in pids))  # or a worker outlives its parent
 
 
@@ -70,7 +72,7 @@ def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, proces
         assert process.stdout.readline() == "started\n"
         time.sleep(delay_ms / 1000)
         process.kill()
-        process.wait(100)
+        process.wait(800)
         wait_until(lambda session=process.pid: not processes_of(session))
 
 
@@ -95,7 +97,7 @@ def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_ru
                         print(error.exitcode, flush=True)
         """
     )
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=800)
     assert out.splitlines() == ["7"] * 3, err
 
 
@@ -149,9 +151,9 @@ def test_ctrl_c_in_the_terminal_reaches_the_program_once(start_script, is_runnin
                 print("usable", flush=True)
         """
     )
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=800)
     assert out.split() == ["interrupted", "usable"], err
-    assert err == ""
+    assert own_words(err) == ""
 
 
 def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script, is_running, wait_until):
@@ -179,7 +181,7 @@ def test_a_child_forked_by_the_program_does_not_keep_workers_alive(start_script,
     )
     pids = process.stdout.readline().split()
     process.kill()
-    process.wait(100)
+    process.wait(800)
     wait_until(lambda: not any(is_running(pid) for pid in pids))  # or a worker outlives its parent
 
 
@@ -220,7 +222,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         [*private, "sh", "-c", shell, sys.executable, str(program)],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.stdout.split() == ["died"] * 3, done.stderr
@@ -270,7 +272,7 @@ def test_a_killed_fork_server_is_replaced(run_script):
                 return os.getppid(), os.getpid()
 
         if __name__ == "__main__":
-            with Pids(1, timeout_s=5, max_restarts=1, on_error="return") as runner:
+            with Pids(1, timeout_s=15, max_restarts=1, on_error="return") as runner:
                 [(server, worker)] = runner.stream([1])
                 os.kill(server, signal.SIGKILL)
                 [late] = runner.stream(["slow"])

@@ -20,8 +20,8 @@ IDS = ["process", "thread", "inline"]
 @pytest.mark.parametrize("options", ENGINES, ids=IDS)
 def test_any_function_is_called_with_its_arguments(options):
     with Executor(2, **options) as executor:
-        assert executor.submit(int, "ff", base=16).result(200) == 255
-        assert executor.submit(lambda x, y: x - y, 5, y=3).result(200) == 2
+        assert executor.submit(int, "ff", base=16).result(800) == 255
+        assert executor.submit(lambda x, y: x - y, 5, y=3).result(800) == 2
 
 
 def test_map_takes_several_iterables_and_keeps_their_order():
@@ -34,7 +34,7 @@ def test_a_future_raises_what_the_function_raised():
         return {}[key]
 
     with Executor(1, start_method="fork") as executor:
-        error = executor.submit(fails, "key").exception(200)
+        error = executor.submit(fails, "key").exception(800)
     assert type(error) is KeyError
     assert error.args == ("key",)
     assert isinstance(error.__cause__, WorkerError)
@@ -56,9 +56,9 @@ def test_a_call_that_kills_its_worker_fails_alone():
         dead = executor.submit(os.kill, 0, 0)  # a harmless one first: the group's processes exist
         killer = executor.submit(lambda: os.kill(os.getpid(), signal.SIGKILL))
         others = [executor.submit(abs, -i) for i in range(20)]
-        assert isinstance(killer.exception(200), WorkerDiedError)
-        assert dead.exception(200) is None
-        assert [future.result(200) for future in others] == list(range(20))
+        assert isinstance(killer.exception(800), WorkerDiedError)
+        assert dead.exception(800) is None
+        assert [future.result(800) for future in others] == list(range(20))
 
 
 def test_shutdown_finishes_what_was_submitted():
@@ -76,16 +76,16 @@ def test_shutdown_without_waiting_finishes_later():
     executor.shutdown(wait=False)
     with pytest.raises(RuntimeError):
         executor.submit(abs, 1)
-    assert future.result(200) is None
+    assert future.result(800) is None
 
 
 def test_shutdown_can_cancel_what_has_not_begun():
     executor = Executor(1, engine="thread")
     hold = threading.Event()
-    futures = [executor.submit(hold.wait, 200) for _ in range(100)]
+    futures = [executor.submit(hold.wait, 800) for _ in range(100)]
     executor.shutdown(wait=False, cancel_futures=True)
     hold.set()
-    concurrent.futures.wait(futures, 200)
+    concurrent.futures.wait(futures, 800)
     assert futures[0].result() is True
     assert futures[-1].cancelled()
 
@@ -109,9 +109,9 @@ def test_results_are_not_kept_alive():
 
         item = Item()
         reference = weakref.ref(item)
-        assert executor.submit(lambda it: it is not None, item).result(200)
+        assert executor.submit(lambda it: it is not None, item).result(800)
         del item
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 800
         while reference() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert reference() is None
@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_start_again_is_not_started_for_ever(tmp_path):
         os._exit(1)
 
     with Executor(1, start_method="fork", initializer=prepare) as executor:
-        first = executor.submit(break_and_die).exception(200)
+        first = executor.submit(break_and_die).exception(800)
         assert isinstance(first, WorkerDiedError)
         assert "before it was ready: exit status 7" in str(first)
         with pytest.raises(WorkerError, match="did not start"):

@@ -93,7 +93,7 @@ def test_results_come_while_the_input_blocks(options, kind):
 
     def items():
         yield from range(5)
-        assert go_on.wait(200)
+        assert go_on.wait(800)
         yield 5
 
     with kind(2, **options) as runner:
@@ -265,7 +265,7 @@ def test_an_incomplete_batch_goes_in_good_time():
 
     def items():
         yield from range(3)
-        assert go_on.wait(200)
+        assert go_on.wait(800)
 
     class Lengths(OrderedRunner):
         @staticmethod
@@ -290,22 +290,22 @@ def test_single_items_can_be_submitted(options):
     kind = type("Divides", (OrderedRunner,), {"producer_work": staticmethod(work)})
     with kind(2, **options) as runner:
         futures = [runner.submit(item) for item in (1, 2, 0, 5)]
-        assert [future.result(200) for future in futures[:2]] == [10, 5]
+        assert [future.result(800) for future in futures[:2]] == [10, 5]
         with pytest.raises(WorkerError, match="ZeroDivisionError"):
-            futures[2].result(10)
-        assert futures[3].result(10) == 2
+            futures[2].result(800)
+        assert futures[3].result(800) == 2
         assert list(runner.stream([1, 2])) == [10, 5]
 
 
 def test_submitted_items_and_a_stream_share_the_workers():
     hold = threading.Event()
-    kind = type("Waits", (OrderedRunner,), {"producer_work": staticmethod(lambda d, c, e: e and e.wait(200))})
+    kind = type("Waits", (OrderedRunner,), {"producer_work": staticmethod(lambda d, c, e: e and e.wait(800))})
     with kind(2, engine="thread") as runner:
         future = runner.submit(hold)
         assert list(runner.stream([None] * 100)) == [None] * 100
         assert not future.done()
         hold.set()
-        assert future.result(200) is True
+        assert future.result(800) is True
 
 
 def test_futures_of_a_stopped_runner_fail():
@@ -315,7 +315,7 @@ def test_futures_of_a_stopped_runner_fail():
     time.sleep(0.2)
     runner.stop()
     with pytest.raises(RunnerClosedError):
-        future.result(200)
+        future.result(800)
 
 
 def test_a_paused_runner_hands_out_nothing():

@@ -43,7 +43,7 @@ def scaled(x):
 
 def run(arguments, code):
     done = subprocess.run(
-        [sys.executable, *arguments], input=code, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, *arguments], input=code, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     return done

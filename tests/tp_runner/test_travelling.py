@@ -30,7 +30,7 @@ def test_locks_values_queues_and_events_reach_the_workers(method):
     cfg = {"lock": context.Lock(), "count": context.Value("i", 0), "queue": context.Queue(), "event": event}
     with Counts(2, cfg=cfg, start_method=method) as runner:
         assert list(runner.stream(range(100))) == [True] * 100
-        assert sorted(cfg["queue"].get(timeout=100) for _ in range(100)) == list(range(100))
+        assert sorted(cfg["queue"].get(timeout=800) for _ in range(100)) == list(range(100))
     assert cfg["count"].value == sum(range(100))
 
 
@@ -56,7 +56,7 @@ def test_proxies_of_a_manager_work_in_workers(method):
     with multiprocessing.Manager() as manager:
         queue = manager.Queue()
         list(tp_runner.map(queue.put, range(10), n_workers=2, start_method=method))
-        assert sorted(queue.get(timeout=100) for _ in range(10)) == list(range(10))
+        assert sorted(queue.get(timeout=800) for _ in range(10)) == list(range(10))
 
 
 def test_one_of_the_wrong_context_is_refused_with_a_reason():

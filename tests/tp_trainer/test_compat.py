@@ -99,7 +99,7 @@ def command(*launcher):
 def test_the_seeds_main_runs_unchanged(start, tmp_path):
     (tmp_path / "main.py").write_text(MAIN)
     start = [word.replace("PORT", str(free_port())) for word in start]
-    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("weight") == 1
     assert float(done.stdout.split("weight ")[1].split()[0]) == pytest.approx(2, abs=0.2)

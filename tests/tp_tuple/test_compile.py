@@ -17,7 +17,6 @@ class TestCompiled(WrapperConformance):
         return torch.cat(wrapper(tuple(x.tensor_split(2))))
 
     @pytest.mark.slow
-    @pytest.mark.timeout(1200)  # the first of a run builds a header for minutes, if the machine is busy
     @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
     @pytest.mark.parametrize("force_copies", [False, True])
     def test_machine_code_is_right(self, force_copies):

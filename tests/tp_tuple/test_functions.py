@@ -103,7 +103,7 @@ def test_tuple_fn_is_a_decorator_with_and_without_options():
 
 
 def test_parallel_parts_run_at_once_with_the_callers_grad_mode():
-    barrier = threading.Barrier(3, timeout=250)
+    barrier = threading.Barrier(3, timeout=800)
 
     @tuple_fn(parallel=True)
     def meet(x):

@@ -49,7 +49,7 @@ def tp(*arguments, **kwargs):
         [sys.executable, "-m", "tp_core.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         **kwargs,
     )
@@ -113,7 +113,7 @@ def test_looking_after_jobs_does_not_wait_for_torch(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=250, env=environ)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=800, env=environ)
 
 
 def test_an_unknown_command_ends_with_a_status(capsys):

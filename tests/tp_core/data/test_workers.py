@@ -16,6 +16,8 @@ import pytest
 from torch.utils.data import DataLoader
 from tp_core.plugins import PreparedLoader
 
+from tests.own_words import own_words
+
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
 import torch
@@ -78,7 +80,7 @@ def is_gone(pid):
 
 
 def wait_until_gone(*pids):
-    deadline = time.monotonic() + 250
+    deadline = time.monotonic() + 800
     while not all(map(is_gone, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -110,8 +112,8 @@ def test_an_own_loop_whose_group_is_signalled_goes_on_with_its_workers(start, me
         method,
         str(kept),
     )
-    assert process.communicate(timeout=250) == ("", "")
-    assert process.returncode == 0
+    out, err = process.communicate(timeout=800)
+    assert (process.returncode, out, own_words(err)) == (0, "", "")
 
 
 def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
@@ -122,8 +124,8 @@ def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
             os.killpg(0, signal.SIGUSR1)
         """
     )
-    assert process.communicate(timeout=250) == ("", "")
-    assert process.returncode == 0
+    out, err = process.communicate(timeout=800)
+    assert (process.returncode, out, own_words(err)) == (0, "", "")
     assert (tmp_path / "heard").stat().st_size >= 2
 
 
@@ -152,8 +154,8 @@ def test_a_program_ends_quietly_while_its_workers_hang(start):
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         """
     )
-    out, err = process.communicate(timeout=250)
-    assert (process.returncode, err) == (0, "")
+    out, err = process.communicate(timeout=800)
+    assert (process.returncode, own_words(err)) == (0, "")
     wait_until_gone(*map(int, out.split()))
 
 
@@ -169,12 +171,12 @@ def test_other_children_of_the_fork_server_end_when_they_are_asked_to(start):
                 if not asked_at_once:
                     time.sleep(1)
                 child.terminate()
-                child.join(60)
+                child.join(800)
                 print(child.exitcode)
         """
     )
-    out, err = process.communicate(timeout=250)
-    assert (out, err) == ("-15\n-15\n", "")
+    out, err = process.communicate(timeout=800)
+    assert (out, own_words(err)) == ("-15\n-15\n", "")
 
 
 def test_workers_that_have_ended_leave_nothing_to_the_garbage_collector():
@@ -213,4 +215,4 @@ def test_processes_of_the_users_own_kind_are_left_alone():
     loader = DataLoader(list(range(8)), num_workers=1, multiprocessing_context=context)
     batches = iter(PreparedLoader(loader))
     next(batches)
-    assert type(multiprocessing.active_children()[0]) is _OwnContext.Process
+    assert _OwnContext.Process in {type(child) for child in multiprocessing.active_children()}

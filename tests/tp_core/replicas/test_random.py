@@ -229,7 +229,7 @@ def test_what_a_replica_draws_while_another_one_is_compiled_is_not_drawn_again()
     def call(replica, part):
         if part == 1:
             return compiled(ONES)
-        assert began.wait(100)
+        assert began.wait(800)
         return torch.rand(5)
 
     first = Replicas(nn.Identity(), ["cpu"] * 2).run(call, [0, 1])[0]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -100,7 +101,7 @@ def test_threads_of_one_operation(replicas):
 
 
 def test_replica_0_runs_in_the_caller_and_each_other_in_a_thread_that_stays(replicas):
-    barrier = threading.Barrier(3, timeout=100)
+    barrier = threading.Barrier(3, timeout=800)
 
     def who():
         barrier.wait()
@@ -113,7 +114,7 @@ def test_replica_0_runs_in_the_caller_and_each_other_in_a_thread_that_stays(repl
 
 
 def test_parts_run_at_the_same_time(replicas):
-    barrier = threading.Barrier(3, timeout=100)
+    barrier = threading.Barrier(3, timeout=800)
     assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
 
 
@@ -121,14 +122,14 @@ def test_short_parts_run_in_the_caller_until_they_are_long(monkeypatch):
     replicas = after_short_calls(monkeypatch)
     for _ in range(4):
         replicas.run(lambda replica, part: time.sleep(0.02), [0, 1, 2])
-    barrier = threading.Barrier(3, timeout=100)
+    barrier = threading.Barrier(3, timeout=800)
     assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
 
 
 def test_a_thread_that_has_gone_to_rest_takes_part_again(replicas):
     everywhere(replicas, lambda: 1)
     time.sleep(1.3)
-    barrier = threading.Barrier(3, timeout=100)
+    barrier = threading.Barrier(3, timeout=800)
     assert sorted(everywhere(replicas, barrier.wait)) == [0, 1, 2]
 
 
@@ -220,6 +221,13 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def interrupt_once_the_caller_waits():
+    caller = threading.main_thread().ident
+    while sys._current_frames()[caller].f_code is not _threads.ReplicaThread.wait.__code__:
+        time.sleep(0.01)
+    interrupt()
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_an_interrupt_waits_for_the_others_and_the_next_call_works(replicas, interrupts, busy):
     begun, over = threading.Semaphore(0), []
@@ -227,13 +235,12 @@ def test_an_interrupt_waits_for_the_others_and_the_next_call_works(replicas, int
     def work(replica, part):
         if part != 0:
             begun.release()
-        elif not (begun.acquire(timeout=100) and begun.acquire(timeout=100)):
+        elif not (begun.acquire(timeout=800) and begun.acquire(timeout=800)):
             raise TimeoutError
         if part == busy:
-            time.sleep(0.2)  # the caller waits for the others by now, if it is not busy itself
-            interrupt()
+            interrupt() if part == 0 else interrupt_once_the_caller_waits()
         if part != 0:
-            interrupts.acquire(timeout=100)
+            interrupts.acquire(timeout=800)
             interrupts.release()
             time.sleep(0.1)
         over.append(part)
@@ -251,9 +258,8 @@ def test_a_second_interrupt_gives_up_a_replica_that_hangs(interrupts):
     def hang(replica, part):
         if part == 1:
             for _ in range(2):
-                time.sleep(0.3)  # the caller waits by now
-                interrupt()
-                interrupts.acquire(timeout=100)
+                interrupt_once_the_caller_waits()
+                interrupts.acquire(timeout=800)
             release.wait()
 
     with pytest.raises(KeyboardInterrupt):
@@ -284,7 +290,7 @@ def test_callers_in_two_threads_take_turns(replicas):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(250)
+        thread.join(800)
     assert sums == [6] * 40
 
 
@@ -293,7 +299,7 @@ def test_a_forked_process_makes_threads_of_its_own(replicas):
     everywhere(replicas, lambda: 1)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(250)
+        signal.alarm(800)
         os._exit(0 if replicas.run(lambda r, part: part, [1, 2, 3]) == [1, 2, 3] else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
@@ -306,19 +312,19 @@ def test_a_process_forked_while_another_thread_runs_the_replicas_runs_them_too(f
 
     def wait(replica, part):
         inside.set()
-        leave.wait(250)
+        leave.wait(800)
         return replica(part)
 
     other = threading.Thread(target=replicas.run, args=(wait, X))
     other.start()
-    assert inside.wait(250)
+    assert inside.wait(800)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(250)
+        signal.alarm(800)
         replicas.run(lambda r, x: r(x), X)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     leave.set()
-    other.join(250)
+    other.join(800)
     assert status == 0
     assert len(replicas.run(lambda r, x: r(x), X)) == 2

@@ -85,15 +85,15 @@ def test_what_another_writer_is_writing_is_left_to_it(tmp_path):
     def slowly(part):
         part.write_text("first")
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(800)
 
     thread = threading.Thread(target=write_atomically, args=(slowly, path))
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(800)
     write_text(path, "second")
     assert path.read_text() == "second"
     go_on.set()
-    thread.join(60)
+    thread.join(800)
     assert path.read_text() == "first"
     assert names(tmp_path) == ["file"]
 

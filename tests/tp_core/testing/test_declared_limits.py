@@ -78,7 +78,7 @@ def report(folder, limits):
         [sys.executable, "-m", "pytest", "-ra", "-q", "-p", "no:cacheprovider", str(folder)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=800,
         check=False,
         cwd=folder,
     )

@@ -14,7 +14,7 @@ from tp_core.testing import rank_outcomes
 
 
 def one_is_killed():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=250))
     ts.distributed.init_process_group()
     layer = ts.nn.ParallelLinear(8, 8, dim=0)
     layer(torch.ones(1, 8))
@@ -24,7 +24,7 @@ def one_is_killed():
 
 
 def one_never_comes(noticed):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     ts.distributed.init_process_group()
     if dist.get_rank() == 1:
         while not Path(noticed).exists():

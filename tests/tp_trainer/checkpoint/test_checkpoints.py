@@ -328,7 +328,7 @@ def test_writing_in_a_thread_gives_the_same_checkpoints(tmp_path):
         fit(settings, stop_at=8)
     for thread in threading.enumerate():
         if thread.name == "tp-checkpoint":
-            thread.join(100)
+            thread.join(800)
     assert same(fit(settings, resume="auto"), fit(None))
 
 
@@ -337,7 +337,7 @@ def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     write = checkpointer_module.write_whole
 
     def slow(*args, **kwargs):
-        assert may_write.wait(100)
+        assert may_write.wait(800)
         return write(*args, **kwargs)
 
     monkeypatch.setattr(checkpointer_module, "write_whole", slow)

@@ -66,7 +66,6 @@ def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_is_killed_before_any_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(1, count))

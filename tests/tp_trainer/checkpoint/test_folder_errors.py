@@ -103,7 +103,7 @@ def test_the_exit_status_of_a_run_whose_thread_failed_is_not_0(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
     )
     assert done.returncode == 1
     assert "Exception in thread" not in done.stderr

@@ -243,7 +243,6 @@ def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(4))
 def test_a_folder_that_is_damaged_in_many_ways_costs_no_good_checkpoint(
     original, expected, tmp_path, caplog, part

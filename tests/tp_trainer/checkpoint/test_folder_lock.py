@@ -71,7 +71,7 @@ def start():
     yield starting
     for program in programs:
         program.kill()
-        program.communicate(timeout=250)
+        program.communicate(timeout=800)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, 
     assert names(folder) == before == [".lock", "step-0000000001", "step-0000000002"]
     # Reading from it is allowed.
     assert same(train(tmp_path / "other", resume=folder / "step-0000000002"), train(None))
-    first.communicate("go on\n", timeout=250)
+    first.communicate("go on\n", timeout=800)
     assert first.returncode == 0
     assert names(folder) == ["step-0000000008", "step-0000000009", "step-0000000010"]
 
@@ -99,7 +99,7 @@ def test_a_run_with_workers_that_was_killed_can_be_started_again_at_once(tmp_pat
     first, said = start(STANDING, tmp_path / "run")
     assert said == "standing"
     first.kill()
-    first.wait(250)  # its workers notice that it is gone some seconds later
+    first.wait(800)  # its workers notice that it is gone some seconds later
     assert same(train(tmp_path / "run"), train(None))
 
 
@@ -108,7 +108,7 @@ def test_a_forked_process_that_outlives_the_run_does_not_keep_the_folder(tmp_pat
     with pytest.raises(ConfigError, match=f"process {first.pid} on host"):
         FolderLock(tmp_path)
     first.kill()
-    first.wait(250)
+    first.wait(800)
     os.kill(int(copy), 0)  # it is alive, and stays so until its input is closed
     FolderLock(tmp_path).release()
 
@@ -204,7 +204,7 @@ def test_all_ranks_of_a_second_job_are_refused(tmp_path):
 def wait_for_writing():
     for thread in threading.enumerate():
         if thread.name == "tp-checkpoint":
-            thread.join(250)
+            thread.join(800)
 
 
 # -- a folder that goes away -----------------------------------------------------------------------

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tp_core import testing
 from tp_trainer._launch import _cli
 from tp_trainer._launch._jobs._detach import stop
 from tp_trainer._launch._jobs._store import list_jobs
@@ -85,12 +85,12 @@ class Tp:
         os.close(terminal)
         return shown.decode()
 
-    def __call__(self, command: str, *args: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: str, *args: str, timeout_s: float = 800) -> subprocess.CompletedProcess[str]:
         process = self.start(command, *args)
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
-    def wait_for(self, name: str, timeout_s: float = 250) -> str:
+    def wait_for(self, name: str, timeout_s: float = 800) -> str:
         """The text of a file that a rank writes."""
         path = self.cwd / name
         wait_until(lambda: path.exists() and path.read_text() != "", timeout_s=timeout_s)
@@ -110,13 +110,13 @@ class Tp:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
-                process.wait(250)
-            for stream in (process.stdout, process.stderr):
+                process.wait(800)
+            for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 250) -> None:
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 800) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -153,7 +153,7 @@ def here() -> Callable[..., Any]:
 def gone() -> Callable[..., None]:
     """Waits until processes have ended."""
 
-    def wait(*pids: int, timeout_s: float = 250) -> None:
+    def wait(*pids: int, timeout_s: float = 800) -> None:
         wait_until(lambda: all(is_gone(pid) for pid in pids), timeout_s=timeout_s)
 
     return wait
@@ -166,9 +166,7 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return testing.free_port()
 
 
 @pytest.fixture(autouse=True)

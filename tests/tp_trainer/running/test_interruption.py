@@ -5,7 +5,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def start(folder, send, at, *, ranks=1, to_rank=0, environ=None):
         several = {k: str(v) for k, v in variables.items()} if ranks > 1 else {}
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | several | (environ or {})
         processes.append(subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE))
-    ends = [process.communicate(timeout=250)[1].decode() for process in processes]
+    ends = [process.communicate(timeout=800)[1].decode() for process in processes]
     return [process.returncode for process in processes], ends
 
 
@@ -160,11 +159,18 @@ def test_a_job_that_slurm_does_not_let_back_into_its_queue_is_told_once(tmp_path
 
 
 HANGING = """
-import sys, time
+import signal, sys, time
 import torch
 from tp_trainer import Trainer
 
 def step(model, batch):
+    note = signal.getsignal(signal.SIGINT)
+
+    def note_and_say(number, frame):
+        note(number, frame)
+        print("noted", flush=True)
+
+    signal.signal(signal.SIGINT, note_and_say)
     print("hanging", flush=True)
     time.sleep(600)
 
@@ -184,10 +190,9 @@ def test_a_second_interrupt_ends_a_run_that_hangs_in_a_step(tmp_path):
     try:
         assert process.stdout.readline() == b"hanging\n"
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert process.poll() is None  # the first waits for the step to end
+        assert process.stdout.readline() == b"noted\n"  # the first waits for the step to end
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=250)
+        process.communicate(timeout=800)
         assert process.returncode == -signal.SIGINT
     finally:
         process.kill()

@@ -46,7 +46,7 @@ def test_an_address_that_is_taken_is_named(free_port):
 def _end(tp: Tp, *processes) -> None:
     (tp.cwd / "go").touch()
     for process in processes:
-        _, err = process.communicate(timeout=250)
+        _, err = process.communicate(timeout=800)
         assert process.returncode == 0, err
 
 
@@ -55,8 +55,8 @@ def test_a_launch_on_one_host_listens_for_that_host_alone_and_keeps_no_pickle(tp
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     process = tp.start("launch", "-n", "2", tp.script(_HELD, gloo=True))
-    address, port = tp.wait_for("master0", timeout_s=250).split()
-    tp.wait_for("master1", timeout_s=250)
+    address, port = tp.wait_for("master0", timeout_s=800).split()
+    tp.wait_for("master1", timeout_s=800)
     places = _listening([process.pid])
     assert (address, int(port)) in places
     assert len(places) > 1  # gloo's are among them
@@ -83,7 +83,7 @@ def test_launches_that_meet_at_a_loopback_address_listen_there_alone(tp, free_po
         own = ["--node-rank", str(number)] if kind == "static" else []
         hosts.append(tp.start("launch", *options, *endpoint, *own, script))
     for rank in range(2):
-        tp.wait_for(f"master{rank}", timeout_s=250)
+        tp.wait_for(f"master{rank}", timeout_s=800)
     places = _listening([host.pid for host in hosts])
     assert ("127.0.0.1", free_port) in places
     assert all(ipaddress.ip_address(ip).is_loopback for ip, _ in places), places

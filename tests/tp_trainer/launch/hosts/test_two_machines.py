@@ -51,9 +51,17 @@ class Machines:
                 self._ip(host, words)
 
     def _hold(self, command: list[str]) -> subprocess.Popen[str]:
-        """Keep a namespace open: it lives as long as this process does."""
+        """Keep a namespace open: it lives as long as this process does, whose pipe to it stays open."""
         held = subprocess.Popen(
-            [*command, "sh", "-c", "echo here; exec sleep 300"], stdout=subprocess.PIPE, text=True
+            [
+                *command,
+                "sh",
+                "-c",
+                "echo here; exec cat > /dev/null",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._tp.started.append(held)
         assert held.stdout is not None
@@ -67,7 +75,7 @@ class Machines:
         return ["nsenter", "-t", str(self._holders[host].pid), "--user", "--preserve-credentials", *own]
 
     def _ip(self, host: int, words: str) -> None:
-        subprocess.run([*self.enter(host), "ip", *words.split()], check=True, timeout=10)
+        subprocess.run([*self.enter(host), "ip", *words.split()], check=True, timeout=800)
 
     def launch(self, host: int, *args: str) -> subprocess.Popen[str]:
         return self._tp.start_command([*self.enter(host), *_COMMAND, *args])
@@ -76,7 +84,7 @@ class Machines:
         """The addresses at which anything on a host listens."""
         look = "import psutil; print(*(c.laddr.ip for c in psutil.net_connections() if c.status == 'LISTEN'))"
         command = [*self.enter(host), sys.executable, "-c", look]
-        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, timeout=800, capture_output=True, text=True)
         return set(done.stdout.split())
 
     def cut(self) -> None:
@@ -110,17 +118,13 @@ def _has_trained(tp: Tp, steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_job_on_both_with_the_reason(machines, tp):
-    hosts = _start(machines, tp, "--nnodes", "2", "--host-timeout-s", "3")
+    hosts = _start(machines, tp, "--nnodes", "2", "--host-timeout-s", "10")
     _has_trained(tp, 20)  # with each other: neither host starts alone
     machines.cut()
-    ends = [host.communicate(timeout=250)[1] for host in hosts]
+    ends = [host.communicate(timeout=800)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [1, 1], ends
-    assert ends[0].splitlines()[-1].endswith(f"({_ADDRESSES[1]}) was lost: it has not been heard of for 3 s")
-    assert (
-        ends[1]
-        .splitlines()[-1]
-        .endswith(f"the rendezvous host at {_ADDRESSES[0]}:29511 was lost: it has not answered for 3 s")
-    )
+    assert f"({_ADDRESSES[1]}) was lost: it has not been heard of for 10 s\n" in ends[0]
+    assert f"the rendezvous host at {_ADDRESSES[0]}:29511 was lost: it has not answered for 10 s\n" in ends[1]
 
 
 @pytest.mark.slow
@@ -130,20 +134,20 @@ def test_hosts_that_are_bound_listen_at_their_own_address_alone(machines, tp):
     for number, address in enumerate(_ADDRESSES):
         assert machines.listening(number) == {address}
     for host in hosts:
-        _, err = host.communicate(timeout=250)
+        _, err = host.communicate(timeout=800)
         assert host.returncode == 0, err
 
 
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off(machines, tp):
     elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=3"]
-    hosts = _start(machines, tp, *elastic, "--host-timeout-s", "3")
+    hosts = _start(machines, tp, *elastic, "--host-timeout-s", "10")
     _has_trained(tp, 40)
     machines.cut()
-    out, err = hosts[0].communicate(timeout=250)
+    out, err = hosts[0].communicate(timeout=800)
     assert hosts[0].returncode == 0, err
     assert "was lost" in err
     assert "restart 1 of 1, on 1 host" in err
     assert "is of 2 ranks, and these are 1" in err  # it went on from the last checkpoint
     assert "trained on 1" in out
-    assert hosts[1].wait(250) == 1
+    assert hosts[1].wait(800) == 1

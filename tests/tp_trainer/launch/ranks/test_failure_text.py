@@ -105,6 +105,10 @@ def test_an_abort_at_the_end_of_a_script_has_its_remedy(ranks):
     assert "call torch.distributed.destroy_process_group() there" in str(_first({0: -6}, ranks))
 
 
+def test_a_rank_that_wrote_nothing_is_said_to_have_written_nothing(ranks):
+    assert "it wrote nothing to stderr" in str(_first({0: -9}, ranks))
+
+
 def test_signals_have_names():
     assert [code_name(code) for code in (3, -9, -11, -99)] == [
         "exit code 3",

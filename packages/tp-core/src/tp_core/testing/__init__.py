@@ -23,8 +23,9 @@ from tp_core.testing._distributions import fake_distribution  # noqa: E402
 from tp_core.testing._engine_conformance import EngineConformance  # noqa: E402
 from tp_core.testing._kit import ConformanceKit  # noqa: E402
 from tp_core.testing._logger_conformance import LoggerConformance  # noqa: E402
+from tp_core.testing._ports import free_port  # noqa: E402
 from tp_core.testing._rank_pool import RankPool  # noqa: E402
-from tp_core.testing._ranks import RankOutcome, free_port, rank_outcomes, run_ranks  # noqa: E402
+from tp_core.testing._ranks import RankOutcome, rank_outcomes, run_ranks  # noqa: E402
 from tp_core.testing._wrapper_checks import GpuWrapperConformance, WrapperConformance  # noqa: E402
 
 __all__ = [

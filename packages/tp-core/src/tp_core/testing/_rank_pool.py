@@ -47,7 +47,7 @@ class RankPool:
         setup: Callable[..., Any] | None = None,
         args: tuple[Any, ...] = (),
         environ: Mapping[str, str] | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
     ) -> None:
         self.processes, self.timeout_s = processes, timeout_s
         self._setup, self._args, self._environ = setup, args, environ

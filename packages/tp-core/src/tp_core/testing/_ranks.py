@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,8 +15,9 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from tp_core.errors import RankFailedError
+from tp_core.testing._ports import free_port
 
-__all__ = ["Pipe", "RankOutcome", "Report", "dumps", "free_port", "rank_outcomes", "run_ranks", "start_ranks"]
+__all__ = ["Pipe", "RankOutcome", "Report", "dumps", "rank_outcomes", "run_ranks", "start_ranks"]
 
 if TYPE_CHECKING:
     Pipe: TypeAlias = Connection[Any, Any]
@@ -65,19 +65,11 @@ class Report(NamedTuple):
     error: str | None = None
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def run_ranks(
     function: Callable[..., Any],
     processes: int,
     *args: Any,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``processes`` ranks and return what each returned, by rank.
@@ -110,7 +102,7 @@ def rank_outcomes(
     function: Callable[..., Any],
     processes: int,
     *args: Any,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
     together: bool = False,
 ) -> list[RankOutcome]:

@@ -29,7 +29,7 @@ TIMEOUT_STATUS = 124
 
 _STDERR = 2
 _TICK_S = 1.0  # at most; from one look to the next
-_GATHER_S = 5.0  # how long a rank waits for what the others have to say
+_GATHER_S = 10.0  # how long a rank waits for what the others have to say
 _NATIVE_S = 10.0  # at most; after it, native code that lets no Python run is ended from outside
 
 _OTHERS_S = 20.0  # for ranks that can still run Python

@@ -16,7 +16,7 @@ __all__ = ["TrainingConformance"]
 EXACT = [name for name, way in runs.WAYS.items() if way.dtype == torch.float64]
 ROUGH = [name for name in runs.WAYS if name not in EXACT]
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
-DEADLINE_S = 120.0  # for a busy machine; a rank that hangs is ended at it
+DEADLINE_S = 600.0  # for a busy machine; a rank that hangs is ended at it
 
 
 class TrainingConformance(WeightConformance):

@@ -15,7 +15,9 @@ from tp_trainer._launch._request import LaunchRequest
 
 __all__ = ["detach", "stop"]
 
-_START_S = 60.0
+_START_S = (
+    600.0  # against hangs alone: a start from a busy disk may take a minute, and an end is noticed at once
+)
 _SUPERVISOR_S = 15.0  # how long the supervisor may take after the last of its processes has ended
 
 
