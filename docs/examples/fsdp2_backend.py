@@ -59,6 +59,8 @@ class FullyShardBackend(Backend):
 class FullyShardSession(ProcessGroupSession):
     """One rank of a job whose parameters are DTensors."""
 
+    evaluates_together = True  # ranks gather parameters in a step without gradients, too
+
     def __init__(self, job, options, *, leave):
         super().__init__(job, leave=leave)
         self.options = options

@@ -31,8 +31,8 @@ PUBLIC = {
     """,
     tp_core.internal: """
         KNOWN_BACKENDS LEFT_KEY Container PerType SampleRows backward_of_nothing check_backend_name
-        containers device_of_rank has_left join_rows lazy_exports rendezvous_store row_count seed_of seeded
-        split_evenly sync_folder write_atomically
+        containers device_of_rank has_left is_dtensor join_rows lazy_exports rendezvous_store row_count
+        seed_of seeded split_evenly sync_folder whole_matrix_optimizer write_atomically
     """,
 }
 

@@ -11,6 +11,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "Checkpoints",
         "DdpOptions",
         "EpochRecord",
+        "FsdpOptions",
         "FunctionMetric",
         "History",
         "Interrupted",

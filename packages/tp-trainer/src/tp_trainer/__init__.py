@@ -7,6 +7,7 @@ from tp_core.internal import lazy_exports
 if TYPE_CHECKING:
     from tp_trainer import compat
     from tp_trainer._backends._ddp import DdpOptions
+    from tp_trainer._backends._fsdp._options import FsdpOptions
     from tp_trainer._checkpoint import Checkpoints
     from tp_trainer._metrics._metric import FunctionMetric, Metric
     from tp_trainer._metrics._predictions import Predictions
@@ -25,6 +26,7 @@ __all__ = [
     "Checkpoints",
     "DdpOptions",
     "EpochRecord",
+    "FsdpOptions",
     "FunctionMetric",
     "History",
     "Interrupted",
@@ -41,6 +43,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "_backends._ddp": ["DdpOptions"],
+            "_backends._fsdp._options": ["FsdpOptions"],
             "_checkpoint": ["Checkpoints"],
             "_metrics._metric": ["FunctionMetric", "Metric"],
             "_metrics._predictions": ["Predictions"],

@@ -13,11 +13,12 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Bring one device, and one process per device."""
+    """Bring one device, and one process per device, with whole parameters or shards."""
     from tp_trainer._backends._ddp import DdpBackend
+    from tp_trainer._backends._fsdp._backend import FsdpBackend
     from tp_trainer._backends._single import SingleBackend
 
-    return [SingleBackend(), DdpBackend()]
+    return [SingleBackend(), DdpBackend(), FsdpBackend()]
 
 
 @hookimpl

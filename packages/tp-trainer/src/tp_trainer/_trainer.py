@@ -741,7 +741,8 @@ class Trainer:
     def load_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
 
-        The folder of a checkpoint will do too, one of a run or of ``tp_shard.save_sharded``.
+        So are weights that :meth:`export` wrote, or another program: a safetensors file, an index of several,
+        or their folder; and the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -752,15 +753,24 @@ class Trainer:
         prepared = self._prepare_model(model)
         load_model(self.session, prepared, path)
 
-    def export(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """Write the weights as a safetensors file, which is loaded without tp; call it on every rank.
+    def export(
+        self, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
+    ) -> None:
+        """Write the weights as safetensors files, which are loaded without tp; call it on every rank.
 
         ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it into the plain model. Tied
         weights are written under each of their names. A crash while it is written leaves the old file
-        as it was.
+        as it was. One tensor at a time is whole in memory, if the backend splits them.
+
+        Args:
+            model: The model.
+            path: The file, ``model.safetensors``.
+            max_file_nbytes: The largest size of a file, from which on there are several, such as
+                ``model-00001-of-00003.safetensors``, and an index, as Hugging Face's libraries have it.
 
         Raises:
-            OSError: The file cannot be written; on every rank.
+            ConfigError: There are several files, and ``path`` does not end in ".safetensors".
+            OSError: A file cannot be written; on every rank.
             StateError: The model's state holds something that is not a tensor.
 
         Collectives: the backend's gathering of the state, one broadcast.
@@ -768,7 +778,7 @@ class Trainer:
         prepared = self._prepare_model(model)
         from tp_trainer._checkpoint._model_files import export_model
 
-        export_model(self.session, prepared, path)
+        export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
 
     # -- the end ------------------------------------------------------------------------------
 

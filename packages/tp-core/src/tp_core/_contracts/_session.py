@@ -45,9 +45,13 @@ class Session:
             loader reported last; ``None`` before the first batch and where it is not known.
         runs_step_in_parts: Whether :meth:`run` calls the step on several parts of the batch, which do
             not see each other.
+        evaluates_together: Whether ranks exchange something in a step without gradients, such as parts of
+            parameters. Then all data ranks have to evaluate as many batches: loaders that are prepared for
+            evaluation give a rank that has none a stand-in, whose share has no samples.
     """
 
     runs_step_in_parts: bool = False
+    evaluates_together: bool = False
 
     def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
         self.job = job
@@ -128,7 +132,7 @@ class Session:
             loader: A ``DataLoader``; where the data is not split, any iterable of batches.
             training: Whether every rank must take the steps of one device, with a stand-in sample
                 where it has none. In evaluation each sample is met once: a last batch with fewer
-                samples than ranks is joined to the one before it.
+                samples than ranks is joined to the one before it; see ``evaluates_together``.
             shard: Whether to split the batches over the data ranks. With ``False`` the loader
                 already gives each rank its own samples.
 
@@ -145,7 +149,17 @@ class Session:
             move=self.move_batch if self.device.type != "cpu" else None,
             on_share=self.take_share,
             agree=self.check_agreement if self.data_size > 1 else None,
+            any_rank=self._any_rank
+            if self.evaluates_together and not training and self.data_size > 1
+            else None,
         )
+
+    def _any_rank(self, mine: bool) -> bool:
+        """Return whether something holds on any data rank.
+
+        Collectives: one all-reduce of a number.
+        """
+        return bool(self.reduce(torch.tensor(float(mine), device=self.device), "max"))
 
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to where the step will run."""
@@ -323,6 +337,20 @@ class Session:
         from tp_core.state import plain_state, whole
 
         return {n: whole(v) for n, v in plain_state(self.unwrap(model).state_dict()).items()}
+
+    def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state, with the user's own module's names, not put together yet.
+
+        A tensor has its whole shape; where it is a DTensor, every rank gives its part of it to
+        `tp_core.state.whole`. So a state is written of which no device could hold all.
+
+        Collectives: those of :meth:`model_state`, where a backend has its own.
+        """
+        from tp_core.state import plain_state
+
+        if type(self).model_state is not Session.model_state:
+            return self.model_state(model)
+        return plain_state(self.unwrap(model).state_dict())
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Load a state that :meth:`model_state` of any backend returned.

@@ -60,10 +60,13 @@ class EpochBatches:
 
     In evaluation, where gradients do not tie batches to steps, a batch of torch's own sampler that has
     fewer samples than there are ranks is joined to those before it: so every rank has a sample of each
-    batch, and no rank needs a stand-in. A batch of another sampler is skipped by ranks without a sample.
+    batch, and no rank needs a stand-in. A batch of another sampler is skipped by ranks without a sample,
+    unless ``stand_ins`` gives them one there too.
     """
 
-    def __init__(self, inner: Any, *, seed: int, rank: int, size: int, training: bool) -> None:
+    def __init__(
+        self, inner: Any, *, seed: int, rank: int, size: int, training: bool, stand_ins: bool = False
+    ) -> None:
         self.inner = inner
         self.seed = seed
         self.order: list[list[Any]] = []
@@ -73,6 +76,7 @@ class EpochBatches:
         self._digest = ""
         self._is_found = False  # by `find`, and not iterated yet
         self._rank, self._size, self._training = rank, size, training
+        self._stand_ins = training or stand_ins
 
     @property
     def _joins(self) -> bool:
@@ -152,10 +156,10 @@ class EpochBatches:
                 known[total] = part, Share(part.stop - part.start, total)
             part, share = known[total]
             if share.samples == 0:
-                if not self._training:
+                if not self._stand_ins:
                     continue
-                # Every rank must take this step, or the others would wait for its gradients: a
-                # stand-in sample, whose loss counts nothing.
+                # Every rank must take this step, or the others would wait for it: a stand-in sample, whose
+                # loss counts nothing.
                 part = slice(1)
             self.shares.append((number, share))
             mine = _Batch(batch[part])

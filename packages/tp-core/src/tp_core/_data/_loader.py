@@ -23,6 +23,8 @@ from tp_core.errors import LoaderError
 
 __all__ = ["PreparedLoader", "count_samples"]
 
+_NOTHING = object()
+
 
 def count_samples(batch: Any) -> int:
     """Return the length of the first tensor in ``batch`` that has a first dimension, else 1.
@@ -72,6 +74,7 @@ class PreparedLoader:
         move: Callable[[Any], Any] | None = None,
         on_share: Callable[[Share | None], None] | None = None,
         agree: Callable[[str, object], None] | None = None,
+        any_rank: Callable[[bool], bool] | None = None,
         collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None = None,
     ) -> None:
         """Prepare ``loader``.
@@ -87,6 +90,8 @@ class PreparedLoader:
             move: Moves a batch to the device; ``None`` leaves it where it is.
             on_share: Called with the share of each batch before it is yielded.
             agree: ``agree(what, value)`` raises unless all ranks have the same value.
+            any_rank: ``any_rank(mine)`` returns whether it holds on any rank. Given where ranks must take the
+                same steps in evaluation, too: a rank that has no samples then gets a stand-in.
             collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
                 other loaders are taken as they are.
 
@@ -103,6 +108,7 @@ class PreparedLoader:
         self._move = move
         self._on_share = on_share
         self._agree = agree if shard else None
+        self._any_rank, self._agree_on_start = any_rank, agree
         self._size = size
         self._batches: EpochBatches | None = None
         self._source = loader
@@ -119,7 +125,14 @@ class PreparedLoader:
                 "shard=False"
             )
             raise LoaderError(msg)
-        self._batches = EpochBatches(loader.batch_sampler, seed=seed, rank=rank, size=size, training=training)
+        self._batches = EpochBatches(
+            loader.batch_sampler,
+            seed=seed,
+            rank=rank,
+            size=size,
+            training=training,
+            stand_ins=any_rank is not None,
+        )
         self._source = copy_loader(loader, self._batches, collate)
         if self._agree is not None:
             self._agree("the number of batches of a loader", len(self._batches))
@@ -184,6 +197,9 @@ class PreparedLoader:
         tell_epoch(self.loader, epoch)
         share = Share(0, 0)
         source = self._begin(self._source, epoch)
+        if self._any_rank is not None:
+            yield from self._iterate_together(source, self._any_rank)
+            return
         for number, batch in enumerate(islice(source, first, None) if first else source, start=first):
             self.number = number
             if on_share is not None:
@@ -193,6 +209,28 @@ class PreparedLoader:
                     share = Share(samples, samples * self._size)
                 on_share(share)
             yield batch if move is None else move(batch)
+
+    def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
+        """Yield as many batches as the rank that has most: this one's last again, which counts nothing.
+
+        Raises:
+            DisagreementError: This rank has no batch at all, and another one has.
+
+        Collectives: one before each batch, and one when no rank has another.
+        """
+        batch, done = None, 0
+        while True:
+            mine = next(source, _NOTHING)
+            if not done and self._agree_on_start is not None:
+                self._agree_on_start("whether there is a batch to evaluate", mine is not _NOTHING)
+            if not any_rank(mine is not _NOTHING):
+                return
+            self.number, done = done, done + 1
+            batch = batch if mine is _NOTHING else mine
+            if self._on_share is not None:
+                samples = count_samples(batch)
+                self._on_share(Share(0 if mine is _NOTHING else samples, samples * self._size))
+            yield batch if self._move is None else self._move(batch)
 
     def _begin(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Begin to iterate; what that draws (a seed for workers) is not the model's to miss."""

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from tp_core._devices._resolve import device_of_rank
     from tp_core._launch._store import LEFT_KEY, has_left, rendezvous_store
     from tp_core._steps._backward import backward_of_nothing
+    from tp_core._steps._optimizer_kinds import whole_matrix_optimizer
     from tp_core._steps._rows import SampleRows, join_rows, row_count
     from tp_core._tensors._atomic import sync_folder, write_atomically
+    from tp_core._tensors._sharding import is_dtensor
     from tp_core.plugins._select import KNOWN_BACKENDS, check_backend_name
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "containers",
     "device_of_rank",
     "has_left",
+    "is_dtensor",
     "join_rows",
     "lazy_exports",
     "rendezvous_store",
@@ -34,6 +37,7 @@ __all__ = [
     "seeded",
     "split_evenly",
     "sync_folder",
+    "whole_matrix_optimizer",
     "write_atomically",
 ]
 
@@ -49,7 +53,9 @@ if not TYPE_CHECKING:
             "._lazy": ["lazy_exports"],
             "._steps._backward": ["backward_of_nothing"],
             "._steps._rows": ["SampleRows", "join_rows", "row_count"],
+            "._steps._optimizer_kinds": ["whole_matrix_optimizer"],
             "._tensors._atomic": ["sync_folder", "write_atomically"],
+            "._tensors._sharding": ["is_dtensor"],
             ".plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
         },
     )

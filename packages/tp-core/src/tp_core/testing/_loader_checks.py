@@ -1,5 +1,6 @@
 """A backend's loaders give each data rank its share, and each sample once."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -39,6 +40,24 @@ class LoaderChecks(PooledKit):
             assert all(share.samples for share, _ in batches), "a sample would be met twice"
         assert len({len(batches) for _, batches in found}) == 1
 
+    @pytest.mark.parametrize("samples", [1, 3])
+    def test_evaluation_of_few_samples_neither_hangs_nor_counts_one_twice(self, samples: int) -> None:
+        with torch.no_grad():
+            expected = loss_of(batch_loss()(self.make_reference(), data(samples).tensors)).item()
+        for found, loss in self.everywhere(_evaluated, samples, 2):
+            assert found == samples
+            assert loss == pytest.approx(expected, rel=1e-9)
+
+    def test_ranks_may_evaluate_different_numbers_of_batches_of_their_own(self) -> None:
+        for size, found, loss in self.everywhere(_evaluated_unevenly):
+            parts = [data(_own_samples(rank)).tensors for rank in range(size)]
+            with torch.no_grad():
+                means = [loss_of(batch_loss()(self.make_reference(), part)).item() for part in parts]
+            samples = [len(part[0]) for part in parts]
+            assert found == sum(samples)
+            total = sum(n * mean for n, mean in zip(samples, means, strict=True))
+            assert loss == pytest.approx(total / sum(samples), rel=1e-9)
+
     def test_a_loader_that_is_split_already_is_taken_as_it_is(self) -> None:
         x = data(SAMPLES).tensors[0]
         for rows in self.everywhere(_unsharded):
@@ -47,7 +66,7 @@ class LoaderChecks(PooledKit):
     def test_evaluation_sees_each_sample_once(self) -> None:
         with torch.no_grad():
             expected = loss_of(batch_loss()(self.make_reference(), data(11).tensors)).item()
-        for samples, loss in self.everywhere(_evaluated):
+        for samples, loss in self.everywhere(_evaluated, 11, 5):
             assert samples == 11
             assert loss == pytest.approx(expected, rel=1e-9)
 
@@ -87,17 +106,34 @@ def _unsharded(kit: LoaderChecks) -> Tensor:
         return torch.cat([_inputs(session, model, batch) for batch in batches])
 
 
-def _evaluated(kit: LoaderChecks) -> tuple[int, float]:
+def _evaluated(kit: LoaderChecks, samples: int, batch_size: int) -> tuple[int, float]:
     with prepared(kit) as (session, model):
-        model.eval()
-        loader = session.prepare_loader(DataLoader(data(11), batch_size=5), training=False)
-        total = torch.zeros(2, dtype=torch.float64)
-        with torch.no_grad():
-            session.sync_buffers(model)
-            for batch in loader:
-                loss = loss_of(session.run(batch_loss(), model, batch)).item()
-                assert session.share is not None
-                samples = session.share.samples
-                total += torch.tensor([samples, samples * loss], dtype=torch.float64)
-        samples, loss_sum = session.reduce(total.to(session.device), "sum").tolist()
-        return int(samples), loss_sum / samples
+        loader = DataLoader(data(samples), batch_size=batch_size)
+        return _mean_loss(session, model, session.prepare_loader(loader, training=False))
+
+
+def _own_samples(data_rank: int) -> int:
+    """Return how many samples a rank has that brings its own: each one a batch of two more."""
+    return 2 * data_rank + 1
+
+
+def _evaluated_unevenly(kit: LoaderChecks) -> tuple[int, int, float]:
+    with prepared(kit) as (session, model):
+        loader = DataLoader(data(_own_samples(session.data_rank)), batch_size=2)
+        found = _mean_loss(session, model, session.prepare_loader(loader, training=False, shard=False))
+        return session.data_size, *found
+
+
+def _mean_loss(session: Session, model: nn.Module, batches: Iterable[Any]) -> tuple[int, float]:
+    """Return how many samples were counted on all data ranks, and their mean loss."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        session.sync_buffers(model)
+        for batch in batches:
+            loss = loss_of(session.run(batch_loss(), model, batch)).item()
+            assert session.share is not None
+            samples = session.share.samples
+            total += torch.tensor([samples, samples * loss], dtype=torch.float64)
+    samples, loss_sum = session.reduce(total.to(session.device), "sum").tolist()
+    return int(samples), loss_sum / samples

@@ -6,7 +6,6 @@ Torch has hooks for steps of optimizers. For the rest functions are replaced, as
 
 import functools
 import inspect
-import re
 import weakref
 from typing import Any
 
@@ -15,17 +14,13 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from tp_core.errors import ConfigError, StateError
+from tp_core.internal import whole_matrix_optimizer
 
 from tp_shard._groups import _patches
 from tp_shard._shards._marks import holds_shard
 
 __all__ = ["check_optimizer", "guard_saving", "install_guards"]
 
-# They divide by norms of a whole matrix, orthogonalise or factorise it, or take products of all parameters.
-_WHOLE_MATRIX = re.compile(
-    r"muon|adafactor|lbfgs|shampoo|galore|kfac|lamb$|lars$|^(soap|came|apollo|novograd|scion|kron|psgd)$",
-    re.IGNORECASE,
-)
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
@@ -61,7 +56,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: Its step depends on whole matrices, of which it would see shards.
     """
-    name = next((c.__name__ for c in type(optimizer).__mro__ if _WHOLE_MATRIX.search(c.__name__)), None)
+    name = whole_matrix_optimizer(optimizer)
     if name is not None and any(holds_shard(p) for g in optimizer.param_groups for p in g["params"]):
         msg = (
             f"{name} computes with whole matrices, and would take a rank's shard for one: other updates than "

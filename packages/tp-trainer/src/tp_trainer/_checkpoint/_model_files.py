@@ -2,22 +2,41 @@
 
 import os
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
-from tp_core.plugins import Session
-from tp_core.state import load_state, open_tensors, plain_state, restore_state
+from tp_core.internal import is_dtensor, write_atomically
+from tp_core.plugins import Session, TensorSlice
+from tp_core.state import (
+    StoredTensors,
+    TensorInfo,
+    fill_from_whole,
+    load_state,
+    open_tensors,
+    plain_state,
+    restore_state,
+    whole,
+)
 
 from tp_trainer._checkpoint import verify
+from tp_trainer._checkpoint._weights_files import (
+    WeightsFiles,
+    is_weights,
+    split_over_files,
+    type_name,
+    write_index,
+    write_weights,
+)
 
 __all__ = ["check_place", "export_model", "load_model", "save_atomically", "save_model", "write_on_main"]
+
+_MODEL = "model."  # in front of the names of a model's tensors, as checkpoints have it
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
@@ -66,64 +85,56 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
 
     Collectives: the backend's gathering of the state, one broadcast.
     """
-    state = session.model_state(model)
+    state: dict[str, Any] = {}
+    for name, part in session.state_parts(model).items():
+        value = whole(part)  # on all ranks, and one keeps it
+        if session.is_main:
+            state[name] = value.cpu() if isinstance(value, Tensor) and is_dtensor(part) else value
     write_on_main(session, path, partial(save_atomically, state, path))
 
 
-def export_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the weights of a prepared model as a safetensors file; called on every rank.
+def export_model(
+    session: Session, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
+) -> None:
+    """Write the weights of a prepared model as safetensors files, tensor by tensor; called on every rank.
 
     Raises:
-        OSError: The file cannot be written; on every rank.
+        ConfigError: There are several files, and ``path`` does not end in ".safetensors".
+        OSError: A file cannot be written; on every rank.
         StateError: The state holds something that is not a tensor, or of a type that such files lack; on
             every rank.
 
-    Collectives: the backend's gathering of the state, one broadcast.
+    Collectives: the backend's gathering of each tensor, one broadcast.
     """
-    state = session.model_state(model)
-    extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if extra:
-        msg = (
-            f"a safetensors file holds tensors alone, and the model's state has {extra[0]!r}, which is "
-            f"{type(state[extra[0]]).__name__} (get_extra_state?); write it with save_model()"
-        )
-        raise StateError(msg)
+    state, path = session.state_parts(model), Path(path)
     for name, value in state.items():
-        if not _is_known_type(value.dtype):
+        if not isinstance(value, Tensor):
+            msg = (
+                f"a safetensors file holds tensors alone, and the model's state has {name!r}, which is "
+                f"{type(value).__name__} (get_extra_state?); write it with save_model()"
+            )
+            raise StateError(msg)
+        if type_name(value.dtype) is None:
             msg = f"a safetensors file has no {value.dtype}, which {name!r} is; write it with save_model()"
             raise StateError(msg)
-    write_on_main(session, path, lambda: write_atomically(partial(_write_weights, state), path))
-
-
-@cache
-def _is_known_type(dtype: torch.dtype) -> bool:
-    from safetensors.torch import save
-
-    try:
-        save({"": torch.empty(0, dtype=dtype)})
-    except KeyError:  # all that the library says of a type that it lacks
-        return False
-    return True
-
-
-def _write_weights(state: Mapping[str, Tensor], part: Path) -> None:
-    """Write each name with a tensor of its own: tied weights are there under all of their names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    tensors = {}
-    for name, value in state.items():
-        tensor = value.detach().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        tensors[name] = tensor
-    metadata = {"format": "pt", "torch": torch.__version__, "tp-trainer": version("tp-trainer")}
-    try:
-        save_file(tensors, part, metadata)
-    except SafetensorError as error:  # the library's own word for a full disk
-        raise OSError(str(error)) from error
+    files = split_over_files(state, path, max_file_nbytes)
+    failure: OSError | None = None
+    for file, names in files.items():
+        tensors = ((name, whole(state[name])) for name in names)
+        if session.is_main and failure is None:
+            infos = {name: state[name] for name in names}
+            try:
+                write_atomically(partial(write_weights, infos, tensors), file)
+            except OSError as error:
+                failure = error
+        for _ in tensors:  # the other ranks, and rank 0 after a failure, take part in each exchange
+            pass
+    if session.is_main and failure is None and len(files) > 1:
+        try:
+            write_index(path, files, sum(t.numel() * t.element_size() for t in state.values()))
+        except OSError as error:
+            failure = error
+    _tell_failure(session, path, failure)
 
 
 def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
@@ -137,6 +148,14 @@ def write_on_main(session: Session, path: str | os.PathLike[str], write: Callabl
             write()
         except OSError as error:
             failure = error
+    _tell_failure(session, path, failure)
+
+
+def _tell_failure(session: Session, path: str | os.PathLike[str], failure: OSError | None) -> None:
+    """Raise on every rank if rank 0 failed.
+
+    Collectives: one broadcast.
+    """
     # Every rank learns how it went: the others must not run on into the next collective.
     message = session.broadcast(None if failure is None else str(failure))
     if failure is not None:
@@ -167,30 +186,60 @@ def _check_whole(session: Session, folder: Path) -> None:
 
 
 def load_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load what :func:`save_model` wrote into a prepared model; called on every rank.
+    """Load what :func:`save_model` or :func:`export_model` wrote into a prepared model; called on every rank.
 
-    A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``: the model in it is loaded.
+    Each rank reads what it holds. A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``, whose
+    model is loaded; or it has an index of weights.
 
     Raises:
         FileNotFoundError: The file does not exist.
         StateError: The file is damaged, or is of another model; the model is untouched.
     """
-    if Path(path).is_dir():
+    if Path(path).is_dir() and not is_weights(Path(path)):
         _check_whole(session, Path(path))
         restore_state(session.unwrap(model), None, open_tensors(path), cut=session.as_slice)
         return
-    state = plain_state(load_state(path))
-    expected = session.model_state(model)
-    problems = [f"lacks {name}" for name in expected.keys() - state.keys()]
-    problems += [f"has {name}, which the model lacks" for name in state.keys() - expected.keys()]
+    if is_weights(Path(path)):
+        stored: StoredTensors = WeightsFiles(Path(path), prefix=_MODEL)
+    else:
+        state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            session.load_model_state(model, state)  # of modules with get_extra_state()
+            return
+        stored = _StateInAFile(Path(path), state)
+    _check_fits(path, session.state_parts(model), stored)
+    restore_state(session.unwrap(model), None, stored, cut=session.as_slice)
+
+
+def _check_fits(path: str | os.PathLike[str], expected: Mapping[str, Tensor], stored: StoredTensors) -> None:
+    """Make sure that a file is of this model.
+
+    Raises:
+        StateError: Names or shapes differ; the first of them are told.
+    """
+    found = {name.removeprefix(_MODEL): info.shape for name, info in stored.infos.items()}
+    problems = [f"lacks {name}" for name in expected.keys() - found.keys()]
+    problems += [f"has {name}, which the model lacks" for name in found.keys() - expected.keys()]
     problems += [
-        f"has {name} of shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+        f"has {name} of shape {found[name]}, not {tuple(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
+        if name in found and found[name] != tuple(tensor.shape)
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         listed = "; it ".join(sorted(problems)[:3])
         msg = f"{os.fspath(path)} does not fit the model: it {listed}{more}"
         raise StateError(msg)
-    session.load_model_state(model, state)
+
+
+class _StateInAFile(StoredTensors):
+    """A state under plain names, mapped: of each tensor a rank reads what it holds."""
+
+    def __init__(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        self.path, self._state = path, state
+        self.infos = {_MODEL + n: TensorInfo(tuple(t.shape), t.dtype) for n, t in sorted(state.items())}
+
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
+        for name, target in targets.items():
+            fill_from_whole(target, self._state[name.removeprefix(_MODEL)])

@@ -60,7 +60,9 @@ class Predictions:
         try:
             with evaluating(self._session, self._model):
                 for batch in batches:
-                    for piece in self._predicted(batch):
+                    pieces = self._predicted(batch)
+                    yield from rounds.reach(batches.number)
+                    for piece in pieces:
                         yield from rounds.add(batches.number, piece)
                 yield from rounds.finish()
         finally:

@@ -53,9 +53,19 @@ class Rounds:
         if self._session.data_size == 1:
             yield value
             return
-        while number >= (self._rounds + 1) * BATCHES_PER_ROUND:
-            yield from self._exchange(has_more=True)[0]
+        yield from self.reach(number)
         self._kept.append((number, tree_map(on_cpu, value)))
+
+    def reach(self, number: int) -> Iterator[Any]:
+        """Come to a batch of which this rank may have nothing, and yield as :meth:`add` does.
+
+        Where ranks exchange something in each batch, too, all have to come to an exchange between the same
+        two batches.
+
+        Collectives: as of :meth:`add`.
+        """
+        while self._session.data_size > 1 and number >= (self._rounds + 1) * BATCHES_PER_ROUND:
+            yield from self._exchange(has_more=True)[0]
 
     def finish(self) -> Iterator[Any]:
         """Yield what is left, until all ranks have come to their ends.

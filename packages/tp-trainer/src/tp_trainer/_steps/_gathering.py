@@ -62,7 +62,8 @@ def has_nothing(session: Session, shares: BatchShares | None, batch: Any) -> boo
     if shares is not None and (batch is not None or shares.is_in_a_loop):
         return shares.holds_nothing(batch)
     share = session.share
-    if share is not None and share.total < session.data_size and not torch.is_grad_enabled():
+    waits = session.evaluates_together or torch.is_grad_enabled()
+    if share is not None and share.total < session.data_size and not waits:
         msg = (
             f"the batch has {share.total} samples for {session.data_size} ranks, and in evaluation a "
             "rank without a sample of it does not wait here; give a larger batch size"

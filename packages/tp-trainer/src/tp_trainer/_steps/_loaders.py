@@ -122,7 +122,7 @@ class BatchShares:
             return False
         size = self._session.data_size
         few = [share for share in shares if share.total < size and share in self._evaluating.values()]
-        if few:
+        if few and not self._session.evaluates_together:
             msg = (
                 f"the batch has {few[0].total} samples for {size} ranks, and a rank without a sample of it "
                 "does not wait here; gather once, after the loop, or give prepare() a loader with a larger "

@@ -1,0 +1,96 @@
+"""The backend for models of which no device holds everything: torch's ``fully_shard``."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch.distributed as dist
+from tp_core.errors import ConfigError, ModelError
+from tp_core.plugins import Backend, Job, Verdict, join_process_group
+
+from tp_trainer._backends._fsdp._given import describe_given
+from tp_trainer._backends._fsdp._options import FsdpOptions
+from tp_trainer._backends._fsdp._units import find_units
+
+if TYPE_CHECKING:
+    from tp_trainer._backends._fsdp._session import FsdpSession
+
+__all__ = ["FsdpBackend"]
+
+
+class FsdpBackend(Backend[FsdpOptions]):
+    """Runs one process per device, of which each holds a part of every parameter."""
+
+    name: ClassVar[str] = "fsdp"
+    options_type = FsdpOptions
+
+    def assess(self, job: Job) -> Verdict:
+        """Fit several processes with one device each; say which modules are units."""
+        environment, devices = job.environment, job.devices
+        if not dist.is_available():
+            return Verdict.unfit("this build of torch has no torch.distributed")
+        if environment.world_size == 1:
+            n = max(2, len(devices))
+            return Verdict.unfit(
+                "one process, and this shards over several", remedy=f"tp launch -n {n} script.py"
+            )
+        if len(devices) != 1:
+            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+        try:
+            options = self.parse_options(job)
+            _check_ranks(options, environment.world_size)
+            return self._assess_model(job, options)
+        except (ConfigError, ModelError) as error:
+            return Verdict.unfit(str(error))
+
+    def _assess_model(self, job: Job, options: FsdpOptions) -> Verdict:
+        model, size = job.model, job.environment.world_size
+        over = (
+            f"{size} processes"
+            if options.replicas == 1
+            else f"{size // options.replicas} of {size} processes"
+        )
+        if model is None:
+            return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
+        given = describe_given(model)
+        if given is not None:
+            # A model that was sharded before it came here has no other backend.
+            return Verdict.fits(60, f"{given}, over {over}")
+        if job.traits is not None and job.traits.has_sharded_parameters:
+            return Verdict.unfit(
+                "the model's parameters are split otherwise already", remedy="give the plain model"
+            )
+        units = find_units(model, options.units)
+        return Verdict.fits(40, f"parameters sharded over {over}, {units}; ddp is faster where a model fits")
+
+    def open(self, job: Job) -> "FsdpSession":
+        """Join the process group, unless the script has, and leave it when the session is closed.
+
+        Raises:
+            ConfigError: The options do not fit the ranks or the device.
+        """
+        from tp_trainer._backends._fsdp._session import FsdpSession
+
+        options = self.parse_options(job)  # before anything is started
+        _check_ranks(options, job.environment.world_size)
+        device = job.devices[0]
+        if options.offload and device.type == "cpu":
+            msg = (
+                "the option offload=True of backend 'fsdp' moves shards from an accelerator to the host's "
+                "memory, and this job computes on the CPU, where they are already; leave it out"
+            )
+            raise ConfigError(msg)
+        leave = join_process_group(job.environment, device=device, timeout_s=options.timeout_s)
+        return FsdpSession(job, options, leave=leave)
+
+
+def _check_ranks(options: FsdpOptions, size: int) -> None:
+    """Make sure that copies of the shards can be spread over the ranks.
+
+    Raises:
+        ConfigError: The number of ranks is not a multiple of that of the copies.
+    """
+    if size % options.replicas:
+        msg = (
+            f"the option replicas={options.replicas} of backend 'fsdp' spreads the ranks over as many copies "
+            f"of the model, and {size} ranks are not a multiple of it"
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,179 @@
+"""How a model is sharded, and how a step runs on it."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tp_core.internal import is_dtensor
+from tp_core.plugins import Job, StepOutput
+
+from tp_trainer._backends._fsdp._activations import checkpoint_activations
+from tp_trainer._backends._fsdp._given import given_mesh, sharded_modules
+from tp_trainer._backends._fsdp._gradients import WholeParameters
+from tp_trainer._backends._fsdp._options import FsdpOptions, parameter_type, reduction_type
+from tp_trainer._backends._fsdp._units import find_units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Sharding"]
+
+_RUN = "_tp_run"
+"""The method of a sharded model that calls its argument inside of what torch does around a forward pass."""
+
+
+class Sharding:
+    """Shards models, and runs steps on them.
+
+    Args:
+        job: What is to be done.
+        options: The backend's options.
+    """
+
+    def __init__(self, job: Job, options: FsdpOptions) -> None:
+        self._job = job
+        self._options = options
+        self._device = job.devices[0]
+        self._mesh: DeviceMesh | None = None
+        self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """All ranks: an axis of those that hold the model together, and one of copies where there are any."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            size, replicas = dist.get_world_size(), self._options.replicas
+            shape: tuple[int, ...] = (size,)
+            names: tuple[str, ...] = ("shard",)
+            if replicas > 1:
+                shape, names = (replicas, size // replicas), ("replica", "shard")
+            self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+        return self._mesh
+
+    def take_over(self, model: nn.Module) -> "DeviceMesh":
+        """Go on with the mesh that a model was sharded over."""
+        mesh = given_mesh(model)
+        if mesh is not None:
+            self._mesh = mesh
+        return self.mesh
+
+    def shard(self, model: nn.Module) -> None:
+        """Shard a model in place, unit by unit, from the weights of rank 0.
+
+        Collectives: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
+        what lies in no unit.
+        """
+        given = sharded_modules(model)
+        units = {} if given else find_units(model, self._options.units).modules
+        if self._options.activation_checkpointing:
+            for module in units.values() or [model]:
+                checkpoint_activations(module)
+        whole: list[nn.Parameter] = []
+        # Inner ones first, as torch wants it: what a unit has, one around it does not.
+        for module in reversed([*self._with_batch_norms(model, units)]):
+            whole += self._shard_unit(module, is_root=False)
+        if model not in given:
+            whole += self._shard_unit(model, is_root=True)
+        self._whole[id(model)] = WholeParameters(whole)
+        self._prefetch([module for module in sharded_modules(model) if module is not model])
+        self._begin(model)
+
+    def _with_batch_norms(self, model: nn.Module, units: dict[str, nn.Module]) -> Iterator[nn.Module]:
+        """Yield the units, and batch norms that have to keep their type, in the model's order."""
+        chosen = set(units.values())
+        lowers = parameter_type(self._options, self._job) is not None
+        for module in model.modules():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+            if module in chosen or (lowers and is_norm and module is not model):
+                yield module
+
+    def _shard_unit(self, module: nn.Module, *, is_root: bool) -> list[nn.Parameter]:
+        """Shard what no unit within it has; return the parameters of other types, which stay whole."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        self._share_weights(module)
+        odd = _of_other_types(module)
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            # The backward pass begins with the root: torch keeps it where nothing is said.
+            reshard_after_forward=None if is_root else self._options.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=None if is_norm else parameter_type(self._options, self._job),
+                reduce_dtype=reduction_type(self._options, self._job),
+                cast_forward_inputs=False,  # autocast does, where something has to be
+            ),
+            offload_policy=CPUOffloadPolicy() if self._options.offload else OffloadPolicy(),
+            ignored_params=set(odd),
+        )
+        return odd
+
+    @torch.no_grad()
+    def _share_weights(self, module: nn.Module) -> None:
+        """Bring what is not sharded to the device, with the values of rank 0.
+
+        Collectives: a broadcast of each.
+        """
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not is_dtensor(tensor):
+                tensor.data = tensor.data.to(self._device)
+                dist.broadcast(tensor.data, src=0)
+
+    def _prefetch(self, units: list[Any]) -> None:
+        ahead = self._options.prefetch
+        if ahead == 1:
+            return
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
+
+    def _begin(self, model: nn.Module) -> None:
+        """Let torch take ``model`` for the root, whatever a step calls first, and find what is wrong now."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        setattr(model, _RUN, _call)
+        register_fsdp_forward_method(model, _RUN)
+        with torch.no_grad():
+            self.run(model, dict)
+        model.reshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
+
+    def run(self, model: nn.Module, call: Callable[[], StepOutput]) -> StepOutput:
+        """Return ``call()`` of a step on a sharded model."""
+        try:
+            output: StepOutput = getattr(model, _RUN)(call)
+        except BaseException:
+            # In torch since 2.13: otherwise the next forward pass would go on in the middle of this one.
+            reset = getattr(model, "reset_iter_state", None)
+            if reset is not None:
+                reset()
+            raise
+        return output
+
+    def reduces(self, model: nn.Module, *, is_on: bool) -> None:
+        """Set whether backward passes reduce gradients over ranks."""
+        model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above
+        self._whole[id(model)].reduces = is_on
+
+
+def _call(call: Callable[[], StepOutput]) -> StepOutput:
+    output = call()
+    # torch puts a hook on what a forward pass returns, and warns of views, on which it may be lost.
+    if isinstance(output, Tensor) and output._is_view():
+        return output.clone()
+    return output
+
+
+def _of_other_types(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters of another type than most, which torch cannot gather with them."""
+    elements: dict[torch.dtype, int] = {}
+    parameters = [p for p in module.parameters() if p.requires_grad and not is_dtensor(p)]
+    for parameter in parameters:
+        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    if len(elements) < 2:
+        return []
+    most = max(elements, key=elements.__getitem__)
+    return [parameter for parameter in parameters if parameter.dtype != most]

@@ -1,0 +1,196 @@
+"""Which modules of a model are units: gathered together, and let go together."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from tp_core.errors import ConfigError, ModelError
+
+from tp_trainer._backends._fsdp._options import UnitRule
+
+__all__ = ["Units", "find_units"]
+
+_LEAST_NBYTES = 4 * 2**20
+"""Parts below it are not worth an exchange of their own, where nothing but size says what a unit is."""
+_PARTS = 8
+"""Into about so many parts a model is cut by size."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward pass, which nothing can gather."""
+_USES_WEIGHTS_OF_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a model.
+
+    Attributes:
+        modules: By name, in the model's order; a unit within another one comes after it. The whole model,
+            which is always one, is not among them.
+        how: How they were found, in words.
+    """
+
+    modules: dict[str, nn.Module]
+    how: str
+
+    def __str__(self) -> str:
+        """Return how many of which kind there are, and how they were found."""
+        if not self.modules:
+            return f"the whole model is one unit ({self.how})"
+        kinds = Counter(_class_name(module) for module in self.modules.values())
+        listed = " and ".join(f"{n} x {kind}" for kind, n in kinds.most_common(3))
+        return f"units: {listed} ({self.how})"
+
+
+def find_units(model: nn.Module, rule: UnitRule) -> Units:
+    """Return the units of a model.
+
+    Args:
+        model: The plain module.
+        rule: The option ``units``.
+
+    Raises:
+        ConfigError: The rule is something else, or finds no module.
+        ModelError: Units that were asked for share a parameter, or have no forward pass.
+    """
+    if isinstance(rule, str) and rule == "auto":
+        return _without_shared(model, _automatic(model))
+    wanted, how = _predicate(rule)
+    found = {name: m for name, m in model.named_modules() if m is not model and wanted(m)}
+    if not found and not wanted(model):
+        kinds = sorted({_class_name(m) for m in model.modules()})
+        more = " ..." if len(kinds) > 12 else ""
+        msg = (
+            f"the option units of backend 'fsdp' ({how}) finds no module in the model, which has "
+            f"{', '.join(kinds[:12])}{more}"
+        )
+        raise ConfigError(msg)
+    for name, module in found.items():
+        if isinstance(module, _CONTAINERS):
+            msg = (
+                f"{name!r} is a {_class_name(module)}, which has no forward pass that could gather its "
+                "parameters, and cannot be a unit of backend 'fsdp'; name the class of what is in it"
+            )
+            raise ModelError(msg)
+    for name, places in _sharing(model, found):
+        listed = " and in ".join(f"the unit {place!r}" if place else "no unit" for place in places)
+        msg = (
+            f"the parameter {name!r} is shared: it lies in {listed} of backend 'fsdp', and one place would "
+            "compute with it while the other has let go of it; leave what shares it out of units, so that it "
+            "is gathered with the whole model"
+        )
+        raise ModelError(msg)
+    return Units(found, how)
+
+
+def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
+    """Return whether a module is wanted by a rule, and the rule in words."""
+    several = isinstance(rule, list | tuple | set | frozenset)
+    kinds = list(rule) if isinstance(rule, list | tuple | set | frozenset) else [rule]
+    names = {kind for kind in kinds if isinstance(kind, str)}
+    classes = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, nn.Module))
+    if kinds and len(names) + len(classes) == len(set(kinds)):
+        how = ", ".join(sorted({*names, *(c.__name__ for c in classes)}))
+        return lambda m: isinstance(m, classes) or any(c.__name__ in names for c in type(m).__mro__), how
+    if not several and callable(rule) and not isinstance(rule, type):
+        asked: Callable[[nn.Module], bool] = rule
+        return lambda m: bool(asked(m)), getattr(rule, "__qualname__", type(rule).__name__)
+    msg = (
+        "the option units of backend 'fsdp' must be 'auto', a class of modules, its name, several of them, "
+        f"or a function that takes a module, got {type(rule).__name__}: {rule!r}"
+    )
+    raise ConfigError(msg)
+
+
+# -- auto -----------------------------------------------------------------------------------------
+
+
+def _automatic(model: nn.Module) -> Units:
+    named = {n: m for n, m in model.named_modules() if m is not model}
+    kinds = {
+        kind
+        for module in model.modules()
+        if isinstance(names := getattr(module, "_no_split_modules", None), list | tuple | set)
+        for kind in names
+    }
+    blocks = {n: m for n, m in named.items() if _class_name(m) in kinds}
+    if blocks:
+        return Units(blocks, "named by the model")
+    blocks = dict(_repeated(model, ""))
+    counts = Counter(type(m) for m in blocks.values())
+    blocks = {n: m for n, m in blocks.items() if counts[type(m)] > 1}
+    if blocks:
+        return Units(blocks, "blocks that repeat")
+    total = _nbytes(model)
+    limit = max(_LEAST_NBYTES, total // _PARTS)
+    if total >= 2 * _LEAST_NBYTES:
+        return Units(dict(_of_size(model, "", limit)), "by size")
+    return Units({}, "small, without blocks that repeat")
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that lie in containers and have modules with parameters in them."""
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    for name, child in module.named_children():
+        has_forward = not isinstance(child, _CONTAINERS)
+        if is_container and has_forward and _is_block(child):
+            yield prefix + name, child
+        else:
+            yield from _repeated(child, f"{prefix}{name}.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    # A plain Sequential in a Sequential is a stage; its own elements may be the blocks.
+    return type(module) is not nn.Sequential and any(
+        next(child.parameters(), None) is not None for child in module.children()
+    )
+
+
+def _of_size(module: nn.Module, prefix: str, limit: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules of at most ``limit`` bytes that are worth it, and larger ones that have no parts."""
+    for name, child in module.named_children():
+        nbytes = _nbytes(child)
+        is_whole = not any(True for _ in child.children()) or isinstance(child, _USES_WEIGHTS_OF_ITS_PARTS)
+        if isinstance(child, _CONTAINERS) or (nbytes > limit and not is_whole):
+            yield from _of_size(child, f"{prefix}{name}.", limit)
+        elif nbytes >= min(limit, _LEAST_NBYTES):
+            yield prefix + name, child
+
+
+def _without_shared(model: nn.Module, units: Units) -> Units:
+    """Leave out units that share a parameter: it is gathered with the whole model."""
+    sharing = {place for _, places in _sharing(model, units.modules) for place in places}
+    return Units({n: m for n, m in units.modules.items() if n not in sharing}, units.how)
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def _sharing(model: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the parameters that do not lie in one place, with the names of the units that they lie in.
+
+    A place is a unit, or what is in none. A name is empty for the latter.
+    """
+    names = {module: name for name, module in units.items()}
+    places: dict[Tensor, dict[str, None]] = {}
+    called: dict[Tensor, str] = {}
+
+    def walk(module: nn.Module, prefix: str, place: str) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, {})[place] = None
+            called.setdefault(parameter, prefix + name)
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", names.get(child, place))
+
+    walk(model, "", "")
+    for parameter, found in places.items():
+        if len(found) > 1:
+            yield called[parameter], list(found)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,190 @@
+"""Sharded training in two gloo processes: python -m tests.bench.trainer.fsdp
+
+A transformer of eight blocks: time per step and memory of the backend ``fsdp`` against the same written by
+hand over ``fully_shard``, beside ``ddp`` and the peers that are installed, all in the same two processes. The
+memory of each is measured in processes of its own: the most that was resident beyond what was before it.
+"""
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from tp_core.testing import run_ranks
+from tp_trainer import Trainer
+
+from tests.bench._results import Results
+from tests.bench.trainer.loops import Way, is_installed, measure, note
+
+STEPS, ROUNDS, MEMORY_STEPS = 4, 15, 3
+SMALL, LARGE = (128, 8), (640, 8)  # width and blocks: for times, and for memory
+
+
+class Model(nn.Module):
+    """(batch, sequence, width) -> (batch, sequence, width)."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the head makes of the last block's output."""
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def make(size: tuple[int, int]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(*size)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, backward: Callable) -> float:
+    began, steps = time.perf_counter(), 0
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(step(model, batch))
+        optimizer.step()
+        steps += 1
+    return (time.perf_counter() - began) / steps
+
+
+def by_hand(batches: list, size: tuple[int, int]) -> Way:
+    model = make(size)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = adam(model)
+    return lambda: loop(model, optimizer, batches, Tensor.backward)
+
+
+def tp(backend: str, batches: list, size: tuple[int, int]) -> Way:
+    trainer = Trainer(backend=backend, devices="cpu")
+    model = make(size)
+    optimizer = adam(model)
+
+    def way() -> float:
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
+            history = trainer.fit(model, optimizer, batches, step=step, shard=False)
+        return history[0].seconds / len(batches)
+
+    return way
+
+
+def accelerate(batches: list, size: tuple[int, int]) -> Way:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    plain = make(size)
+    model, optimizer = accelerator.prepare(plain, adam(plain))
+    return lambda: loop(model, optimizer, batches, accelerator.backward)
+
+
+def fabric(batches: list, size: tuple[int, int]) -> Way:
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    def shard(model: nn.Module, mesh: object) -> nn.Module:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    it = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    it.launch()
+    model = it.setup_module(make(size))
+    optimizer = it.setup_optimizers(adam(model))
+    return lambda: loop(model, optimizer, batches, it.backward)
+
+
+WAYS: dict[str, Callable[[list, tuple[int, int]], Way]] = {
+    "hand-written": by_hand,
+    "hand-written, again": by_hand,
+    "tp fsdp": partial(tp, "fsdp"),
+    "tp ddp": partial(tp, "ddp"),
+}
+
+
+def peers() -> dict[str, Callable[[list, tuple[int, int]], Way]]:
+    found = {"accelerate": accelerate, "lightning_fabric": fabric}
+    return {name: way for name, way in found.items() if is_installed(name)}
+
+
+def batches_of(size: tuple[int, int], count: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(dist.get_rank())
+    return [(torch.randn(4, 32, size[0]), torch.randn(4, 32, size[0])) for _ in range(count)]
+
+
+def begin() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+
+def times_of_rank() -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the times of each way, and why others do not run here."""
+    begin()
+    batches = batches_of(SMALL, STEPS)
+    ways, left_out = {name: make_way(batches, SMALL) for name, make_way in WAYS.items()}, {}
+    for name, make_way in peers().items():
+        try:
+            ways[name] = make_way(batches, SMALL)
+            ways[name]()
+        except Exception as error:  # noqa: BLE001 - whatever a peer says of a CPU
+            left_out[name] = f"{type(error).__name__}: {error}"[:200]
+            ways.pop(name, None)
+    return measure(ways, rounds=ROUNDS), left_out
+
+
+def resident(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def memory_of_rank(name: str) -> int:
+    """Return the most bytes that were resident beyond those before the model was made."""
+    begin()
+    tiny = WAYS[name](batches_of((8, 1), 1), (8, 1))
+    tiny()  # what is imported and started once is not the model's
+    batches = batches_of(LARGE, MEMORY_STEPS)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = resident("VmRSS")
+    WAYS[name](batches, LARGE)()
+    return resident("VmHWM") - before
+
+
+if __name__ == "__main__":
+    with Results("trainer-fsdp") as found:
+        (times, left_out), _ = run_ranks(times_of_rank, 2, timeout_s=900.0)
+        note(found, "transformer", times)
+        for name, reason in left_out.items():
+            print(f"{name} does not run here: {reason}")
+        parameters = sum(p.numel() * p.element_size() for p in Model(*LARGE).parameters())
+        found.add("memory, parameters", parameters / 1e6, "MB")
+        peaks = {name: max(run_ranks(memory_of_rank, 2, name, timeout_s=900.0)) for name in WAYS}
+        for name, peak in peaks.items():
+            found.add(f"memory, {name}: peak", peak / 1e6, "MB")
+            found.add(f"memory, {name}: ratio", peak / peaks["hand-written"], "x hand-written")

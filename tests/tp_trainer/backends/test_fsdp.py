@@ -1,0 +1,15 @@
+"""The backend over ``fully_shard`` does what every backend must do."""
+
+from tp_core.testing import BackendConformance
+from tp_trainer._backends._fsdp._backend import FsdpBackend
+from tp_trainer.testing import TrainingConformance
+
+
+class TestFsdp(BackendConformance):
+    backend = FsdpBackend
+    processes = 2
+
+
+class TestTrainingOnFsdp(TrainingConformance):
+    backend = FsdpBackend
+    processes = 2

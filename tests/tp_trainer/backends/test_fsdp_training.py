@@ -1,0 +1,431 @@
+"""Training on shards is training on one device, whatever a script does besides."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError, ModelError, StepError
+from tp_core.testing import RankPool, run_ranks
+from tp_trainer import FsdpOptions, Trainer
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+class Net(nn.Module):
+    """Has blocks, a weight in two places, a frozen one, and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.into = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.frozen = nn.Linear(5, 5).requires_grad_(requires_grad=False)
+        self.out = nn.Linear(5, 1, bias=False)
+        self.also_out = nn.Linear(5, 1)
+        self.also_out.weight = self.out.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.double()
+
+    def encode(self, x):
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.frozen(x)
+
+    def forward(self, x):
+        x = self.encode(x)
+        return self.scale * (self.out(x) + self.also_out(x))
+
+
+def step(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def with_methods(model, batch):
+    """Compute with methods, parts and parameters of the module, and with its forward pass twice."""
+    hidden = model.encode(batch[0])
+    both = model.out(hidden) * model.scale + model(batch[0]) + model(batch[0] / 2)
+    return {
+        "loss": (both - batch[1]).square().mean() + model.scale.square().sum(),
+        "size": hidden.abs().mean(),
+    }
+
+
+def is_inside(module):
+    """Whether a module is a block, or the first layer in one."""
+    return isinstance(module, Block) or getattr(module, "out_features", 0) == 10
+
+
+def loader(samples=22):
+    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(3)).double()
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=True)
+
+
+def adam(model, **kwargs):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, **kwargs)
+
+
+def sgd(model, **kwargs):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01, **kwargs)
+
+
+def trainer_of(backend="fsdp", *, options=None, **kwargs):
+    return Trainer(backend=backend, devices="cpu", seed=2, progress=False, options=options, **kwargs)
+
+
+def fit(backend="fsdp", *, options=None, run=step, make=adam, trainer=None, **arguments):
+    """Return the losses and the whole state after training."""
+    model = Net()
+    with trainer_of(backend, options=options, **(trainer or {})) as it:
+        history = it.fit(model, make(model), loader(), step=run, epochs=2, val_loader=loader(5), **arguments)
+        state = {n: t.clone() for n, t in it.session.model_state(model).items()}
+        return [(r.train, r.val) for r in history], state
+
+
+def assert_as_on_one_device(pool, **kwargs):
+    losses, state = fit("single", **{k: v for k, v in kwargs.items() if k != "options"})
+    for found, weights in pool.run(functools.partial(fit, **kwargs)):
+        for record, expected in zip(found, losses, strict=True):
+            for part, wanted in zip(record, expected, strict=True):
+                assert part == pytest.approx(wanted, rel=1e-9)
+        assert list(weights) == list(state)
+        for name, tensor in state.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+def test_a_step_may_use_methods_parts_and_parameters_of_the_module(pool):
+    assert_as_on_one_device(pool, run=with_methods)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        FsdpOptions(reshard_after_forward=False),
+        FsdpOptions(activation_checkpointing=True),
+        FsdpOptions(units=Block, prefetch=2),
+        FsdpOptions(units=is_inside),
+        FsdpOptions(replicas=2),
+    ],
+    ids=["kept", "checkpointed", "prefetch", "nested", "copies"],
+)
+def test_every_option_leads_to_the_same_weights(pool, options):
+    assert_as_on_one_device(pool, options=options, clip_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        (adam, {"foreach": False}),
+        (adam, {"fused": True}),
+        (sgd, {"foreach": False}),
+        (sgd, {"foreach": True}),
+    ],
+)
+def test_optimizers_that_treat_each_element_by_itself_do_what_they_do_on_one_device(pool, make, kwargs):
+    assert_as_on_one_device(pool, make=functools.partial(make, **kwargs))
+
+
+@pytest.mark.slow
+def test_accumulation_and_clipping_together(pool):
+    assert_as_on_one_device(pool, trainer={"accumulate": 3}, clip_norm=0.3, clip_value=0.1)
+
+
+@pytest.mark.slow
+def test_four_ranks_in_two_copies_lead_to_the_same_weights():
+    ranks = RankPool(4)
+    try:
+        assert_as_on_one_device(ranks, options=FsdpOptions(replicas=2), clip_norm=0.5)
+        assert_as_on_one_device(ranks, run=with_methods)
+    finally:
+        ranks.close()
+
+
+# -- communication --------------------------------------------------------------------------------
+
+
+def count_exchanges(accumulate):
+    model = Net()
+    watched = mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor)
+    with trainer_of(accumulate=accumulate) as trainer, watched as exchanges:
+        trainer.fit(model, adam(model), loader(16), step=step)
+    return exchanges.call_count
+
+
+@pytest.mark.slow
+def test_accumulated_batches_reduce_their_gradients_once(pool):
+    assert pool.run(count_exchanges, 1) == [4 * 4, 4 * 4]  # batches, units with the model itself
+    assert pool.run(count_exchanges, 4) == [4, 4]
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+class Muon(torch.optim.SGD):
+    """Has the name of one that computes with whole matrices."""
+
+
+def refused_optimizers():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    with trainer_of() as trainer:
+        model = Net()
+        trainer.prepare(model)
+        for make in (
+            lambda p: Muon(p, lr=0.1),
+            torch.optim.LBFGS,
+            lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+            lambda p: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.SGD, lr=0.1),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                trainer.prepare(model, make(list(model.parameters())))
+            found.append(str(caught.value))
+    return found
+
+
+def optimizer_with_a_state(backend="fsdp"):
+    """Return the weights of a run whose optimizer has taken steps before the model was sharded."""
+    model = Net()
+    optimizer = adam(model)
+    step(model, loader().dataset.tensors).backward()
+    optimizer.step()
+    with trainer_of(backend) as trainer:
+        trainer.fit(model, optimizer, loader(8), step=step)
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+def optimizer_made_after():
+    with trainer_of() as trainer:
+        model, batches = trainer.prepare(Net(), loader())
+        optimizer = trainer.prepare(adam(model))
+        for batch in batches:
+            optimizer.zero_grad()
+            trainer.backward(trainer.run(step, model, batch))
+            trainer.update(model, optimizer)
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_has_a_state_keeps_it(pool):
+    expected = optimizer_with_a_state("single")
+    for state in pool.run(optimizer_with_a_state):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_an_optimizer_may_be_made_after_the_model_was_prepared(pool):
+    model = Net()
+    with trainer_of("single") as trainer:
+        optimizer, batches = adam(model), trainer.prepare(loader())
+        for batch in batches:
+            optimizer.zero_grad()
+            step(model, batch).backward()
+            optimizer.step()
+    for state in pool.run(optimizer_made_after):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+# -- what torch has besides -----------------------------------------------------------------------
+
+
+def averages_and_hooks():
+    """Return an average of the weights, made of this rank's parts, and what hooks saw of gradients."""
+    model, seen = Net(), []
+    with trainer_of() as trainer:
+        model = trainer.prepare(model)
+        model.out.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(p.grad.full_tensor().clone())
+        )
+        optimizer = sgd(model)
+        average = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+        def update(*_):
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter.detach(), 0.1)
+
+        optimizer.register_step_post_hook(update)
+        trainer.fit(model, optimizer, loader(8), step=step)
+        return {n: t.full_tensor() for n, t in average.items()}, seen
+
+
+@pytest.mark.slow
+def test_averages_of_weights_and_hooks_on_gradients(pool):
+    model, seen = Net(), []
+    model.out.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(
+        lambda *_: [average[n].lerp_(p.detach(), 0.1) for n, p in model.named_parameters()]
+    )
+    with trainer_of("single") as trainer:
+        trainer.fit(model, optimizer, loader(8), step=step)
+    for found, gradients in pool.run(averages_and_hooks):
+        for name, tensor in average.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(gradients, seen, rtol=1e-8, atol=1e-10)
+
+
+def outside_of_a_unit():
+    with trainer_of() as trainer:
+        model, batches = trainer.prepare(Net(), loader(4))
+
+        def wrong(model, batch):
+            return nn.functional.linear(model.into(batch[0]), model.blocks[0].inner.weight).sum()
+
+        for batch in batches:
+            with pytest.raises(StepError) as caught:
+                trainer.run(wrong, model, batch)
+            # The next step finds nothing of the one that failed.
+            trainer.backward(trainer.run(step, model, batch))
+        return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_step_that_uses_a_units_parameter_outside_of_it_is_told_so(pool):
+    for message in pool.run(outside_of_a_unit):
+        assert "outside of the unit's forward pass" in message
+
+
+# -- models that are sharded already --------------------------------------------------------------
+
+
+def shard_blocks(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+
+
+def shard_all(model):
+    from torch.distributed.fsdp import fully_shard
+
+    shard_blocks(model)
+    fully_shard(model)
+
+
+def fit_given(shard):
+    with trainer_of() as starts:
+        starts.session.barrier()
+        model = Net()
+        shard(model)
+        with trainer_of("auto") as trainer:
+            trainer.fit(model, adam(model), loader(), step=step, epochs=2)
+            state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+            return trainer.selection.chosen.name, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [shard_all, shard_blocks])
+def test_a_model_that_fully_shard_has_sharded_is_taken_over(pool, shard):
+    _, state = fit("single")
+    for name, found in pool.run(fit_given, shard):
+        assert name == "fsdp"
+        for key, tensor in state.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-8, atol=1e-10)
+
+
+def distribute(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def cut(_name, module, mesh):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            from torch.distributed.tensor import distribute_tensor
+
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+
+    distribute_module(model.into, mesh, cut)
+
+
+def over_one_rank(model):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("other", "alone"))
+    fully_shard(model, mesh=mesh["alone"])
+
+
+def flat(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model.into = FullyShardedDataParallel(model.into, device_id=torch.device("cpu"))
+
+
+def refused(shard):
+    with trainer_of() as trainer:
+        trainer.session.barrier()
+        model = Net()
+        shard(model)
+        with pytest.raises((ModelError, LookupError)) as caught:
+            trainer.prepare(model)
+        return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shard", "words"),
+    [
+        (distribute, "the model's parameters are split otherwise already"),
+        (over_one_rank, "over 1 ranks, and the job has 2"),
+        (flat, "is a FullyShardedDataParallel"),
+    ],
+)
+def test_a_model_that_is_split_otherwise_is_refused(pool, shard, words):
+    for message in pool.run(refused, shard):
+        assert words in message
+
+
+@pytest.mark.slow
+def test_optimizers_that_need_whole_matrices_are_refused_by_name(pool):
+    for muon, lbfgs, fused, zero in pool.run(refused_optimizers):
+        assert "no fused SGD for shards" in fused
+        assert "Muon computes with whole matrices" in muon
+        assert "LBFGS computes with whole matrices" in lbfgs
+        assert "ZeroRedundancyOptimizer" in zero
+
+
+def resumed_elsewhere(folder, backend, epochs):
+    model = Net()
+    with trainer_of(backend) as trainer:
+        trainer.fit(model, adam(model), loader(), step=step, epochs=epochs, checkpoint=folder, resume="auto")
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_backends_and_numbers_of_ranks(pool, tmp_path):
+    resumed_elsewhere(tmp_path, "single", 1)
+    pool.run(resumed_elsewhere, tmp_path, "fsdp", 2)
+    pool.run(resumed_elsewhere, tmp_path, "ddp", 3)
+    run_ranks(resumed_elsewhere, 4, tmp_path, "fsdp", 4)
+    resumed_elsewhere(tmp_path, "single", 5)
+    found = pool.run(resumed_elsewhere, tmp_path, "fsdp", 6)
+    expected = resumed_elsewhere(tmp_path / "other", "single", 6)
+    for state in found:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
