@@ -21,6 +21,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "Step",
         "Trainer",
         "compat",
+        "loggers",
     ]
     assert all(hasattr(tp_trainer, name) for name in tp_trainer.__all__)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_trainer import compat
+    from tp_trainer import compat, loggers
     from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._backends._fsdp._options import FsdpOptions
     from tp_trainer._checkpoint import Checkpoints
@@ -36,6 +36,7 @@ __all__ = [
     "Step",
     "Trainer",
     "compat",
+    "loggers",
 ]
 
 if not TYPE_CHECKING:
@@ -51,6 +52,7 @@ if not TYPE_CHECKING:
             "_running._signals": ["Interrupted"],
             "compat": [],
             "compat._parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
+            "loggers": [],
             "_running._callbacks": ["Callback", "RunView"],
             "_running._progress": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],

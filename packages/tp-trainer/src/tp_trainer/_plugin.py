@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tp_core.plugins import Command, hookimpl
+from tp_core.plugins import Command, LoggerFactory, hookimpl
 
 if TYPE_CHECKING:
     from tp_core.plugins import Backend
@@ -19,6 +19,14 @@ def tp_backends() -> "Iterable[Backend[Any]]":
     from tp_trainer._backends._single import SingleBackend
 
     return [SingleBackend(), DdpBackend(), FsdpBackend()]
+
+
+@hookimpl
+def tp_loggers() -> Iterable[LoggerFactory]:
+    """Files in the run's folder, TensorBoard, Weights & Biases, MLflow."""
+    from tp_trainer.loggers import _named
+
+    return _named.factories()
 
 
 @hookimpl

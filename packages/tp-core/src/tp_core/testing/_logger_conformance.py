@@ -129,6 +129,8 @@ class LoggerConformance(abc.ABC):
             tmp_path,
             {"loss": [(s, float(s)) for s in range(1, 8)], "val_loss": [(s, 1.0) for s in range(4, 8)]},
         )
+        if not closed:
+            logger.close("failed")  # for this process, which lives on, to keep nothing open
 
     def test_a_run_that_is_resumed_twice_from_one_step_has_every_step_once(self, tmp_path: Path) -> None:
         logger = self.make(tmp_path)

@@ -1,0 +1,116 @@
+"""Numbers in a CSV file: one row for each time that something was logged."""
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from tp_core.errors import StateError
+from tp_core.internal import write_atomically
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import keep_aside, place_for, sync
+
+__all__ = ["CsvLogger"]
+
+_FIRST = ("step", "epoch")
+
+
+class CsvLogger(Logger):
+    """Writes ``metrics.csv``: the columns "step", "epoch" and one for each name.
+
+    Every row is with the system once it is logged: a process that is killed loses none. A resumed run drops
+    the rows after its checkpoint and goes on; a run that begins anew keeps an older file as
+    ``metrics-1.csv``. A name that is met later becomes a further column; a name without a number of that row
+    has an empty field.
+
+    Args:
+        folder: Where the file is; the folder of the run's checkpoints by default.
+        filename: Its name.
+
+    Raises:
+        ConfigError: In :meth:`open`: there is no folder.
+        StateError: In :meth:`open`: the file to go on with is not one of this logger.
+    """
+
+    name: ClassVar[str] = "csv"
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, *, filename: str = "metrics.csv"
+    ) -> None:
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._filename = filename
+        self._columns: list[str] = []
+        self._path = Path(filename)
+        self._file: IO[str] | None = None
+
+    def open(self, info: RunInfo) -> None:
+        """Begin the file, or go on with it."""
+        self._path = place_for("CsvLogger", self._folder, info) / self._filename
+        rows: list[dict[str, str]] = []
+        self._columns = list(_FIRST)
+        if not info.resumed:
+            keep_aside(self._path)
+        elif self._path.exists():
+            self._columns, rows = _read(self._path)
+            rows = [row for row in rows if int(row["step"]) <= info.step]
+        self._rewrite(rows)
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Write a row."""
+        if not numbers:
+            return
+        new = [name for name in numbers if name not in self._columns]
+        if new:
+            self._columns += new
+            self._rewrite(_read(self._path)[1])
+        if self._file is not None:
+            values = [repr(float(numbers[name])) if name in numbers else "" for name in self._columns[2:]]
+            csv.writer(self._file).writerow([step, epoch, *values])
+            self._file.flush()
+
+    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bring the rows onto the disk; a resumed run finds them by their steps."""
+        if self._file is not None:
+            sync(self._file)
+        return {}
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        """Write the file with the columns of now, whole or not at all, to be appended to."""
+        columns = self._columns
+
+        def write(part: Path) -> None:
+            with part.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows([row.get(name, "") for name in columns] for row in rows)
+
+        if self._file is not None:
+            self._file.close()
+        write_atomically(write, self._path)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and the rows, without a last one that was cut off.
+
+    Raises:
+        StateError: It is another kind of file.
+    """
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [list(_FIRST)]
+    if tuple(columns[:2]) != _FIRST:
+        msg = f"{path} is not a file of CsvLogger: its columns are {', '.join(columns)}; give another folder"
+        raise StateError(msg)
+    return columns, [
+        dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns) and row[0].isdigit()
+    ]

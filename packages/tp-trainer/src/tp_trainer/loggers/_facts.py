@@ -1,0 +1,82 @@
+"""What a run is told to its loggers to be: where it runs, with which versions, on which code."""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import distributions
+
+import torch
+from tp_core.plugins import Selection
+
+__all__ = ["candidates", "environment", "versions"]
+
+_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_NODELIST", "SLURM_RESTART_COUNT")
+_GIT_S = 10.0
+
+
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return where this process runs, and the revision of the code in its folder where git knows one."""
+    environ = os.environ if environ is None else environ
+    facts = {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cores": str(os.cpu_count()),
+        "command": " ".join(sys.argv),
+        "folder": os.getcwd(),  # noqa: PTH109 - a text
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["gpus"] = ", ".join(names)
+    if revision := _revision():
+        facts["git_revision"] = revision
+    wanted = [*(name for name in sorted(environ) if name.startswith("TP_")), *_SLURM]
+    return facts | {name: environ[name] for name in wanted if name in environ}
+
+
+def _revision() -> str:
+    """Return the commit of the working folder, with a word if files differ from it."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that does not answer
+        return ""
+    return f"{commit}, with changes" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_GIT_S,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this project's distributions, and of torch and numpy."""
+    found = {"python": platform.python_version()}
+    for distribution in distributions():
+        name = str(distribution.name).lower()
+        if name in {"torch", "numpy"} or name.startswith("tp-"):
+            found[name] = distribution.version
+    return {name: found[name] for name in sorted(found)}
+
+
+def candidates(selection: Selection) -> tuple[dict[str, object], ...]:
+    """Return the verdicts on all backends as plain values."""
+    return tuple(
+        {
+            "name": candidate.name,
+            "origin": candidate.origin,
+            "score": candidate.verdict.score,
+            "reason": candidate.verdict.reason,
+            "chosen": candidate is selection.chosen,
+        }
+        for candidate in selection.candidates
+    )

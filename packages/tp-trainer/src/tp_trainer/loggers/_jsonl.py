@@ -1,0 +1,122 @@
+"""The record of a run in a file of JSON Lines, which reports are made of.
+
+Each line is an object. Its "type" says what else it has, and readers leave out what they do not know, so that
+later versions stay readable:
+
+- ``run``: the start of the run or of its continuation: "format", "step", "epoch", "resumed",
+  "hyperparameters", "environment", "selection", "candidates", "versions"
+- ``numbers``: "step", "epoch", "numbers", by name
+- ``event``: "step", "epoch", "event", "facts"
+- ``end``: "status"
+
+All have "time", in seconds since 1970. JSON has no numbers that are not finite: they are the strings "NaN",
+"Infinity" and "-Infinity".
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from tp_core.internal import write_atomically
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import keep_aside, place_for, sync
+from tp_trainer.loggers._reading import FILENAME, FORMAT, parse
+
+__all__ = ["JsonLinesLogger"]
+
+
+class JsonLinesLogger(Logger):
+    """Writes ``log.jsonl``: numbers, events, and what the run is, one JSON object in each line.
+
+    Every line is with the system once it is logged: a process that is killed loses none, and a last line
+    that was cut off is left out by :func:`tp_trainer.loggers.read_run`. A resumed run drops the numbers after
+    its checkpoint, keeps what happened, and goes on; a run that begins anew keeps an older file as
+    ``log-1.jsonl``.
+
+    Args:
+        folder: Where the file is; the folder of the run's checkpoints by default.
+        filename: Its name.
+
+    Raises:
+        ConfigError: In :meth:`open`: there is no folder.
+    """
+
+    name: ClassVar[str] = "jsonl"
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, filename: str = FILENAME) -> None:
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._filename = filename
+        self._file: IO[str] | None = None
+
+    def open(self, info: RunInfo) -> None:
+        """Begin the file, or go on with it."""
+        path = place_for("JsonLinesLogger", self._folder, info) / self._filename
+        if not info.resumed:
+            keep_aside(path)
+        elif path.exists():
+            lines = [
+                line
+                for line in parse(path).lines
+                if line["type"] != "numbers" or int(line["step"]) <= info.step
+            ]
+            write_atomically(lambda part: _write_all(part, lines), path)
+        self._file = path.open("a", encoding="utf-8")
+        facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
+        self._write("run", {"format": FORMAT, **facts})
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Write a line of numbers."""
+        if numbers:
+            self._write("numbers", {"step": step, "epoch": epoch, "numbers": dict(numbers)})
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
+        """Write a line of what happened."""
+        self._write("event", {"step": step, "epoch": epoch, "event": kind, "facts": dict(facts)})
+
+    def close(self, status: RunStatus) -> None:
+        """Write the last line and close the file."""
+        if self._file is not None:
+            self._write("end", {"status": status})
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bring the lines onto the disk; a resumed run finds them by their steps."""
+        if self._file is not None:
+            sync(self._file)
+        return {}
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(_line({"type": kind, "time": round(time.time(), 3), **values}))
+            self._file.flush()
+
+
+def _write_all(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(_line(line) for line in lines)
+
+
+def _line(values: Any) -> str:
+    return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as what JSON has; what it does not have becomes its text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

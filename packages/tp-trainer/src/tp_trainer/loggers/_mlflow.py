@@ -1,0 +1,146 @@
+"""Numbers in a run of MLflow."""
+
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tp_core.errors import ConfigError
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import check_installed
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+__all__ = ["MlflowLogger"]
+
+_MOST = 500  # metrics in one call; the server takes 1000
+_PATIENCE_S = 5.0
+_LONGEST = 500  # characters of a parameter
+_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_REFUSED = re.compile(r"[^\w\-. :/]")
+
+
+class MlflowLogger(Logger):
+    """Logs to MLflow, under one run for all parts of a resumed run.
+
+    Hyperparameters are parameters of the run; environment, versions and selection are tags. A resumed run
+    goes on under the same id, and steps which MLflow has already are not logged a second time. Numbers are
+    sent together, every few seconds and at checkpoints. Characters that MLflow refuses in names become "_".
+
+    Args:
+        experiment: The experiment, made if it is not there.
+        run_name: The name of the run.
+        tracking_uri: The server or the store; that of the environment by default.
+
+    Raises:
+        ConfigError: The package mlflow is not installed; or, in :meth:`open`, the store cannot be used.
+    """
+
+    name: ClassVar[str] = "mlflow"
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        check_installed("MlflowLogger", "mlflow", "mlflow")
+        self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
+        self._client: MlflowClient | None = None
+        self._id: str | None = None
+        self._pending: list[Metric] = []
+        self._sent_at = 0.0
+        self._resumed = False
+        self._last: dict[str, int] = {}  # the newest step that MLflow has of each name
+
+    def open(self, info: RunInfo) -> None:
+        """Begin the run, or go on with it."""
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client = MlflowClient(tracking_uri=self._uri)
+            self._resumed = self._id is not None and info.resumed
+            if self._resumed:
+                self._client.update_run(self._id, status="RUNNING")
+            else:
+                self._begin(self._client, info)
+        except MlflowException as error:
+            msg = f"MlflowLogger cannot use its store: {error}"
+            raise ConfigError(msg) from error
+        self._sent_at = time.monotonic()
+
+    def _begin(self, client: "MlflowClient", info: RunInfo) -> None:
+        from mlflow.entities import Param, RunTag
+
+        found = client.get_experiment_by_name(self._experiment)
+        experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+        tags = {
+            **{f"environment.{name}": value for name, value in info.environment.items()},
+            **{f"version.{name}": value for name, value in info.versions.items()},
+            "selection": info.selection,
+        }
+        run = client.create_run(experiment, run_name=self._run_name)
+        self._id = run.info.run_id
+        client.log_batch(
+            self._id,
+            params=[Param(_name(key), str(value)[:_LONGEST]) for key, value in info.hyperparameters.items()],
+            tags=[RunTag(_name(key), str(value)) for key, value in tags.items()],
+        )
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Keep numbers, and send what is kept every few seconds."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        for given, value in numbers.items():
+            name = _name(given)
+            if step > self._newest(name):
+                self._pending.append(Metric(name, float(value), now, step))
+        if len(self._pending) >= _MOST or time.monotonic() - self._sent_at > _PATIENCE_S:
+            self._send()
+
+    def _newest(self, name: str) -> int:
+        """Return the last step of ``name`` that an earlier part of the run has logged; -1 for none."""
+        if not self._resumed or self._client is None:
+            return -1
+        if name not in self._last:
+            history = self._client.get_metric_history(self._id, name)
+            self._last[name] = max((metric.step for metric in history), default=-1)
+        return self._last[name]
+
+    def _send(self) -> None:
+        pending, self._pending = self._pending, []
+        self._sent_at = time.monotonic()
+        if self._client is not None:
+            for start in range(0, len(pending), _MOST):
+                self._client.log_batch(self._id, metrics=pending[start : start + _MOST])
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Note the last of its kind in a tag."""
+        if self._client is not None and self._id is not None:
+            self._client.set_tag(self._id, _name(f"last_{kind}"), str({"step": step, **facts}))
+
+    def close(self, status: RunStatus) -> None:
+        """Send what is left and end the run."""
+        self._send()
+        if self._client is not None and self._id is not None:
+            self._client.set_terminated(self._id, _STATUS[status])
+            self._client = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Send what is left, and return the id of the run."""
+        self._send()
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the id of the run."""
+        self._id = state["id"]
+
+
+def _name(name: str) -> str:
+    return _REFUSED.sub("_", name)

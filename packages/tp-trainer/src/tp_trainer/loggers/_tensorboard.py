@@ -1,0 +1,118 @@
+"""Numbers as event files of TensorBoard."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import check_installed, keep_aside, place_for
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoardLogger"]
+
+_PREFIX = "events.out.tfevents."
+_LOOK_S = 0.05
+
+
+class TensorBoardLogger(Logger):
+    """Writes event files: ``tensorboard --logdir run`` shows them.
+
+    Numbers are scalars under their names; hyperparameters are on the page HParams; selection, environment
+    and versions are texts. A resumed run goes on in the same folder, and TensorBoard drops what was logged
+    after its checkpoint; a run that begins anew keeps an older folder as ``tensorboard-1``.
+    TensorBoard keeps numbers in 32 bits.
+
+    Args:
+        folder: Where the files are; the folder ``tensorboard`` among the run's checkpoints by default.
+        flush_s: After so many seconds, at most, numbers are written to the file.
+
+    Raises:
+        ConfigError: TensorBoard is not installed; or, in :meth:`open`, there is no folder.
+    """
+
+    name: ClassVar[str] = "tensorboard"
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, flush_s: int = 30) -> None:
+        check_installed("TensorBoardLogger", "tensorboard", "tensorboard")
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._flush_s = flush_s
+        self._writer: SummaryWriter | None = None
+
+    def open(self, info: RunInfo) -> None:
+        """Begin an event file; that of a resumed run makes readers drop what is after its checkpoint."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._folder
+        if folder is None:
+            folder = place_for("TensorBoardLogger", None, info) / "tensorboard"
+        if not info.resumed and any(folder.glob(f"{_PREFIX}*")):
+            keep_aside(folder)
+        _await_next_name(folder)
+        self._writer = SummaryWriter(
+            str(folder), purge_step=info.step + 1 if info.resumed else None, flush_secs=self._flush_s
+        )
+        if not info.resumed:
+            self._write_facts(self._writer, info)
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Write scalars."""
+        if self._writer is not None:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Write a text."""
+        if self._writer is not None:
+            text = json.dumps(dict(facts), default=str)
+            self._writer.add_text(f"events/{kind}", text, step)
+
+    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - there is no place for it
+        """Write what is left and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is left to the file."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {}
+
+    @staticmethod
+    def _write_facts(writer: "SummaryWriter", info: RunInfo) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        chosen = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in info.hyperparameters.items()
+        }
+        if chosen:
+            for summary in hparams(chosen, {}):
+                writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # it is open
+        texts = {
+            "selection": f"```\n{info.selection}\n```",
+            "environment": _table(info.environment),
+            "versions": _table(info.versions),
+        }
+        for name, text in texts.items():
+            writer.add_text(f"run/{name}", text, 0)
+
+
+def _table(values: Mapping[str, str]) -> str:
+    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    return "\n".join(["| name | value |", "|---|---|", *rows])
+
+
+def _await_next_name(folder: Path) -> None:
+    """Wait until a new file's name comes after all others: it begins with the second, and readers sort."""
+    while True:
+        now = f"{_PREFIX}{int(time.time()):010d}"
+        if not any(path.name.startswith(now) for path in folder.glob(f"{_PREFIX}*")):
+            return
+        time.sleep(_LOOK_S)

@@ -1,0 +1,91 @@
+"""Numbers in a run of Weights & Biases."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import check_installed, place_for
+
+__all__ = ["WandbLogger"]
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases, under one run for all parts of a resumed run.
+
+    The step of W&B is the number of optimizer steps. A resumed run goes on under the same id; W&B keeps
+    what it has of a step, so that steps which are done a second time are there once. With
+    ``mode="offline"`` nothing is sent: ``wandb sync --append`` does it later, in the order of the folders.
+
+    Args:
+        project: The project; that of the environment by default.
+        mode: "online", "offline" or "disabled"; that of the environment by default.
+        folder: Where W&B keeps its files; the folder of the run's checkpoints by default, or what the
+            environment says.
+        **settings: What else ``wandb.init`` takes: ``name``, ``entity``, ``tags``, ``settings`` ...
+
+    Raises:
+        ConfigError: The package wandb is not installed.
+    """
+
+    name: ClassVar[str] = "wandb"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        mode: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        check_installed("WandbLogger", "wandb", "wandb")
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._settings = {"project": project, "mode": mode, **settings}
+        self._id: str | None = None
+        self._run: Any = None
+
+    def open(self, info: RunInfo) -> None:
+        """Begin the run, or go on with it."""
+        import wandb
+
+        folder = None
+        if self._folder is not None or info.folder is not None:
+            folder = str(place_for("WandbLogger", self._folder, info))
+        settings = {"dir": folder, "reinit": "finish_previous", **self._settings}
+        if self._id is not None and info.resumed:
+            settings |= {"id": self._id, "resume": "allow"}
+        self._run = wandb.init(**settings)
+        self._id = str(self._run.id)
+        self._run.config.update(dict(info.hyperparameters), allow_val_change=True)
+        facts = {
+            "environment": dict(info.environment),
+            "versions": dict(info.versions),
+            "selection": info.selection,
+        }
+        self._run.config.update({"run": facts}, allow_val_change=True)
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Log numbers at a step of the run."""
+        if numbers and self._run is not None:
+            self._run.log({**numbers, "epoch": epoch}, step=step)
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Note the last of its kind in the summary."""
+        if self._run is not None:
+            self._run.summary[f"last_{kind}"] = {"step": step, **facts}
+
+    def close(self, status: RunStatus) -> None:
+        """End the run; one that was interrupted or failed is marked so."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if status == "finished" else 1)
+            self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the id of the run."""
+        self._id = state["id"]

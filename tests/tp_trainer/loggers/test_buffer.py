@@ -1,0 +1,162 @@
+"""Numbers on their way to the loggers: kept on the device, read together, in order; loggers that break."""
+
+import logging
+
+import pytest
+import torch
+from tp_core.errors import ConfigError
+from tp_core.plugins import Logger, RunInfo
+from tp_trainer.loggers._buffer import LogBuffer
+
+
+class Listed(Logger):
+    name = "listed"
+
+    def __init__(self):
+        self.calls, self.state = [], {}
+
+    def open(self, info):
+        self.calls.append("open")
+
+    def log(self, numbers, *, step, epoch):
+        self.calls.append((step, epoch, dict(numbers)))
+
+    def event(self, kind, facts, *, step, epoch):
+        self.calls.append(kind)
+
+    def close(self, status):
+        self.calls.append(status)
+
+    def state_dict(self):
+        return {"calls": len(self.calls)}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Broken(Listed):
+    name = "broken"
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def open(self, info):
+        if self.at == "open":
+            raise OSError("no room")
+
+    def log(self, numbers, *, step, epoch):
+        if step == self.at:
+            raise OSError("no room")
+        super().log(numbers, step=step, epoch=epoch)
+
+
+def test_numbers_of_one_step_are_one_row_and_come_in_order():
+    logger = Listed()
+    buffer = LogBuffer([logger], every_steps=2)
+    buffer.add({"loss": torch.tensor([1.5])}, step=1, epoch=1)
+    buffer.add({"norm": 2, "loss": 1.0}, step=1, epoch=1)
+    buffer.add({"loss": torch.tensor(0.1, dtype=torch.float64, requires_grad=True)}, step=2, epoch=2)
+    assert logger.calls == []
+    assert [buffer.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    buffer.flush()
+    buffer.flush()
+    assert logger.calls == [(1, 1, {"loss": 1.0, "norm": 2.0}), (2, 2, {"loss": 0.1})]
+
+
+def test_a_number_is_that_of_the_moment_it_was_added_at():
+    logger = Listed()
+    buffer = LogBuffer([logger])
+    total = torch.zeros(())
+    for step in (1, 2):
+        total += 1
+        buffer.add({"total": total}, step=step, epoch=1)
+    buffer.close("finished")
+    assert logger.calls == [(1, 1, {"total": 1.0}), (2, 1, {"total": 2.0}), "finished"]
+
+
+def test_events_states_and_the_end_come_after_the_numbers_before_them():
+    logger = Listed()
+    buffer = LogBuffer([logger])
+    buffer.open(RunInfo())
+    buffer.add({"loss": 1.0}, step=1, epoch=1)
+    buffer.event("checkpoint", {}, step=1, epoch=1)
+    buffer.add({"loss": 2.0}, step=2, epoch=1)
+    assert buffer.state_dict() == {"loggers": [{"name": "listed", "state": {"calls": 4}}]}
+    buffer.add({"loss": 3.0}, step=3, epoch=1)
+    buffer.close("interrupted")
+    rows = [(1, 1, {"loss": 1.0}), (2, 1, {"loss": 2.0}), (3, 1, {"loss": 3.0})]
+    assert logger.calls == ["open", rows[0], "checkpoint", rows[1], rows[2], "interrupted"]
+
+
+def test_states_go_to_the_loggers_of_their_name_in_order():
+    class Other(Listed):
+        name = "other"
+
+    saved = LogBuffer([Listed(), Other(), Listed()])
+    saved.event("one", {}, step=1, epoch=1)
+    state = saved.state_dict()
+    state["loggers"][0]["state"] = {"calls": "first"}
+    loggers = [Other(), Listed(), Listed(), Listed()]
+    LogBuffer(loggers).load_state_dict(state)
+    assert [logger.state for logger in loggers] == [{"calls": 1}, {"calls": "first"}, {"calls": 1}, {}]
+
+
+def test_a_logger_that_breaks_is_named_and_left_out_and_the_others_go_on(caplog):
+    good, bad = Listed(), Broken(at=2)
+    buffer = LogBuffer([bad, good])
+    buffer.load_state_dict({"loggers": [{"name": "broken", "state": {"calls": 7}}]})
+    with caplog.at_level(logging.ERROR, logger="tp_trainer"):
+        for step in (1, 2, 3):
+            buffer.add({"loss": 1.0}, step=step, epoch=1)
+            buffer.flush()
+    assert "the logger 'broken' failed and gets no more of this run" in caplog.text
+    assert "no room" in caplog.text
+    assert [row[0] for row in good.calls] == [1, 2, 3]
+    assert [row[0] for row in bad.calls] == [1]
+    assert buffer.state_dict()["loggers"][0]["state"] == {"calls": 7}
+
+
+def test_a_logger_that_cannot_be_opened_ends_the_run_and_closes_the_others():
+    good = Listed()
+    with pytest.raises(OSError, match="no room"):
+        LogBuffer([good, Broken(at="open")]).open(RunInfo())
+    assert good.calls == ["open", "failed"]
+
+
+def test_without_loggers_nothing_is_kept_or_looked_at():
+    buffer = LogBuffer([])
+    buffer.add({"loss": object()}, step=1, epoch=1)
+    assert not buffer
+    assert not buffer._rows
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(torch.ones(3), r"'m' is a tensor of shape \(3,\)"), ("1", "'m' is '1'"), (None, "'m' is None")],
+)
+def test_what_is_no_number_is_refused_by_name(value, words):
+    with pytest.raises(ConfigError, match=words):
+        LogBuffer([Listed()]).add({"m": value}, step=1, epoch=1)
+
+
+def test_an_interval_must_be_a_whole_number():
+    with pytest.raises(ConfigError, match="log_every_steps"):
+        LogBuffer([], every_steps=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adding_numbers_of_a_gpu_does_not_wait_for_it():
+    logger = Listed()
+    buffer = LogBuffer([logger])
+    values = torch.arange(4.0, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3):
+            buffer.add({"a": values[step], "b": values[step + 1]}, step=step, epoch=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    buffer.flush()
+    assert logger.calls == [(s, 1, {"a": float(s), "b": s + 1.0}) for s in range(3)]

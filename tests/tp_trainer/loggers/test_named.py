@@ -1,0 +1,91 @@
+"""Loggers by name: where they come from, and what a wrong name is told."""
+
+import importlib.util
+
+import pytest
+from tp_core.errors import ConfigError, PluginError
+from tp_core.plugins import LoggerFactory, PluginRegistry
+from tp_trainer import loggers
+from tp_trainer.loggers import CsvLogger, JsonLinesLogger
+from tp_trainer.loggers._facts import environment, versions
+from tp_trainer.loggers._named import make_loggers
+
+PLUGINS = PluginRegistry(environ={})
+
+
+def test_the_loggers_of_this_package_are_found_by_name():
+    found = {c.item.name: c.item.extra for c in PLUGINS.loggers() if c.distribution == "tp-trainer"}
+    assert found == {
+        "csv": "",
+        "jsonl": "",
+        "mlflow": "tp-trainer[mlflow]",
+        "tensorboard": "tp-trainer[tensorboard]",
+        "wandb": "tp-trainer[wandb]",
+    }
+
+
+def test_names_and_loggers_are_taken_together():
+    own = CsvLogger("somewhere")
+    made = make_loggers([own, "jsonl", "csv"], PLUGINS)
+    assert made[0] is own
+    assert [type(logger) for logger in made] == [CsvLogger, JsonLinesLogger, CsvLogger]
+    assert [type(logger) for logger in make_loggers("csv", PLUGINS)] == [CsvLogger]
+    assert make_loggers(own, PLUGINS) == [own]
+    assert make_loggers(None, PLUGINS) == []
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("tensorbord", r"did you mean 'tensorboard'\? \(pip install 'tp-trainer\[tensorboard\]'\)"),
+        ("CSV", r"there is no logger 'CSV'; did you mean 'csv'\?$"),
+        ("xyz", "those there are: 'csv', 'jsonl', 'mlflow', 'tensorboard', 'wandb'"),
+        (CsvLogger, r"as CsvLogger\(\); got"),
+        ([3], r"takes names of loggers and loggers, as 'csv' or CsvLogger\('run'\); got 3"),
+        (3, "got 3"),
+    ],
+)
+def test_what_is_no_logger_is_told_what_may_have_been_meant(log, words):
+    with pytest.raises(ConfigError, match=words):
+        make_loggers(log, PLUGINS)
+
+
+def test_one_logger_twice_is_refused():
+    own = CsvLogger("somewhere")
+    with pytest.raises(ConfigError, match="CsvLogger is in log= twice"):
+        make_loggers([own, own], PLUGINS)
+
+
+def test_a_blocked_plugin_is_named():
+    with pytest.raises(ConfigError, match="those there are: none"):
+        make_loggers("csv", PluginRegistry(environ={"TP_DISABLE_PLUGINS": "tp-trainer"}))
+    with pytest.raises(PluginError, match="blocked"):
+        make_loggers("tp-trainer", PluginRegistry(environ={"TP_DISABLE_PLUGINS": "tp-trainer"}))
+
+
+def test_a_factory_that_makes_something_else_is_refused():
+    plugins = PluginRegistry(environ={})
+    plugins.register(LoggerFactory("mine", "nothing", object))
+    with pytest.raises(ConfigError, match="'mine' must make a Logger, got object"):
+        make_loggers("mine", plugins)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'tp-trainer\[{name}\]'"):
+        make_loggers(name, PLUGINS)
+
+
+def test_what_is_exported_exists():
+    assert all(hasattr(loggers, name) for name in loggers.__all__)
+
+
+def test_the_facts_of_a_run_have_what_the_launcher_and_the_scheduler_said():
+    facts = environment({"TP_BACKEND": "ddp", "SLURM_JOB_ID": "17", "PASSWORD": "no"})
+    assert facts["TP_BACKEND"] == "ddp"
+    assert facts["SLURM_JOB_ID"] == "17"
+    assert facts["host"]
+    assert "PASSWORD" not in facts
+    assert versions()["tp-trainer"]
+    assert versions()["torch"]
