@@ -25,9 +25,9 @@ PUBLIC = {
     """,
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state
-        digest_of fill_from_whole from_json load_state load_whole_state named_parameters open_tensors
-        optimizer_names plain_name plain_state read_tensors record_of restore_state tensor_infos to_json
-        whole write_tensors write_whole
+        collect_values digest_of fill_from_whole from_json load_state load_whole_state named_parameters
+        open_tensors optimizer_names plain_name plain_state read_tensors record_of restore_state
+        restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
         KNOWN_BACKENDS LEFT_KEY Container PerType SampleRows backward_of_nothing check_backend_name

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tp_core.state._places import Cut, Place, fill_from_whole, whole
     from tp_core.state._plain import from_json, to_json
     from tp_core.state._training import collect_state, load_whole_state, restore_state
+    from tp_core.state._values import collect_values, restore_values
 
 __all__ = [
     "DIGEST_SIZE",
@@ -32,6 +33,7 @@ __all__ = [
     "StoredTensors",
     "TensorInfo",
     "collect_state",
+    "collect_values",
     "digest_of",
     "fill_from_whole",
     "from_json",
@@ -45,6 +47,7 @@ __all__ = [
     "read_tensors",
     "record_of",
     "restore_state",
+    "restore_values",
     "tensor_infos",
     "to_json",
     "whole",
@@ -72,5 +75,6 @@ if not TYPE_CHECKING:
             "_places": ["Cut", "Place", "fill_from_whole", "whole"],
             "_plain": ["from_json", "to_json"],
             "_training": ["collect_state", "load_whole_state", "restore_state"],
+            "_values": ["collect_values", "restore_values"],
         },
     )

@@ -5,6 +5,7 @@
     model.<name>                  an entry of the model's state, under its plain name
     optimizer.<name>.<key>        what the optimizer keeps of a parameter
     optimizer.values              JSON, as bytes: the version of this format, and what is not a tensor
+    optimizers.<which>.<name>.<key>, optimizers.<which>.values       the same, where there are several
 
 The same names stand for the same tensors however they are split, so that any number of ranks reads what
 others wrote. Names, and not the order in which parameters came, decide whose state is whose.
@@ -40,17 +41,18 @@ FORMAT = 1
 
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
-_VALUES = "optimizer.values"
+_OPTIMIZERS = "optimizers."
+_VALUES = "values"
+
+Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
-def collect_state(
-    model: nn.Module, optimizer: Optimizer | None, *, cut: Cut
-) -> dict[str, Tensor | TensorSlice]:
+def collect_state(model: nn.Module, optimizer: Optimizers, *, cut: Cut) -> dict[str, Tensor | TensorSlice]:
     """Return the state of a model, and of an optimizer over it, as named tensors: no copies.
 
     Args:
         model: The user's own module.
-        optimizer: An optimizer over its parameters, or ``None``.
+        optimizer: An optimizer over its parameters, several by name, or ``None``.
         cut: ``cut(parameter, value)`` tells which part of the whole a value of the parameter's shape is, as
             ``Session.as_slice`` does; DTensors tell it themselves.
 
@@ -65,9 +67,19 @@ def collect_state(
         for name, tensor in plain_state(_model_tensors(model)).items()
     }
 
+    for prefix, one in _by_prefix(optimizer).items():
+        _collect_optimizer(model, one, prefix, tensors, cut=cut)
+    return tensors
+
+
+def _collect_optimizer(
+    model: nn.Module, optimizer: Optimizer, prefix: str, tensors: dict[str, Tensor | TensorSlice], *, cut: Cut
+) -> None:
+    """Add the state of an optimizer to the named tensors."""
+
     def put(name: str, value: Tensor, parameter: Tensor | None) -> StoredTensor:
-        name = f"{_OPTIMIZER}{name}"
-        while name in tensors or name == _VALUES:
+        name = f"{prefix}{name}"
+        while name in tensors or name == f"{prefix}{_VALUES}":
             name += "_"
         like = parameter is not None and value.shape == parameter.shape
         if parameter is not None and like:
@@ -77,24 +89,31 @@ def collect_state(
             if splits or is_dtensor(value):
                 shapes = "" if parameter is None else f", of which this rank has {tuple(parameter.shape)}"
                 msg = (
-                    f"the optimizer keeps {name.removeprefix(_OPTIMIZER)} of shape {tuple(value.shape)} of a "
+                    f"the optimizer keeps {name.removeprefix(prefix)} of shape {tuple(value.shape)} of a "
                     f"split parameter{shapes}: how it would be cut is not known"
                 )
                 raise StateError(msg)
             tensors[name] = value.detach()
         return StoredTensor(name, like)
 
-    if optimizer is not None:
-        found = named_state(model, optimizer, put)
-        values = {"format": FORMAT} | {field.name: getattr(found, field.name) for field in fields(found)}
-        text = to_json("the state of the optimizer", values).encode()
-        tensors[_VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return tensors
+    found = named_state(model, optimizer, put)
+    values = {"format": FORMAT} | {field.name: getattr(found, field.name) for field in fields(found)}
+    text = to_json("the state of the optimizer", values).encode()
+    tensors[f"{prefix}{_VALUES}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _by_prefix(optimizer: Optimizers) -> dict[str, Optimizer]:
+    """Return the optimizers by what their names in a state begin with."""
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        return {f"{_OPTIMIZERS}{name}.": one for name, one in optimizer.items()}
+    return {_OPTIMIZER: optimizer}
 
 
 def restore_state(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     stored: StoredTensors,
     *,
     cut: Cut,
@@ -107,7 +126,8 @@ def restore_state(
 
     Args:
         model: The user's own module.
-        optimizer: An optimizer over its parameters, to be loaded too; they may come in another order.
+        optimizer: An optimizer over its parameters, or several by name, to be loaded too; the parameters may
+            come in another order.
         stored: Where the state is.
         cut: As in :func:`collect_state`.
         same_groups: Whether the optimizer's parameter groups must be those that were saved, in their order.
@@ -123,25 +143,26 @@ def restore_state(
         msg = f"{stored.path} has {surplus.removeprefix(_MODEL)!r}, which the model lacks"
         raise StateError(msg)
     places = {f"{_MODEL}{name}": Place(cut, tensor, tensor.dtype) for name, tensor in current.items()}
-    saved = None
-    if optimizer is not None:
-        saved = _optimizer_values(stored)
-        check_fits(model, optimizer, saved, stored.path, same_groups=same_groups)
-        parameters = parameters_as_saved(model, optimizer, saved)
-        for name, value in saved.state.items():
+    optimizers = _by_prefix(optimizer)
+    saved: dict[str, OptimizerValues] = {}
+    for prefix, one in optimizers.items():
+        saved[prefix] = values = _optimizer_values(stored, prefix)
+        check_fits(model, one, values, stored.path, same_groups=same_groups)
+        parameters = parameters_as_saved(model, one, values)
+        for name, value in values.state.items():
             for ref in refs_in(value):
                 if ref.like_parameter:
                     places[ref.name] = Place(cut, parameters[name], infos[ref.name].dtype)
                 else:
                     places[ref.name] = _whole_place(infos[ref.name])
-        for ref in refs_in([saved.others, saved.extra]):
+        for ref in refs_in([values.others, values.extra]):
             places[ref.name] = _whole_place(infos[ref.name])
     stored.fill({name: place.target for name, place in places.items()})
     taken = {name: place.take() for name, place in places.items()}
     names = {name: f"{_MODEL}{plain_name(name)}" for name in _model_tensors(model)}
     model.load_state_dict({name: taken[stored_name] for name, stored_name in names.items()})
-    if optimizer is not None and saved is not None:
-        _load_optimizer(model, optimizer, saved, taken, infos)
+    for prefix, one in optimizers.items():
+        _load_optimizer(model, one, saved[prefix], taken, infos)
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -194,25 +215,30 @@ def _taken_to(device: torch.device, taken: Mapping[str, Tensor]) -> Get:
     return lambda ref, _: taken[ref.name].to(device)
 
 
-def _optimizer_values(stored: StoredTensors) -> OptimizerValues:
+def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
     """Return what was saved of an optimizer besides the tensors of its state.
 
     Raises:
         StateError: The state is missing, damaged, or of another format.
     """
-    info = stored.infos.get(_VALUES)
+    key = f"{prefix}{_VALUES}"
+    info = stored.infos.get(key)
     if info is None:
-        msg = f"{stored.path} has no state of an optimizer: it lacks {_VALUES}"
-        if any(name.startswith(_OPTIMIZER) for name in stored.infos):
+        msg = f"{stored.path} has no state of {_words(prefix)}: it lacks {key}"
+        others = sorted({name for name in stored.infos if name.startswith(_OPTIMIZERS)})
+        if others:
+            names = dict.fromkeys(name.split(".")[1] for name in others)
+            msg += f"; it has that of the optimizers {', '.join(names)}"
+        elif any(name.startswith(_OPTIMIZER) for name in stored.infos):
             msg += "; what it has of one was written by another program, or by an earlier version of this one"
         raise StateError(msg)
     text = torch.empty(info.shape, dtype=info.dtype)
-    stored.fill({_VALUES: text})
+    stored.fill({key: text})
     try:
         values = dict(from_json(bytes(text.tolist()).decode()))
         version = values.pop("format")
     except (ValueError, TypeError, KeyError) as error:
-        msg = f"{stored.path} is damaged: {_VALUES} cannot be read: {error}"
+        msg = f"{stored.path} is damaged: {key} cannot be read: {error}"
         raise StateError(msg) from error
     if version != FORMAT:
         msg = f"{stored.path} has an optimizer's state in format {version!r}, and this version reads {FORMAT}"
@@ -222,6 +248,10 @@ def _optimizer_values(stored: StoredTensors) -> OptimizerValues:
     stored.fill({name: place.target for name, place in settings.items()})
     groups: list[dict[str, Any]] = joined(found.groups, None, lambda ref, _: settings[ref.name].take())
     return replace(found, groups=groups)
+
+
+def _words(prefix: str) -> str:
+    return "an optimizer" if prefix == _OPTIMIZER else f"the optimizer {prefix.split('.')[1]!r}"
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
