@@ -3,11 +3,13 @@
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core import DeviceSpec, recursive_to, resolve_devices
+from tp_core import DeviceSpec, recursive_to, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
@@ -124,6 +126,39 @@ class DataParallel(ReplicaWrapper):
             return tuple(outputs)
         if most == 1 and self._overrides(DataParallel, "gather"):
             return outputs[0]  # as in nn.DataParallel, for which such methods are written
+        return self.gather(outputs, self.output_device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapper lacks and the module has.
+
+        A method of the module's runs as its forward does, on the parts of its arguments, and its outputs are
+        gathered; one that is given no tensor runs once.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+        value = getattr(module, name)
+        if isinstance(value, MethodType) and value.__self__ is module:
+            return partial(self._call_method, name)
+        return value
+
+    def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Run a method of the module on every part of its arguments, and gather what it returns."""
+        most = len(self.device_ids)
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs))):
+            return getattr(self.module, name)(*inputs, **kwargs)
+        arguments = scatter_arguments(inputs, kwargs, most=most, dim=self.dim)
+        devices = self.replicas.devices
+
+        def call(replica: nn.Module, part: Any) -> Any:
+            (args, keywords), device = part
+            moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
+            return getattr(replica, name)(*moved, **named)
+
+        outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
         return self.gather(outputs, self.output_device)
 
     @contextmanager

@@ -104,7 +104,7 @@ class ShardSession(ProcessGroupSession):
         check_optimizer(optimizer)
         return super().prepare_optimizer(optimizer)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
@@ -113,7 +113,7 @@ class ShardSession(ProcessGroupSession):
 
         Collectives: DDP's, and the first time those of ``check_gradients``.
         """
-        super().backward(loss)
+        super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
         for model in self._unchecked:
             check_gradients(model)
         if self._unchecked:

@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -46,7 +47,6 @@ from tp_trainer._metrics._predictions import Predictions
 from tp_trainer._opening._choice import check_name
 from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
-from tp_trainer._running._loop import Scheduler
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._meter import loss_of
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep
@@ -54,8 +54,13 @@ from tp_trainer._steps._precision import LossScaler, RunStep, Step, autocast, ch
 from tp_trainer._steps._weights import add_whole, total_weight
 
 if TYPE_CHECKING:
+    from tp_core.plugins import Callback
+
+    from tp_trainer._running._events import Events
+    from tp_trainer._running._fit import Scheduler
+    from tp_trainer._running._loop import Loop
     from tp_trainer._running._progress import History
-    from tp_trainer._running._settings import FitSettings
+    from tp_trainer._running._settings import FitSettings, LoopSettings
 
 # What only runs and files need is imported there: a trainer is made in programs that do not train, too.
 
@@ -287,24 +292,35 @@ class Trainer:
             self._lazy.note_fitting(prepared)
         return prepared
 
-    def run(self, step: Step, model: nn.Module, batch: Any) -> StepOutput:
-        """Run ``step(model, batch)`` in one's own loop, as :meth:`fit` does.
+    def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
+        """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in one's own loop.
 
         Under the trainer's precision, and on every device of this process at once, each with its part of
         the batch, where the backend has several.
 
         Args:
-            step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples.
-            model: The prepared model.
-            batch: As a prepared loader yielded it.
+            step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples. It
+                gets the models with their own methods and attributes.
+            *models_and_batch: The prepared models, and the batch as a prepared loader yielded it, or a tuple
+                of batches of several loaders where the backend does not run the step on parts.
 
         Returns:
             What the step returned, for the whole of this rank's batch: to be given to :meth:`backward`.
+
+        Raises:
+            ConfigError: There is no model, or no batch after the models.
         """
-        prepared = self._prepare_model(model)
-        if self._run is None:
-            self._run = self._run_step()
-        output = self._run(step, prepared, batch)
+        *models, batch = models_and_batch or (None,)
+        if not models or isinstance(batch, nn.Module):
+            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
+            raise ConfigError(msg)
+        if len(models) == 1:
+            if self._run is None:
+                self._run = self._run_step()
+            output = self._run(step, self._prepare_model(models[0]), batch)
+        else:
+            run = in_precision(self.session.run_several, self._precision, self.device)
+            output = run(step, [self._prepare_model(model) for model in models], batch)
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
         return output
@@ -316,6 +332,8 @@ class Trainer:
         weight: float | Tensor | None = None,
         total: float | None = None,
         batch: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
     ) -> None:
         """Add the gradients of ``loss`` over the global batch to the parameters.
 
@@ -331,6 +349,8 @@ class Trainer:
             total: How many units there are on all ranks, and in all batches of the optimizer step, where
                 that is known already.
             batch: Which batch the loss is of, where several loaders are iterated at once.
+            retain_graph: Whether another loss goes back through the same graph after this one.
+            create_graph: Whether the gradients are to be differentiated in turn.
 
         Raises:
             ConfigError: Nothing was prepared.
@@ -350,13 +370,14 @@ class Trainer:
         if shares is not None:
             session.take_share(shares.of_loss(loss) if batch is None else shares.of_batch(batch))
         scale = 1.0 if self._scaler is None else self._scaler.scale
+        graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
         if weight is None:
-            session.backward(loss if scale == 1.0 else loss * scale)
+            session.backward(loss if scale == 1.0 else loss * scale, **graph)
             return
         share = session.share
         units = read_weight(weight) if share is None or share.samples else 0.0
         total = total_weight(session, units) if total is None else read_weight(total, name="total")
-        add_whole(session, loss, units, total=total, scale=scale)
+        add_whole(session, loss, units, total=total, scale=scale, **graph)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
         """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
@@ -484,10 +505,10 @@ class Trainer:
         train_loader: Iterable[Any],
         *,
         step: Step,
-        epochs: int = 1,
+        epochs: int | None = None,
         val_loader: Iterable[Any] | None = None,
         val_step: Step | None = None,
-        scheduler: Scheduler | None = None,
+        scheduler: "Scheduler | None" = None,
         scheduler_every: str = "epoch",
         steps_per_epoch: int | None = None,
         clip_norm: float | None = None,
@@ -498,6 +519,13 @@ class Trainer:
         save_to: str | os.PathLike[str] | None = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
+        max_steps: int | None = None,
+        max_time: float | str | None = None,
+        val_every_steps: int | None = None,
+        sanity_val_batches: int = 0,
+        overfit_batches: int | None = None,
+        callbacks: Iterable["Callback | str"] = (),
+        state: dict[str, Any] | None = None,
         shard: bool = True,
     ) -> "History":
         """Train ``model``, in place.
@@ -510,7 +538,7 @@ class Trainer:
             step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
                 numbers to be averaged and logged. If they are not means over samples, the dict has
                 their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
-            epochs: How often to go through the loader.
+            epochs: How often to go through the loader; once by default, or until another limit is reached.
             val_loader: Evaluated after every epoch.
             val_step: The step for it; ``step`` by default.
             scheduler: A learning-rate scheduler. One that looks at a metric
@@ -530,6 +558,14 @@ class Trainer:
                 epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, saved.
             resume: "auto" goes on from the newest whole checkpoint there, if there is one; a path
                 goes on from that one.
+            max_steps: After how many optimizer steps the run ends, those before a resume included.
+            max_time: For how long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Evaluate ``val_loader`` after so many optimizer steps, too.
+            sanity_val_batches: On how many batches to try the validation before the first step.
+            overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            callbacks: What takes part in the run, or names of installed ones.
+            state: What else is saved and restored, by name: anything with ``state_dict`` and
+                ``load_state_dict``, and plain values, lists and dicts, which are put back into this dict.
             shard: Whether the loaders are split over the data ranks.
 
         Returns:
@@ -549,7 +585,8 @@ class Trainer:
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
-        from tp_trainer._running._settings import FitSettings
+        from tp_trainer._running._limits import Limits
+        from tp_trainer._running._settings import FitSettings, LoopSettings
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
@@ -559,32 +596,63 @@ class Trainer:
         )
         settings = FitSettings(
             step=step,
-            epochs=epochs,
-            steps_per_epoch=steps_per_epoch,
             val_loader=val_loader,
             val_step=val_step,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
             gradients=rules,
-            step_timeout_s=step_timeout_s,
             save_to=save_to,
-            checkpoint=checkpoint,
-            resume=resume,
             shard=shard,
         )
+        looped = LoopSettings(
+            limits=Limits.of(
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                max_steps=max_steps,
+                max_time=max_time,
+                val_every_steps=val_every_steps,
+                sanity_val_batches=sanity_val_batches,
+                overfit_batches=overfit_batches,
+            ),
+            validates=val_loader is not None,
+            step_timeout_s=step_timeout_s,
+            checkpoint=checkpoint,
+            resume=resume,
+            accumulate=self._accumulate,
+            progress=self.progress,
+        )
         check_scheduler(scheduler, scheduler_every, optimizer)
-        return self._fit(model, optimizer, train_loader, settings)
+        values, events = self._state_and_events(state, callbacks)
+        return self._fit(model, optimizer, train_loader, settings, looped, values, events)
+
+    def _state_and_events(
+        self, state: dict[str, Any] | None, callbacks: Iterable["Callback | str"]
+    ) -> "tuple[dict[str, Any], Events]":
+        from tp_trainer._running._callbacks import find_callbacks
+        from tp_trainer._running._events import Events
+        from tp_trainer._running._starting import check_state
+
+        return check_state(state), Events(*find_callbacks(callbacks, self._lazy.plugins))
 
     def _fit(
-        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        settings: "FitSettings",
+        looped: "LoopSettings",
+        values: dict[str, Any],
+        events: "Events",
     ) -> "History":
-        from tp_trainer._running._run import prepare_run
+        from tp_trainer._running._fit import Fit, fit, fit_duties
+        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._watchdog import Watchdog
 
-        session, checkpoints = self._open(model, by="fit()"), settings.checkpoints()
+        session = self._open(model, by="fit()")
         check_owner(optimizer, [model])
         if session.world_size > 1:
             check_no_others(optimizer, model, "its gradients would differ between the ranks")
-        if checkpoints is not None:
+        if looped.checkpoints() is not None:
             check_no_others(optimizer, model, "its value would be in no checkpoint")
         save = self._saving(model, settings.save_to)
         model = self._prepare_model(model)
@@ -599,22 +667,142 @@ class Trainer:
         train = self._loader(train_loader, shard=settings.shard)
         self._epochs.go_on(train_loader, train)
         val = settings.val_loader
-        run = prepare_run(
-            settings,
-            optimizer_step,
-            train=train,
+        watchdog = Watchdog(session.job.environment, looped.step_timeout_s)
+        work = Fit(
+            settings=settings,
+            optimizer_step=optimizer_step,
+            run=self._run_step(),
+            run_validation=watchdog.watch(self._run_step()),
             val=None if val is None else self._loader(val, shard=settings.shard, training=False),
-            run_step=self._run_step(),
-            backend=self.selection.chosen.name,
-            progress=self.progress,
             after_epoch=save,
+        )
+        found = sort_state(
+            values,
+            prepared=self._prepared.get,
+            scaler=self._scaler,
+            models={"model": model},
+            optimizers={"optimizer": optimizer_step.optimizer},
+            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler},
+        )
+        loop = start_loop(
+            session,
+            replace(looped, backend=self.selection.chosen.name),
+            found,
+            train,
+            state=values,
+            duties=fit_duties(work, train),
+            events=events,
+            facts=settings.facts(),
+            watchdog=watchdog,
+            optimizer_step=optimizer_step,
         )
         self._may_step = True
         try:
-            return run.go()
+            return fit(loop, work, events)
         finally:
             self._may_step = False
             self._epochs.note(train_loader, train)
+
+    def loop(
+        self,
+        batches: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        state: dict[str, Any] | None = None,
+        validate: Callable[[], Mapping[str, float]] | None = None,
+        steps_per_epoch: int | None = None,
+        max_steps: int | None = None,
+        max_time: float | str | None = None,
+        val_every_steps: int | None = None,
+        sanity_val_batches: int = 0,
+        overfit_batches: int | None = None,
+        step_timeout_s: float | None = None,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        callbacks: Iterable["Callback | str"] = (),
+        shard: bool = True,
+    ) -> "Loop":
+        """Return the loop that :meth:`fit` is built on, for training of one's own.
+
+        Args:
+            batches: The loader, prepared or not.
+            epochs: How often to go through it; once by default, or until another limit is reached.
+            state: What is saved and restored, by name: prepared models, their optimizers and schedulers,
+                anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
+                are put back into this dict.
+            validate: Returns the numbers of a validation; called after every epoch. They are known as
+                "val_..." to checkpoints and callbacks.
+            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
+            max_steps: After how many optimizer steps the run ends, those before a resume included; a step is
+                as many batches as the trainer accumulates.
+            max_time: For how long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Validate after so many optimizer steps, too.
+            sanity_val_batches: Above 0, try the validation once before the first step.
+            overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            step_timeout_s: As in :meth:`fit`.
+            checkpoint: As in :meth:`fit`; what it saves is ``state``, and how far the run is.
+            resume: As in :meth:`fit`.
+            callbacks: What takes part in the run, or names of installed ones.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            A context manager, and an iterator over the batches of all epochs.
+
+        Raises:
+            ConfigError: An argument has a wrong value.
+            LoaderError: The loader has no length, or cannot be split over the ranks.
+            DisagreementError: Ranks were given different things.
+
+        Example:
+            >>> with trainer.loop(loader, epochs=10, state={"model": model, "optimizer": optimizer}) as loop:
+            ...     for batch in loop:
+            ...         optimizer.zero_grad()
+            ...         loss = trainer.run(step, model, batch)
+            ...         trainer.backward(loss)
+            ...         optimizer.step()
+            ...         loop.log(loss=loss)  # doctest: +SKIP
+        """
+        from tp_trainer._running._between import Duties
+        from tp_trainer._running._limits import Limits
+        from tp_trainer._running._settings import LoopSettings
+        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._watchdog import Watchdog
+
+        check_loader("batches", batches)
+        limits = Limits.of(
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            max_steps=max_steps,
+            max_time=max_time,
+            val_every_steps=val_every_steps,
+            sanity_val_batches=sanity_val_batches,
+            overfit_batches=overfit_batches,
+        )
+        settings = LoopSettings(
+            limits=limits,
+            validates=validate is not None,
+            step_timeout_s=step_timeout_s,
+            checkpoint=checkpoint,
+            resume=resume,
+            accumulate=self._accumulate,
+            progress=self.progress,
+        )
+        if validate is not None and not callable(validate):
+            msg = f"validate must be a function that returns numbers by name, got {type(validate).__name__}"
+            raise ConfigError(msg)
+        values, events = self._state_and_events(state, callbacks)
+        session = self._open(by="loop()")
+        return start_loop(
+            session,
+            replace(settings, backend=self.selection.chosen.name),
+            sort_state(values, prepared=self._prepared.get, scaler=self._scaler),
+            self._prepare(batches, shard=shard, training=True),
+            state=values,
+            duties=Duties(validate=None if validate is None else lambda _, __: validate()),
+            events=events,
+            facts={},
+            watchdog=Watchdog(session.job.environment, step_timeout_s),
+        )
 
     def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Callable[[], None]:
         """Return what saves the model after every epoch, if there is a place that can be written to.

@@ -1,7 +1,7 @@
 """The session of the backend ``tuple``."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,6 +26,8 @@ from tp_tuple._weights import resolve_weights
 
 __all__ = ["TupleSession"]
 
+Step = Callable[[nn.Module, Any], StepOutput]
+
 
 class TupleSession(Session):
     """Runs the step on every device at once and combines what it returns.
@@ -47,6 +49,8 @@ class TupleSession(Session):
         self._force_copies = options.force_copies
         self._adapters = find_adapters(options.adapter)
         self._replicas: dict[int, Replicas] = {}
+        # Models that one step gets together have replicas of their own, where they share what they share.
+        self._together: dict[tuple[int, ...], nn.ModuleList] = {}
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move ``model`` to the first device and make its replicas.
@@ -121,9 +125,27 @@ class TupleSession(Session):
             LoaderError: ``batch`` is not in parts.
             StepError: The outputs of the parts do not go together.
         """
+        return self._run(step, self._replicas_of(model), batch)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*replicas, part)`` on every device at once, as :meth:`run` does with one model."""
+        if len(models) == 1:
+            return self.run(step, models[0], batch)
+        key = tuple(map(id, models))
+        together = self._together.get(key)
+        if together is None:
+            together = self._together[key] = nn.ModuleList(models)
+        return self._run(
+            lambda replica, part: step(*cast("nn.ModuleList", replica), part),
+            self._replicas_of(together),
+            batch,
+        )
+
+    def _run(self, step: Step, replicas: Replicas, batch: Any) -> StepOutput:
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
-        replicas = self._replicas_of(model)
         speeds, parts = self._speeds, batch[:]
         if speeds is not None and not speeds.is_settled:
             outputs = timed(replicas, step, parts, counts=batch.counts, speeds=speeds)
@@ -138,6 +160,7 @@ class TupleSession(Session):
     def close(self) -> None:
         """Release the replicas and end their threads."""
         self._replicas.clear()
+        self._together.clear()
         super().close()
 
     # -- the machinery ----------------------------------------------------------------------------

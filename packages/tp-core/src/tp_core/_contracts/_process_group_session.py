@@ -1,6 +1,6 @@
 """The session of a process that trains with others: what all backends over torch's groups have."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
+from tp_core._contracts._stepping import SteppingDataParallel
 from tp_core._data._batches import Share
 from tp_core._steps._backward import backward_of_nothing
 from tp_core.errors import DisagreementError
@@ -127,7 +128,7 @@ class ProcessGroupSession(Session):
         """
         if self._data_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without gradients
-        return DistributedDataParallel(
+        return SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
             process_group=self._data_group,
@@ -149,12 +150,34 @@ class ProcessGroupSession(Session):
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run the step on this rank's share of the batch.
 
-        Without gradients the plain module runs: DDP's forward exchanges buffers, and ranks may
-        evaluate different numbers of batches.
+        The step gets the user's own module, whose methods and attributes are there, and runs within the
+        forward of what averages gradients. Without gradients that does not run: DDP's forward exchanges
+        buffers, and ranks may evaluate different numbers of batches.
         """
-        return step(model if torch.is_grad_enabled() else self.unwrap(model), batch)
+        if not torch.is_grad_enabled():
+            return step(self.unwrap(model), batch)
+        if isinstance(model, SteppingDataParallel):
+            return model.run(lambda module: step(module, batch))
+        return step(model, batch)
 
-    def backward(self, loss: Tensor) -> None:
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` with the user's own modules, each within its own wrapper's forward."""
+
+        def enter(entered: list[nn.Module]) -> StepOutput:
+            if len(entered) == len(models):
+                return step(*entered, batch)
+            model = models[len(entered)]
+            if not torch.is_grad_enabled():
+                return enter([*entered, self.unwrap(model)])
+            if isinstance(model, SteppingDataParallel):
+                return model.run(lambda module: enter([*entered, module]))
+            return enter([*entered, model])
+
+        return enter([])
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         DDP averages over the ranks; each rank's mean loss counts as much as it has samples. That of a
@@ -162,10 +185,11 @@ class ProcessGroupSession(Session):
 
         Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
+        options = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
         if self._factor == 0.0:
-            backward_of_nothing(loss, lambda nothing: _backward(nothing * 0.0))
+            backward_of_nothing(loss, lambda nothing: _backward(nothing * 0.0, **options))
         else:
-            _backward(loss if self._factor == 1.0 else loss * self._factor)
+            _backward(loss if self._factor == 1.0 else loss * self._factor, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context that leaves the gradients on the ranks."""
@@ -249,5 +273,5 @@ class ProcessGroupSession(Session):
         super().close()
 
 
-def _backward(loss: Tensor) -> None:
-    loss.backward()
+def _backward(loss: Tensor, **options: bool) -> None:
+    loss.backward(**options)

@@ -1,7 +1,7 @@
 """The contract of a session: how a running job steps, reduces and keeps its state."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self, TypeVar
 
@@ -15,7 +15,7 @@ from tp_core._data._loader import PreparedLoader
 from tp_core._devices._transfer import recursive_to
 from tp_core._tensors._sharding import is_dtensor, is_sharded
 from tp_core._tensors._slices import TensorSlice
-from tp_core.errors import DisagreementError, ModelError
+from tp_core.errors import DisagreementError, ModelError, StepError
 
 __all__ = ["ReduceOp", "Session", "StepOutput"]
 
@@ -180,15 +180,38 @@ class Session:
         """
         return step(model, batch)
 
-    def backward(self, loss: Tensor) -> None:
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as :meth:`run` does with one model.
+
+        Raises:
+            StepError: The backend runs the step on parts of the batch, and knows how for one model alone.
+        """
+        if len(models) == 1:
+            return self.run(step, models[0], batch)
+        if self.runs_step_in_parts:
+            msg = (
+                f"{type(self).__name__} runs the step on each device's part of the batch, of one model; put "
+                "the models into one (torch.nn.ModuleDict), or take another backend"
+            )
+            raise StepError(msg)
+        return step(*models, batch)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of ``loss``, over all data ranks, to the parameters.
 
         The gradient is that of the loss over the whole global batch, however unevenly its samples
         lie on the ranks.
 
+        Args:
+            loss: This rank's loss.
+            retain_graph: Whether a further backward pass through the same graph follows.
+            create_graph: Whether gradients are to be differentiated in turn.
+
         Collectives: the backend's gradient reduction, unless inside :meth:`no_sync`.
         """
-        loss.backward()
+        loss.backward(retain_graph=retain_graph or create_graph, create_graph=create_graph)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
         """Return a context in which gradients are added up locally and not reduced over ranks."""

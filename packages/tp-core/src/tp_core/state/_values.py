@@ -33,7 +33,9 @@ def collect_values(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
         return StoredTensor(wanted, like_parameter=False)
 
     plain = split(value, name, None, put)
-    to_json(f"the state {name!r}", plain)  # which says what cannot be saved, before anything is written
+    to_json(
+        f"the state {name.removeprefix('state.')!r}", plain
+    )  # which says what cannot be saved, before anything is written
     return plain, tensors
 
 

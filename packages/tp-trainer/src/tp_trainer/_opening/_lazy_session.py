@@ -24,6 +24,7 @@ class LazySession:
 
     Attributes:
         current: The session; ``None`` before it is opened.
+        plugins: The registry.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class LazySession:
         seed: int | None,
     ) -> None:
         self._job = job
-        self._plugins = plugins
+        self.plugins = plugins
         self._backend = backend
         self._seed = seed
         self._selection: Selection | None = None
@@ -46,7 +47,7 @@ class LazySession:
     @property
     def selection(self) -> Selection:
         """How the backend was chosen; before that, how it would be for an unspecified model."""
-        return choose(self._job, self._plugins, self._backend) if self._selection is None else self._selection
+        return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
     def open(self, *models: nn.Module, by: str) -> Session:
         """Return the session, once the backend that runs it is known to fit the models.
@@ -69,7 +70,7 @@ class LazySession:
             check_choice(
                 self.selection,
                 job,
-                self._plugins,
+                self.plugins,
                 self._backend,
                 opened_by=self._opened_by,
                 known=bool(known),
@@ -84,7 +85,7 @@ class LazySession:
     def _start(self, models: Sequence[nn.Module], by: str) -> Session:
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
-        selection = choose(job, self._plugins, self._backend)
+        selection = choose(job, self.plugins, self._backend)
         facts = {
             "kind of loss": job.loss,
             "seed": self._seed,

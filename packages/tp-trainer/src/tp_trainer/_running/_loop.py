@@ -1,110 +1,205 @@
-"""The training loop. The hot path: what is not needed in a step is not in it."""
+"""The loop over batches under every run: between two batches it does all that a run needs."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Generator, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Self
 
-from torch import Tensor
-from tp_core.errors import LoaderError
-from tp_core.plugins import StepOutput
+from tp_core.errors import ConfigError, LoaderError
 
-from tp_trainer._steps._meter import Meter, loss_of
-from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._precision import RunStep, Step
+from tp_trainer._running._between import Between
+from tp_trainer._running._progress import EpochRecord
+from tp_trainer._running._signals import Answer, SignalWatch
 
-__all__ = ["Scheduler", "TrainingLoop"]
+__all__ = ["Loop"]
 
 
-class Scheduler(Protocol):
-    """A learning-rate scheduler, as far as the loop needs it."""
+class Loop(Between):
+    """Goes over the batches of a run, and does between them all that a run needs.
 
-    def step(self) -> None:
-        """Move on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingLoop:
-    """Trains on the batches of an epoch.
-
-    Attributes:
-        run: Runs the user's step where the session wants it.
-        step: The user's step.
-        optimizer_step: Makes the optimizer steps.
-        scheduler: Moved on after every optimizer step, or ``None``.
-        steps: How many batches make an epoch.
+    What :meth:`tp_trainer.Trainer.loop` returns, and what callbacks see of a run: a context manager, and an
+    iterator over the batches of all epochs. Order and position, accumulation, limits, progress, signals,
+    checkpoints and callbacks are its concern; what is done with a batch is that of the ``for``.
     """
 
-    run: RunStep
-    step: Step
-    optimizer_step: OptimizerStep
-    scheduler: Scheduler | None
-    steps: int
+    def __enter__(self) -> Self:
+        self._is_open = True
+        try:
+            self._enter()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
 
-    def train_epoch(
-        self, batches: Iterable[Any], *, first: int, meter: Meter, on_step: Callable[[int], float]
-    ) -> None:
-        """Train on the batches of one epoch.
+    def _enter(self) -> None:
+        state, saving, open_ = self._run_state, self._saving, self._open
+        if saving is not None:
+            state.check()
+            saving.checkpointer.open()
+            open_.callback(saving.checkpointer.close)
+            if saving.resume(self._settings.resume_from()):
+                first = state.first
+                self._reporter.say(
+                    f"resumed from {saving.last}: epoch {state.epoch}, {first} batches of it done"
+                )
+        self._base = state.step - (state.first // self._accumulate)
+        self._done = state.first
+        wishes = self._limits.max_time is not None or (self.world_size > 1 and self._has_wishes())
+        if saving is not None or wishes:
+            self._signals = open_.enter_context(SignalWatch(self._session, catches=saving is not None))
+        self._try_validation()
+        self._events.send("on_fit_start", self)
 
-        Args:
-            batches: The prepared loader.
-            first: How many batches of the epoch are done already; the loader stands behind them.
-            meter: Adds up what the steps return.
-            on_step: Called between optimizer steps with the number of done batches; returns at which
-                number it is to be called again.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if self._epoch_batches is not None:
+                self._epoch_batches.close()
+            if error is not None and not isinstance(error, SystemExit | GeneratorExit):
+                self._events.send("on_exception", self, error)
+        finally:
+            self._is_open = False
+            self._open.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of all epochs."""
+        for batches in self.by_epoch():
+            yield from batches
+
+    def by_epoch(self) -> Iterator[Iterator[Any]]:
+        """Yield an iterator over the batches of each epoch: for what is to be done between epochs.
 
         Raises:
-            StepError: The step returned no usable loss.
-            NonFiniteLossError: The loss or the gradients are NaN or infinite.
-            LoaderError: The loader ended before the last batch of the epoch.
+            ConfigError: An epoch was left before its last batch; or the loop is not in a ``with`` block.
         """
-        run, step, steps, accumulate = self.run, self.step, self.steps, self.optimizer_step.accumulate
-        update, scheduler = self.optimizer_step, self.scheduler
-        model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
-        add, backward, finish = meter.add, update.backward, update.finish
-        begin_step = meter.begin_step if meter.tolerates else None
-
-        def learn(batch: Any) -> StepOutput:
-            output = run(step, model, batch)
-            # A scalar alone is what nearly every step returns: to look at more costs as much as all else.
-            if type(output) is Tensor and output.requires_grad and not output.dim():
-                loss = output
+        if not self._is_open:
+            msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
+            raise ConfigError(msg)
+        while not self._has_ended():
+            self._begin_epoch()
+            self._epoch_batches = self._batches()
+            yield self._epoch_batches
+            if not self._is_over:
+                msg = (
+                    f"epoch {self.epoch} was left after {self._done} of {self._steps} batches; call stop() "
+                    "on the loop to end the run, or give steps_per_epoch for shorter epochs"
+                )
+                raise ConfigError(msg)
+            if self._done < self._steps:
+                self._cut_epoch()
             else:
-                loss = loss_of(output, training=True)
-            weight = add(loss, output)
-            if weight is None:
-                backward(loss)
-            else:
-                update.weighted_backward(loss, weight)
-            return output
+                self._end_epoch()
+        if self._saving is not None:
+            self._saved(self._saving.finish)
+        self._logs.flush()
+        if self._ending is not None:
+            self._reporter.say(f"ended after step {self.step}: {self._ending}")
+        self._events.send("on_fit_end", self)
 
+    def _has_ended(self) -> bool:
+        epochs, max_steps = self._limits.epochs, self._limits.max_steps
+        if max_steps is not None and self.step >= max_steps and self._ending is None:
+            self._ending = f"max_steps={max_steps}"
+        return self._ending is not None or (epochs is not None and self.epoch > epochs)
+
+    def _begin_epoch(self) -> None:
+        state = self._run_state
+        if self._limits.overfit_batches is not None:
+            self._train.set_epoch(0)
+        self._began_epoch = time.perf_counter() - state.seconds
+        self._done = state.first
+        self.meter = self._new_meter()
+        if state.meter_state is not None:
+            self.meter.load_state_dict(state.meter_state)
+            state.meter_state = None
+        self._is_over, self._ask_at = False, 0.0
+        if not state.first:
+            self._events.send("on_epoch_start", self)
+
+    def _batches(self) -> Generator[Any, None, None]:
+        """Yield the batches of an epoch: the hot path, where nothing is that a step does not need."""
+        steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
+        note_step = self._watchdog.note_step if self._watchdog.is_on else None
+        count = self.meter.count if self._duties.counts else None
         done = first
-        begins = True
-        next_call = on_step(done)
-        for batch in islice(batches, steps - first):
-            done += 1
-            if begins:
-                zero_grad()
-                if begin_step is not None:
-                    begin_step()
-            begins = accumulate == 1 or done % accumulate == 0 or done == steps
-            if not begins:
-                with no_sync(model):
-                    learn(batch)
-                continue
-            # Kept until the next one is there: to free the graph before the optimizer steps takes longer.
-            output = learn(batch)  # noqa: F841
-            if not finish():
-                if not update.is_empty:
-                    meter.forget_step()
-            elif scheduler is not None:
-                scheduler.step()
-            if done >= next_call:
-                next_call = on_step(done)
-        if done < steps:
-            msg = (
-                f"the loader ended after {done} of {steps} batches; give steps_per_epoch={done}, or a "
-                "loader that has as many batches as it says"
-            )
-            raise LoaderError(msg)
-        meter.flush()
+        with self._reporter.epoch(self.epoch, steps) as self._ticker, self._watchdog.watching():
+            self._next_call = self._between(done)
+            if self._ending is None:
+                for batch in islice(self._train, steps - first):
+                    if accumulate > 1:
+                        self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
+                    if note_step is not None:
+                        note_step()
+                    yield batch
+                    done += 1
+                    self._done = done
+                    if count is not None:
+                        count()
+                    if done >= self._next_call and self.ends_step:
+                        self._next_call = self._between(done, ended_step=True)
+                        if self._ending is not None:
+                            break
+            if done < steps and self._ending is None:
+                msg = (
+                    f"the loader ended after {done} of {steps} batches; give steps_per_epoch={done}, or a "
+                    "loader that has as many batches as it says"
+                )
+                raise LoaderError(msg)
+            self.meter.flush()
+        self._is_over = True
+
+    # -- the ends of epochs ---------------------------------------------------------------------
+
+    def _record(self) -> EpochRecord:
+        """Return the record of the epoch, having validated."""
+        state = self._run_state
+        state.weighs, state.seconds = self.meter.weighs, 0.0
+        seconds = time.perf_counter() - self._began_epoch
+        optimizer = next(iter(self.optimizers.values()), None)
+        rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        train = self.meter.means()
+        found = self._validate(self._done)
+        state.metrics = train | {f"val_{name}": value for name, value in found.items()}
+        self._log_now({**train, "learning_rate": rate, "epoch_seconds": seconds})
+        return EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, found)
+
+    def _end_epoch(self) -> None:
+        state, duties, saving = self._run_state, self._duties, self._saving
+        duties.check()
+        state.step = self.step
+        record = self._record()
+        duties.advance((record.val or record.train).get("loss", math.nan))
+        state.records.append(record)
+        self._reporter.done(record)
+        duties.after_epoch()
+        self._events.send("on_epoch_end", self)
+        base = self.step
+        state.epoch, state.first = state.epoch + 1, 0
+        self._base, self._done = base, 0
+        self._ask_at = 0.0
+        answer = self._ask(0) if self._wants_to_agree() else Answer(0, False, None, False)
+        self._ending = self._ending or answer.stop
+        if saving is not None:
+            if self._is_due or answer.save or saving.ends_epoch(state.epoch - 1) or self._has_ended():
+                self._is_due = False
+                self._save(0, None)
+            saving.check_best()
+            if answer.signal:
+                self._save(0, None)
+                self._interrupt(answer.signal)
+
+    def _cut_epoch(self) -> None:
+        """End the run within an epoch: saved as it stands, with a record of what was done of it."""
+        state, done = self._run_state, self._done
+        if done == state.first and state.records:
+            return
+        seconds = time.perf_counter() - self._began_epoch
+        meter_state = self.meter.state_dict()
+        with self._without_trace():
+            self._duties.check()
+            record = self._record()
+        self.meter.load_state_dict(meter_state)
+        state.seconds = seconds
+        self._save(done, self.meter)
+        state.records.append(record)
+        self._reporter.done(record)

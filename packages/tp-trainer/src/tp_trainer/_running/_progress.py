@@ -12,7 +12,7 @@ __all__ = ["EpochRecord", "History", "Reporter"]
 
 log = logging.getLogger("tp_trainer")
 
-Show = Callable[[int, float], None]
+Show = Callable[[int, float | None], None]
 
 _BAR_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 30.0
@@ -76,18 +76,18 @@ class Reporter:
 
     Args:
         enabled: Whether to show anything; the other ranks' reporters are silent.
-        epochs: How many epochs there will be.
+        epochs: How many epochs there will be; ``None`` where that is not known.
     """
 
-    def __init__(self, *, enabled: bool, epochs: int) -> None:
+    def __init__(self, *, enabled: bool, epochs: int | None) -> None:
         self._enabled = enabled
-        self._epochs = epochs
+        self._of = "" if epochs is None else f"/{epochs}"
         self._on_terminal = enabled and sys.stderr.isatty()
 
     @contextmanager
     def epoch(self, number: int, steps: int) -> "Iterator[Ticker]":
         """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block."""
-        label = f"epoch {number}/{self._epochs}"
+        label = f"epoch {number}{self._of}"
         if not self._on_terminal:
             yield Ticker(label, steps, _LINE_INTERVAL_S if self._enabled else math.inf)
             return
@@ -104,20 +104,20 @@ class Reporter:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss={task.fields[loss]:.4g}"),
+            TextColumn("{task.fields[loss]}"),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=steps, loss=math.nan)
+            task = bar.add_task(label, total=steps, loss="")
 
-            def show(done: int, loss: float) -> None:
-                bar.update(task, completed=done, loss=loss)
+            def show(done: int, loss: float | None) -> None:
+                bar.update(task, completed=done, loss=_worded(loss).strip())
 
             yield Ticker(label, steps, _BAR_INTERVAL_S, show)
 
     def done(self, record: EpochRecord) -> None:
         """Show and log the record of an epoch."""
-        self.say(f"epoch {record.epoch}/{self._epochs}  {record}")
+        self.say(f"epoch {record.epoch}{self._of}  {record}")
 
     def say(self, line: str) -> None:
         """Show and log a line."""
@@ -142,7 +142,7 @@ class Ticker:
         self._began = self._shown = time.perf_counter()
         self.next_update: float = 1 if math.isfinite(interval_s) else math.inf
 
-    def update(self, done: int, loss: float) -> None:
+    def update(self, done: int, loss: float | None) -> None:
         """Show that ``done`` steps are done if it is time, and choose when to look again."""
         now = time.perf_counter()
         per_step = (now - self._began) / done
@@ -154,7 +154,12 @@ class Ticker:
             self._show(done, loss)
         else:
             print(
-                f"{self._label}  step {done}/{self._steps}  loss={loss:.4g}  {1 / per_step:,.1f} steps/s",
+                f"{self._label}  step {done}/{self._steps}{_worded(loss)}  {1 / per_step:,.1f} steps/s",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _worded(loss: float | None) -> str:
+    """Return the words for a loss; none before there is one."""
+    return "" if loss is None else f"  loss={loss:.4g}"

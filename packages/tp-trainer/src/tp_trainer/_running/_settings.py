@@ -1,4 +1,4 @@
-"""The arguments of one call of ``fit``, gathered and checked."""
+"""The arguments of one call of ``fit`` or ``loop``, gathered and checked."""
 
 import os
 from collections.abc import Iterable
@@ -6,69 +6,56 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tp_core.errors import ConfigError
+
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader
-from tp_trainer._checks._values import (
-    as_checkpoints,
-    check_callable,
-    check_positive,
-    check_seconds,
-)
-from tp_trainer._running._loop import Scheduler
+from tp_trainer._checks._values import as_checkpoints, check_callable, check_seconds
+from tp_trainer._running._limits import Limits
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._precision import Step
 
-__all__ = ["FitSettings"]
+__all__ = ["FitSettings", "LoopSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitSettings:
-    """The arguments of one call of ``fit`` besides the model, its optimizer and what it is trained on.
+class LoopSettings:
+    """What ``fit`` and ``loop`` have in common.
 
     Attributes:
-        step: The user's step.
-        epochs: How often to go through the loader.
-        steps_per_epoch: How many batches make an epoch; ``None`` for all that the loader has.
-        val_loader: The user's loader of the validation, or ``None``.
-        val_step: The step for the validation; ``None`` for the same.
-        scheduler: Moves the learning rate, or ``None``.
-        scheduler_every: Whether it moves every "step" or every "epoch".
-        gradients: What is done with gradients before the optimizer uses them.
+        limits: How long the run goes on.
+        validates: Whether there is a validation.
         step_timeout_s: How long a step may take; ``None`` for any time.
-        save_to: A file that the model's state is written to after every epoch, or ``None``.
         checkpoint: Where and when the state of the run is saved, or ``None``; a folder becomes the settings
             that save there after every epoch.
         resume: "auto", the path of a checkpoint, or ``None``.
-        shard: Whether the loaders are split over the data ranks.
+        accumulate: How many batches make one optimizer step.
+        progress: Whether rank 0 shows how far the run is.
+        backend: The name of the backend.
 
     Raises:
         ConfigError: A value is out of its range, or two do not go together.
     """
 
-    step: Step
-    epochs: int
-    steps_per_epoch: int | None
-    val_loader: Iterable[Any] | None
-    val_step: Step | None
-    scheduler: Scheduler | None
-    scheduler_every: str
-    gradients: GradientRules
+    limits: Limits
+    validates: bool
     step_timeout_s: float | None
-    save_to: str | os.PathLike[str] | None
     checkpoint: Checkpoints | str | os.PathLike[str] | None
     resume: str | os.PathLike[str] | None
-    shard: bool
+    accumulate: int
+    progress: bool
+    backend: str = ""
 
     def __post_init__(self) -> None:
-        check_callable("step", self.step)
-        if self.val_loader is not None:
-            check_loader("val_loader", self.val_loader)
-        if self.val_step is not None:
-            check_callable("val_step", self.val_step)
-        check_positive("epochs", self.epochs)
-        if self.steps_per_epoch is not None:
-            check_positive("steps_per_epoch", self.steps_per_epoch)
         check_seconds("step_timeout_s", self.step_timeout_s)
+        limits = self.limits
+        if not self.validates and (limits.val_every_steps is not None or limits.sanity_val_batches):
+            name = "val_every_steps" if limits.val_every_steps is not None else "sanity_val_batches"
+            msg = (
+                f"{name} needs a validation, and there is none: give val_loader to fit(), or validate to "
+                "loop()"
+            )
+            raise ConfigError(msg)
         self.checkpoints()  # which checks
 
     def checkpoints(self) -> Checkpoints | None:
@@ -77,7 +64,7 @@ class FitSettings:
         Raises:
             ConfigError: ``checkpoint`` and ``resume`` are of other types, or do not go together.
         """
-        return as_checkpoints(self.checkpoint, self.resume, validates=self.val_loader is not None)
+        return as_checkpoints(self.checkpoint, self.resume, validates=self.validates)
 
     def resume_from(self) -> Path | str | None:
         """Return the checkpoint to go on from, "auto" for the newest, ``None`` for none."""
@@ -89,17 +76,64 @@ class FitSettings:
         Args:
             steps: How many batches make an epoch.
         """
-        checkpoints = self.checkpoints()
+        checkpoints, limits = self.checkpoints(), self.limits
         return {
-            "number of epochs": self.epochs,
+            "number of epochs": limits.epochs,
             "number of steps in an epoch": steps,
+            "max_steps": limits.max_steps,
+            "max_time": limits.max_seconds,
+            "val_every_steps": limits.val_every_steps,
+            "sanity_val_batches": limits.sanity_val_batches,
+            "validation": self.validates,
+            "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
+            "resume": self.resume is not None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """The arguments of one call of ``fit`` that say what is done with each batch.
+
+    Attributes:
+        step: The user's step.
+        val_loader: The user's loader of the validation, or ``None``.
+        val_step: The step for the validation; ``None`` for the same.
+        scheduler: Moves the learning rate, or ``None``.
+        scheduler_every: Whether it moves every "step" or every "epoch".
+        gradients: What is done with gradients before the optimizer uses them.
+        save_to: A file that the model's state is written to after every epoch, or ``None``.
+        shard: Whether the loaders are split over the data ranks.
+
+    Raises:
+        ConfigError: A value is out of its range, or two do not go together.
+    """
+
+    step: Step
+    val_loader: Iterable[Any] | None
+    val_step: Step | None
+    scheduler: Any
+    scheduler_every: str
+    gradients: GradientRules
+    save_to: str | os.PathLike[str] | None
+    shard: bool
+
+    def __post_init__(self) -> None:
+        check_callable("step", self.step)
+        if self.val_loader is not None:
+            check_loader("val_loader", self.val_loader)
+        if self.val_step is not None:
+            check_callable("val_step", self.val_step)
+            if self.val_loader is None:
+                msg = "val_step is for a validation, and there is none: give val_loader"
+                raise ConfigError(msg)
+
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks must have been given alike, by its name in messages."""
+        return {
             "scheduler_every": self.scheduler_every,
             "clip_norm": self.gradients.clip_norm,
             "clip_value": self.gradients.clip_value,
             "nonfinite": self.gradients.nonfinite,
             "max_skipped": self.gradients.max_skipped,
-            "validation": self.val_loader is not None,
             "save_to": self.save_to is not None,
-            "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
-            "resume": self.resume is not None,
         }

@@ -8,14 +8,14 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch.utils.data import get_worker_info
 from tp_core.plugins import Session
 
 from tp_trainer._rank_end import leave_closed_terminal, write_rank_end
 
-__all__ = ["Interrupted", "SignalWatch", "interrupted", "requeue"]
+__all__ = ["Answer", "Interrupted", "SignalWatch", "interrupted", "requeue"]
 
 log = logging.getLogger("tp_trainer")
 
@@ -60,6 +60,22 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
     return error
 
 
+class Answer(NamedTuple):
+    """What the ranks have agreed on between two steps.
+
+    Attributes:
+        signal: The number of a signal that one of them has seen, or 0.
+        is_due: Whether rank 0 says that something is due.
+        stop: Why one of them wants the run to end, or ``None``.
+        save: Whether one of them wants a checkpoint.
+    """
+
+    signal: int
+    is_due: bool
+    stop: str | None
+    save: bool
+
+
 class SignalWatch:
     """Watches for signals, and lets all ranks learn of one at the same step.
 
@@ -68,10 +84,12 @@ class SignalWatch:
 
     Args:
         session: Whose ranks are asked.
+        catches: Whether signals are caught; without, they do what they did, and ranks agree on wishes alone.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, catches: bool = True) -> None:
         self._session = session
+        self._catches = catches
         self._seen = 0
         self._previous: dict[int, Any] = {}
         self._asked = time.perf_counter()
@@ -79,7 +97,7 @@ class SignalWatch:
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if self._catches and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # nohup has a program ignore that its terminal is closed.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -109,18 +127,29 @@ class SignalWatch:
             raise KeyboardInterrupt
         self._seen = self._seen or number
 
-    def ask(self, *, due: bool) -> tuple[int, bool]:
-        """Return the signal that a rank has seen, or 0, and whether rank 0 says that ``due`` is true.
+    def ask(self, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
+        """Return what the ranks agree on.
+
+        Args:
+            due: Whether something is due, by this rank's clock; rank 0's counts.
+            stop: Why this rank wants the run to end, or ``None``.
+            save: Whether this rank wants a checkpoint.
 
         Collectives: one all-gather of objects over all ranks.
         """
         elapsed = time.perf_counter() - self._asked
-        answers = self._session.gather_objects((self._seen, due, elapsed))
+        answers = self._session.gather_objects((self._seen, due, stop, save, elapsed))
         self._asked = time.perf_counter()
-        slowest = max(elapsed for _, _, elapsed in answers)
-        factor = _INTERVAL_S / max(slowest, 1e-6)
+        factor = _INTERVAL_S / max(*(answer[4] for answer in answers), 1e-6)
         self._interval = max(1, int(self._interval * min(factor, 10.0)))
-        return max(seen for seen, _, _ in answers), answers[0][1]
+        reason = next((answer[2] for answer in answers if answer[2] is not None), None)
+        seen = max(answer[0] for answer in answers)
+        return Answer(seen, answers[0][1], reason, any(answer[3] for answer in answers))
+
+    @property
+    def seen(self) -> int:
+        """The signal that this rank has seen, or 0."""
+        return self._seen
 
     @property
     def interval(self) -> int:

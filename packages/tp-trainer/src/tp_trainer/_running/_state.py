@@ -2,80 +2,135 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from tp_core.errors import ConfigError
-from tp_core.plugins import PreparedLoader, TensorSlice
+from tp_core.plugins import PreparedLoader, Session, TensorSlice
 from tp_core.state import StoredTensors, collect_state, restore_state, to_json
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._running._loop import Scheduler
+from tp_trainer._running._kept import Kept
 from tp_trainer._running._progress import EpochRecord
 from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
+from tp_trainer._steps._precision import LossScaler
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "Trained"]
 
 log = logging.getLogger("tp_trainer")
 
+Tensors = dict[str, Tensor | TensorSlice]
 
-class RunState:
-    """The state of a run: its model and optimizer, and how far it is.
 
-    Args:
-        optimizer_step: Makes the optimizer steps, of a model and an optimizer.
-        train: The prepared loader.
-        scheduler: Moves the learning rate, or ``None``.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run trains, by name.
 
     Attributes:
+        models: The prepared models.
+        optimizers: The prepared optimizers.
+        schedulers: What moves their learning rates.
+        scaler: Scales the loss, or ``None``.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+    schedulers: Mapping[str, Any]
+    scaler: LossScaler | None = None
+
+
+class RunState:
+    """The state of a run: what it trains and keeps, and how far it is.
+
+    Args:
+        session: Where it runs.
+        trained: Models, optimizers and schedulers.
+        kept: What else it keeps.
+        train: The prepared loader.
+        optimizer_step: Makes the optimizer steps of ``fit``; ``None`` in a loop of the user's own.
+
+    Attributes:
+        trained: Models, optimizers and schedulers.
+        kept: What else the run keeps.
+        step: Optimizer steps done when it was restored.
         epoch: The one that runs, or is the next, from 1.
-        first: How many batches of it were done before this call of ``fit``.
+        first: How many batches of it were done before this call.
         seconds: How long they took.
         meter_state: The sums over them; ``None`` where there are none.
         weighs: Whether the step returns a weight; ``None`` before the first.
         records: The records of the epochs before.
+        validated_at: After which step the last validation between two steps was.
+        metrics: The newest means.
     """
 
     def __init__(
-        self, optimizer_step: OptimizerStep, train: PreparedLoader, scheduler: Scheduler | None
+        self,
+        session: Session,
+        trained: Trained,
+        kept: Kept,
+        train: PreparedLoader,
+        optimizer_step: OptimizerStep | None = None,
     ) -> None:
-        self._optimizer_step = optimizer_step
+        self._session = session
+        self.trained = trained
+        self.kept = kept
         self._train = train
-        self._scheduler = scheduler
+        self._optimizer_step = optimizer_step
+        self.step = 0
         self.epoch = 1
         self.first = 0
         self.seconds = 0.0
         self.meter_state: dict[str, Any] | None = None
         self.weighs: bool | None = None
         self.records: list[EpochRecord] = []
+        self.validated_at = 0
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def plain_models(self) -> dict[str, nn.Module]:
+        """The models as the user made them, by name."""
+        return {name: self._session.unwrap(model) for name, model in self.trained.models.items()}
+
+    def _whole_model(self) -> nn.Module:
+        """Return the one model, or all of them as parts of one, with their names before those in them."""
+        models = self.plain_models
+        if len(models) == 1:
+            return next(iter(models.values()))
+        whole = nn.Module()
+        whole._modules.update(models)
+        return whole
+
+    def _optimizers(self) -> Optimizer | Mapping[str, Optimizer]:
+        optimizers = self.trained.optimizers
+        return next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers
 
     def check(self) -> None:
         """Make sure that the run can be saved, before it costs anything to learn that it cannot.
 
         Raises:
-            StateError: The model's or the scheduler's state, or the loader's position, holds what
-                no checkpoint does.
+            StateError: A state, or the loader's position, holds what no checkpoint does.
+
+        Collectives: those of :meth:`capture`.
         """
-        self.tensors()
-        to_json("the state of the run", self.capture(0, None))
+        _, common, own = self.capture(0, None)
+        to_json("the state of the run", (common, own))
 
-    def tensors(self) -> dict[str, Tensor | TensorSlice]:
-        """Return the tensors of the model and the optimizer: no copies."""
-        step = self._optimizer_step
-        return collect_state(step.session.unwrap(step.model), step.optimizer, cut=step.session.as_slice)
-
-    def capture(self, done: int, meter: Meter | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is not a tensor: the values that all ranks have in common, and this rank's own.
+    def capture(self, done: int, meter: Meter | None) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
+        """Return the tensors (no copies), the values that all ranks have in common, and this rank's own.
 
         Args:
             done: How many batches of the epoch are done.
             meter: The sums over them; ``None`` where the epoch has not begun.
+
+        Collectives: those of `Kept.capture`.
         """
-        step, train, scheduler = self._optimizer_step, self._train, self._scheduler
-        session, scaler = step.session, step.scaler
+        session, train, trained, step = self._session, self._train, self.trained, self._optimizer_step
+        tensors = collect_state(self._whole_model(), self._optimizers(), cut=session.as_slice)
+        kept = self.kept.capture()
         if meter is not None and done:
             position = train.state_dict(batches=done)
         else:
@@ -83,19 +138,27 @@ class RunState:
         common = {
             "epoch": self.epoch,
             "seconds": self.seconds,
-            "updates": {"count": step.count, "skipped": step.skipped, "unit": step.unit},
-            "scheduler": None if scheduler is None else _state_of(scheduler),
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "updates": {
+                "count": self.step,
+                "skipped": 0 if step is None else step.skipped,
+                "unit": None if step is None else step.unit,
+            },
+            "schedulers": {name: _state_of(one) for name, one in trained.schedulers.items()},
+            "scaler": None if trained.scaler is None else trained.scaler.state_dict(),
             "position": position,
             "records": [asdict(record) for record in self.records],
+            "metrics": self.metrics,
+            "validated_at": self.validated_at,
             "world_size": session.world_size,
+            "state": kept.common,
         }
         own = {
             "data_rank": session.data_rank,
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
+            "state": kept.own,
         }
-        return common, own
+        return {**tensors, **kept.tensors}, common, own
 
     def restore(
         self, path: Path, stored: tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]], *, replay: bool
@@ -108,38 +171,39 @@ class RunState:
             replay: Whether a loader that cannot be put at a position may read what is before it again.
 
         Raises:
-            ConfigError: The run has a scheduler and the checkpoint has none, or the other way round.
-            StateError: The checkpoint does not fit the model or the optimizer.
+            ConfigError: The run has a scheduler, or keeps something, of which the checkpoint has nothing, or
+                the other way round.
+            StateError: The checkpoint does not fit the models or the optimizers.
             LoaderError: The loader cannot be brought to the position.
         """
         tensors, common, ranks = stored
-        step, scheduler = self._optimizer_step, self._scheduler
-        session = step.session
-        if (scheduler is None) != (common["scheduler"] is None):
-            has, lacks = ("the run", "the checkpoint") if scheduler else ("the checkpoint", "the run")
-            msg = f"{path}: {has} has a scheduler and {lacks} has none; resume with what the run had"
-            raise ConfigError(msg)
+        trained, step = self.trained, self._optimizer_step
+        schedulers = _schedulers_in(path, common, trained.schedulers)
         restore_state(
-            session.unwrap(step.model),
-            step.optimizer,
+            self._whole_model(),
+            self._optimizers(),
             tensors,
-            cut=session.as_slice,
-            same_groups=scheduler is not None,
+            cut=self._session.as_slice,
+            same_groups=bool(trained.schedulers),
         )
-        if scheduler is not None:
-            _load_state_of(scheduler, common["scheduler"])
-        if step.scaler is not None and common["scaler"] is not None:
-            step.scaler.load_state_dict(common["scaler"])
+        for name, scheduler in trained.schedulers.items():
+            _load_state_of(scheduler, schedulers[name])
+        if trained.scaler is not None and common["scaler"] is not None:
+            trained.scaler.load_state_dict(common["scaler"])
         updates = common["updates"]
-        step.count, step.skipped, step.unit = updates["count"], updates["skipped"], updates["unit"]
+        self.step = updates["count"]
+        if step is not None:
+            step.count, step.skipped, step.unit = updates["count"], updates["skipped"], updates["unit"]
         self.records = [EpochRecord(**record) for record in common["records"]]
+        self.metrics, self.validated_at = common.get("metrics", {}), common.get("validated_at", 0)
         self.epoch, self.seconds = common["epoch"], common["seconds"]
+        self.kept.restore(path, tensors, common.get("state", {}), [mine.get("state", {}) for mine in ranks])
         self.first = self._train.load_state_dict(common["position"], replay=replay)
         self._restore_own(path, common, ranks)
 
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Take what is this rank's own: its sums and its random generators."""
-        session = self._optimizer_step.session
+        session = self._session
         if common["world_size"] == session.world_size:
             self.meter_state = ranks[session.rank]["meter"]
             generators.restore(ranks[session.rank]["generators"])
@@ -152,7 +216,31 @@ class RunState:
             common["world_size"],
             session.world_size,
         )
-        generators.reseed(common["position"]["seed"], self._optimizer_step.count, session.data_rank)
+        generators.reseed(common["position"]["seed"], self.step, session.data_rank)
+
+
+def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the schedulers that the run has.
+
+    Raises:
+        ConfigError: They are not those of the checkpoint.
+    """
+    saved: dict[str, Any] = common.get("schedulers", {})
+    if common.get("scheduler") is not None:  # of a version that knew one
+        saved = {"scheduler": common["scheduler"]}
+    if len(saved) == len(wanted) == 1:  # whatever they are called
+        return dict(zip(wanted, saved.values(), strict=True))
+    if bool(saved) != bool(wanted):
+        has, lacks = ("the run", "the checkpoint") if wanted else ("the checkpoint", "the run")
+        msg = f"{path}: {has} has a scheduler and {lacks} has none; resume with what the run had"
+        raise ConfigError(msg)
+    if saved.keys() != wanted.keys():
+        msg = (
+            f"{path} is of a run with the schedulers {sorted(saved)}, and this one has {sorted(wanted)}; "
+            "resume with what the run had"
+        )
+        raise ConfigError(msg)
+    return saved
 
 
 def _share_of_sums(data_rank: int, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:

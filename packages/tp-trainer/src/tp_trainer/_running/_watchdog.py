@@ -55,7 +55,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._steps = 0
         self._since = time.monotonic()
-        self._is_paused = False
+        self._is_paused = self._is_watching = False
         self._main = threading.get_ident()
         self._store: Any = None
         self._native: NativeExit | None = None
@@ -71,15 +71,24 @@ class Watchdog:
             return run
 
         def counted(step: Step, model: nn.Module, batch: Any) -> StepOutput:
-            self._steps += 1
+            self.note_step()
             return run(step, model, batch)
 
         return counted
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to watch for."""
+        return self._timeout_s is not None
+
+    def note_step(self) -> None:
+        """Note a sign of life: a step begins."""
+        self._steps += 1
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Do what calls the watched function time and again."""
-        if self._timeout_s is None:
+        if self._timeout_s is None or self._is_watching:
             yield
             return
         ending = threading.Event()
@@ -87,10 +96,12 @@ class Watchdog:
             target=self._look, args=(self._timeout_s, ending), name="tp-watchdog", daemon=True
         )
         self._set_alarm()
+        self._is_watching = True
         look.start()
         try:
             yield
         finally:
+            self._is_watching = False
             ending.set()
             look.join()
             self._cancel_alarm()
@@ -98,6 +109,9 @@ class Watchdog:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do something that is not a step, and may take any time."""
+        if self._is_paused or not self._is_watching:
+            yield
+            return
         self._is_paused = True
         self._cancel_alarm()
         try:

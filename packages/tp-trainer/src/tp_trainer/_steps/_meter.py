@@ -65,7 +65,7 @@ class Meter:
         tolerates: Whether losses that are not finite are left out.
         weighs: Whether steps return a weight: all of them do, or none; ``None`` before the first.
         samples: How many have been counted.
-        last_loss: That of the last step.
+        last_loss: That of the last step; ``None`` before the first.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Meter:
         self._has_loss: bool | None = None
         self.weighs = weighs
         self.samples = 0
-        self.last_loss = math.nan
+        self.last_loss: float | None = None
         self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
 
     def add(self, loss: Tensor | None, output: Any) -> float | None:
@@ -143,6 +143,23 @@ class Meter:
         if output is not loss and counts:
             self._add_others(output, samples, units)
         return weight
+
+    def log(self, numbers: Mapping[str, Any]) -> None:
+        """Add numbers of a batch, of which means are made by its samples, in a loop without a loss of ours.
+
+        Raises:
+            StepError: One cannot be averaged.
+        """
+        share = self._session.share
+        samples = 1 if share is None else share.samples
+        for name, value in numbers.items():
+            self._add_other(name, value, samples, samples)
+
+    def count(self) -> None:
+        """Count a batch of such a loop."""
+        share = self._session.share
+        self._step += 1
+        self.samples += 1 if share is None else share.samples
 
     def _agree(self, *, gives: bool) -> None:
         """Note whether steps return a weight, or find that they are of two kinds.
@@ -222,26 +239,28 @@ class Meter:
         return True
 
     def _add_others(self, output: Mapping[str, Any], samples: int, units: float) -> None:
-        others = self._others
         for name, given in output.items():
-            if name in {"loss", "weight"}:
-                continue
-            value, own = split_weight(name, given)
-            weight = units if own is None else own if samples else 0.0
-            if isinstance(value, Tensor) and value.numel() == 1:
-                # Kept where it is: nobody looks at it before the end.
-                number: Any = value.detach().double().reshape(())
-            elif isinstance(value, Real):
-                number = float(value)
-            else:
-                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                msg = (
-                    f"the step's {name!r} must be a number or a scalar tensor, of which means are made, got "
-                    f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight)"
-                )
-                raise StepError(msg)
-            total, before = others.get(name, (0.0, 0))
-            others[name] = (total + number * weight, before + weight) if weight else (total, before)
+            if name not in {"loss", "weight"}:
+                self._add_other(name, given, samples, units)
+
+    def _add_other(self, name: str, given: Any, samples: int, units: float) -> None:
+        others = self._others
+        value, own = split_weight(name, given)
+        weight = units if own is None else own if samples else 0.0
+        if isinstance(value, Tensor) and value.numel() == 1:
+            # Kept where it is: nobody looks at it before the end.
+            number: Any = value.detach().double().reshape(())
+        elif isinstance(value, Real):
+            number = float(value)
+        else:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            msg = (
+                f"the step's {name!r} must be a number or a scalar tensor, of which means are made, got "
+                f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight)"
+            )
+            raise StepError(msg)
+        total, before = others.get(name, (0.0, 0))
+        others[name] = (total + number * weight, before + weight) if weight else (total, before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's sums as plain numbers: what :meth:`load_state_dict` takes."""
@@ -272,6 +291,7 @@ class Meter:
         self.flush()
         session = self._session
         known = session.gather_objects((self.weighs, self._has_loss, sorted(self._others)))
+        has_losses = any(weighs is not None for weighs, _, _ in known)
         if {True, False} <= {weighs for weighs, _, _ in known}:
             session.check_agreement("whether the step returns a 'weight'", self.weighs)
         names = sorted({name for _, _, theirs in known for name in theirs})
@@ -290,9 +310,10 @@ class Meter:
         self.samples = int(samples)
         if not samples:
             return {}
+        found = list(zip(["loss", *names], pairs[::2], pairs[1::2], strict=True))
         means = {
             name: total / weight if weight else math.nan
-            for name, total, weight in zip(["loss", *names], pairs[::2], pairs[1::2], strict=True)
+            for name, total, weight in (found if has_losses else found[1:])
         }
         if has_no_loss:
             del means["loss"]

@@ -113,6 +113,7 @@ class OptimizerStep:
         self._is_weighted = False
         self._weight = 0.0  # of this rank's batches since the last step; of all ranks', if one makes a step
         self._batches = 0  # since the last step
+        self._before_step: Callable[[Tensor], None] | None = None
         # Looking at a norm makes an accelerator wait, so there it is looked at only where a
         # decision hangs on it; a loss that is NaN shows soon enough what went wrong.
         self._looks = (
@@ -121,6 +122,14 @@ class OptimizerStep:
         is_scaled = scaler is not None or self._weighs
         self.backward: Callable[[Tensor], None] = self._scaled_backward if is_scaled else session.backward
         self._is_plain = not (self._looks or self._weighs or clip_norm is not None or clip_value is not None)
+
+    def tell(self, before_step: Callable[[Tensor], None]) -> None:
+        """Have a function called before each step that is made, with the norm of its gradients.
+
+        Collectives: from now on those of `Session.clip_grad_norm` in each step.
+        """
+        self._before_step = before_step
+        self._is_plain = False
 
     def _scaled_backward(self, loss: Tensor) -> None:
         factor = 1.0 if self.scaler is None else self.scaler.scale
@@ -188,11 +197,14 @@ class OptimizerStep:
             self.session.scale_gradients(self.model, factor)
         if self._clip_value is not None:
             self.session.clip_grad_value(self.model, self._clip_value)
-        if self._looks or self._clip_norm != math.inf:
+        before_step = self._before_step
+        if self._looks or self._clip_norm != math.inf or before_step is not None:
             norm = self.session.clip_grad_norm(self.model, self._clip_norm)
             if self._looks and not self._accepts(norm):
                 self.optimizer.zero_grad()
                 return False
+            if before_step is not None:
+                before_step(norm)
         self.optimizer.step()
         return True
 

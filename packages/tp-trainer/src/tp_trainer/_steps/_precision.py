@@ -12,8 +12,10 @@ from tp_core.plugins import Parts, Precision, StepOutput
 
 __all__ = ["LossScaler", "RunStep", "Step", "autocast", "check_precision", "in_precision"]
 
-Step = Callable[[nn.Module, Any], StepOutput]
+Step = Callable[[Any, Any], StepOutput]
+"""``step(model, batch)``, which may be typed for the user's own class of model and batch."""
 RunStep = Callable[[Step, nn.Module, Any], StepOutput]
+RunAny = Callable[[Any, Any, Any], StepOutput]
 
 
 def check_precision(precision: object) -> None:
@@ -36,11 +38,11 @@ def autocast(precision: Precision, device: torch.device) -> Callable[[], Abstrac
     return lambda: torch.autocast(device.type, dtype=types[precision])
 
 
-def in_precision(run: RunStep, precision: Precision, device: torch.device) -> RunStep:
+def in_precision(run: RunAny, precision: Precision, device: torch.device) -> RunAny:
     """Return what runs a step in a precision; ``run`` itself where nothing has to be done for it.
 
     Args:
-        run: ``run(step, model, batch)``, as `Session.run`.
+        run: ``run(step, model, batch)``, as `Session.run`; or with models, as `Session.run_several`.
         precision: The precision.
         device: Where the step runs.
     """
@@ -50,7 +52,7 @@ def in_precision(run: RunStep, precision: Precision, device: torch.device) -> Ru
     if context is None:
         return run
 
-    def run_under_autocast(step: Step, model: nn.Module, batch: Any) -> StepOutput:
+    def run_under_autocast(step: Any, model: Any, batch: Any) -> StepOutput:
         with context():
             return run(step, model, batch)
 

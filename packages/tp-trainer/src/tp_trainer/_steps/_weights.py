@@ -35,7 +35,9 @@ def total_weight(session: Session, weight: float) -> float:
     return session.reduce(torch.tensor([weight], dtype=torch.float64), "sum").item()
 
 
-def add_whole(session: Session, loss: Tensor, weight: float, *, total: float, scale: float = 1.0) -> None:
+def add_whole(
+    session: Session, loss: Tensor, weight: float, *, total: float, scale: float = 1.0, **graph: bool
+) -> None:
     """Add the gradient of the mean over ``total`` units, of which this rank's loss is over ``weight``.
 
     Args:
@@ -44,15 +46,16 @@ def add_whole(session: Session, loss: Tensor, weight: float, *, total: float, sc
         weight: How many units those are; 0 counts as nothing, and then the loss may be NaN.
         total: How many units the optimizer step has on all ranks, in all of its batches.
         scale: A factor on the loss.
+        **graph: What `Session.backward` takes besides.
 
     Collectives: those of `Session.backward`.
     """
     if not weight:
-        add_nothing(session, loss)
+        add_nothing(session, loss, **graph)
         return
     if session.job.loss == "mean":
         scale *= weight / total * _inverse_share(session)
-    session.backward(loss if scale == 1.0 else loss * scale)
+    session.backward(loss if scale == 1.0 else loss * scale, **graph)
 
 
 def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scale: float = 1.0) -> None:
@@ -73,7 +76,7 @@ def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scal
     add_whole(session, loss, weight, total=unit * session.data_size, scale=scale)
 
 
-def add_nothing(session: Session, loss: Tensor) -> None:
+def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
     """Take part in the backward pass of the other ranks, adding zeros to the gradients.
 
     Collectives: those of `Session.backward`.
@@ -82,7 +85,7 @@ def add_nothing(session: Session, loss: Tensor) -> None:
         return
     _adding_nothing.add(session)
     try:
-        backward_of_nothing(loss, lambda nothing: session.backward(nothing * 0.0))
+        backward_of_nothing(loss, lambda nothing: session.backward(nothing * 0.0, **graph))
     finally:
         _adding_nothing.discard(session)
 

@@ -1,0 +1,169 @@
+"""What a run keeps besides models, optimizers and schedulers: saved by names, and put back in place."""
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tp_core.errors import ConfigError, StateError
+from tp_core.plugins import Session
+from tp_core.state import StoredTensors, collect_values, restore_values, to_json
+
+__all__ = ["Kept", "KeptState"]
+
+log = logging.getLogger("tp_trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """What was captured.
+
+    Attributes:
+        common: Plain values that all ranks have in common, by name.
+        own: Plain values of this rank, for names whose states differ between the ranks.
+        tensors: The tensors of all of them.
+    """
+
+    common: dict[str, Any]
+    own: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class Kept:
+    """Objects with ``state_dict`` and ``load_state_dict``, and plain values, by name.
+
+    A state that differs between ranks, as of a replay buffer that each fills itself, is saved for each
+    of them. A module's is taken to be the same on all, and rank 0's is saved.
+
+    Args:
+        session: Whose ranks they are on.
+        values: The user's own dict: values that cannot be changed in place are replaced there.
+        names: Which of them are to be kept.
+        callbacks: Objects with state whose absence from a checkpoint does no harm.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        values: MutableMapping[str, Any],
+        names: tuple[str, ...],
+        *,
+        callbacks: Mapping[str, Any],
+    ) -> None:
+        self._session = session
+        self._values = values
+        self._names = names
+        self._callbacks = callbacks
+
+    def capture(self) -> KeptState:
+        """Return the state of all of them.
+
+        Raises:
+            StateError: One holds what no checkpoint does.
+
+        Collectives: over several ranks one gather of digests, and one of the states that differ.
+        """
+        common: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        found: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        for name in self._names:
+            found[name] = collect_values(f"state.{name}", self._state_of(name))
+        for name in self._callbacks:
+            if state := self._state_of(name):
+                found[name] = collect_values(f"state.{name}", state)
+        different = self._different(found)
+        for name, (plain, own) in found.items():
+            if name not in different:
+                common[name] = plain
+                tensors |= own
+        if not different:
+            return KeptState(common, {}, tensors)
+        rank, mine = self._session.rank, {}
+        for name in sorted(different):
+            mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name))
+        for theirs in self._session.gather_objects([own for _, own in mine.values()]):
+            for own in theirs:
+                tensors |= own
+        return KeptState(common, {name: plain for name, (plain, _) in mine.items()}, tensors)
+
+    def restore(
+        self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
+    ) -> None:
+        """Put everything back where it was.
+
+        Args:
+            path: The checkpoint, for messages.
+            stored: Its tensors.
+            common: What all ranks had in common.
+            ranks: What each rank had of its own.
+
+        Raises:
+            ConfigError: The run keeps something that the checkpoint lacks.
+            StateError: A file is damaged.
+        """
+        mine = {**common, **ranks[self._session.rank % len(ranks)]}
+        lost = sorted(mine.keys() - set(self._names) - self._callbacks.keys())
+        if lost:
+            log.warning("%s has state of %s, which this run does not keep", path, ", ".join(map(repr, lost)))
+        missing = next((name for name in self._names if name not in mine), None)
+        if missing is not None:
+            msg = f"{path} has no state of {missing!r}, which this run keeps; resume with what the run had"
+            raise ConfigError(msg)
+        for name in [*self._names, *(n for n in self._callbacks if n in mine)]:
+            self._put_back(name, restore_values(mine[name], stored))
+
+    def _state_of(self, name: str) -> Any:
+        value = self._callbacks[name] if name in self._callbacks else self._values[name]
+        return value.state_dict() if _has_state(value) else value
+
+    def _put_back(self, name: str, state: Any) -> None:
+        value = self._callbacks[name] if name in self._callbacks else self._values[name]
+        if _has_state(value):
+            try:
+                value.load_state_dict(state)
+            except Exception as error:
+                msg = f"the state of {name!r} could not be put back into {type(value).__name__}: {error}"
+                raise StateError(msg) from error
+        elif isinstance(value, Tensor) and isinstance(state, Tensor) and value.shape == state.shape:
+            with torch.no_grad():
+                value.copy_(state)
+        elif isinstance(value, list) and isinstance(state, list):
+            value[:] = state
+        elif isinstance(value, dict) and isinstance(state, dict):
+            value.clear()
+            value.update(state)
+        else:
+            self._values[name] = state
+
+    def _different(self, found: Mapping[str, tuple[Any, dict[str, Tensor]]]) -> set[str]:
+        """Return the names whose states differ between the ranks."""
+        if self._session.world_size == 1 or not found:
+            return set()
+        digests = {
+            name: _digest(plain, tensors)
+            for name, (plain, tensors) in found.items()
+            if not isinstance(self._values.get(name), nn.Module)
+        }
+        everyones = self._session.gather_objects(digests)
+        return {
+            name for name in digests if any(theirs.get(name) != digests[name] for theirs in everyones)
+        } | {name for theirs in everyones for name in theirs if theirs[name] != everyones[0].get(name)}
+
+
+def _has_state(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _digest(plain: Any, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(to_json("state", plain).encode(), digest_size=16)
+    for name, tensor in tensors.items():
+        host = tensor.detach().to("cpu").contiguous()
+        digest.update(f"{name} {host.dtype} {tuple(host.shape)}".encode())
+        if host.numel():  # without numpy, which need not be there
+            digest.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
+    return digest.hexdigest()

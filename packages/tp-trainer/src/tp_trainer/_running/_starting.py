@@ -1,0 +1,189 @@
+"""From the arguments of ``fit`` or ``loop`` to a loop that is ready to begin."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tp_core.errors import ConfigError, LoaderError
+from tp_core.plugins import PreparedLoader, Session
+
+from tp_trainer._checks._values import check_positive
+from tp_trainer._opening._agreement import check_same
+from tp_trainer._running._between import Duties
+from tp_trainer._running._events import Events
+from tp_trainer._running._kept import Kept
+from tp_trainer._running._limits import Limits
+from tp_trainer._running._log import LogBuffer
+from tp_trainer._running._loop import Loop
+from tp_trainer._running._settings import LoopSettings
+from tp_trainer._running._state import RunState, Trained
+from tp_trainer._running._watchdog import Watchdog
+from tp_trainer._steps._optimizer_step import OptimizerStep
+from tp_trainer._steps._precision import LossScaler
+
+__all__ = ["Sorted", "check_state", "sort_state", "start_loop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The user's ``state=`` by kinds.
+
+    Attributes:
+        trained: Models, optimizers and schedulers, as the backend keeps them.
+        others: The names of all else.
+    """
+
+    trained: Trained
+    others: tuple[str, ...]
+
+
+def check_state(state: object) -> dict[str, Any]:
+    """Return the dict that was given as ``state=``, an empty one for ``None``.
+
+    Raises:
+        ConfigError: ``state`` is not a dict, or has names that are not identifiers.
+    """
+    if state is None:
+        return {}
+    if not isinstance(state, dict):
+        got = f"{type(state).__name__}: {state!r:.100}"
+        msg = f"state must be a dict of what is to be saved, by name, got {got}"
+        raise ConfigError(msg)
+    for name in state:
+        if not isinstance(name, str) or not name.isidentifier():
+            msg = f"the names in state= must be words such as 'ema', got {name!r}"
+            raise ConfigError(msg)
+    return state
+
+
+def sort_state(
+    state: Mapping[str, Any],
+    *,
+    prepared: Callable[[nn.Module], nn.Module | None],
+    scaler: LossScaler | None,
+    models: Mapping[str, nn.Module] | None = None,
+    optimizers: Mapping[str, Optimizer] | None = None,
+    schedulers: Mapping[str, Any] | None = None,
+) -> Sorted:
+    """Return the user's ``state=`` by kinds, with what the run has besides.
+
+    A module is a model where it was prepared, or where an optimizer in ``state`` has its parameters; any
+    other one, such as an average of weights, is kept as it is.
+
+    Args:
+        state: What the user named.
+        prepared: Returns the prepared model of a module, if it was prepared.
+        scaler: Scales the loss, or ``None``.
+        models: Models that the run has anyway.
+        optimizers: Optimizers that the run has anyway.
+        schedulers: Schedulers that the run has anyway.
+
+    Raises:
+        ConfigError: A name is taken, or an optimizer has parameters of no model in ``state``.
+    """
+    models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
+    for taken in (models, optimizers, schedulers):
+        for name in taken:
+            if name in state:
+                msg = f"state= cannot have {name!r}: fit() keeps its own {name} under that name"
+                raise ConfigError(msg)
+    optimizers |= {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+    trained = {id(p) for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+    others = []
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            found = prepared(value)
+            if found is not None:
+                models[name] = found
+            elif any(id(p) in trained for p in value.parameters()):
+                models[name] = value
+            else:
+                others.append(name)
+        elif isinstance(value, LRScheduler | ReduceLROnPlateau):
+            schedulers[name] = value
+        elif not isinstance(value, Optimizer):
+            others.append(name)
+    known = {id(p) for model in models.values() for p in model.parameters()}
+    for name, one in optimizers.items():
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        if name in state and any(id(p) not in known for p in parameters):
+            msg = (
+                f"the optimizer {name!r} in state= has parameters of no model there, so what it trains would "
+                "be lost: name the model too, as in state={'model': model, 'optimizer': optimizer}"
+            )
+            raise ConfigError(msg)
+    return Sorted(Trained(models, optimizers, schedulers, scaler), tuple(others))
+
+
+def start_loop(
+    session: Session,
+    settings: LoopSettings,
+    found: Sorted,
+    train: PreparedLoader,
+    *,
+    state: dict[str, Any],
+    duties: Duties,
+    events: Events,
+    facts: Mapping[str, object],
+    watchdog: Watchdog,
+    optimizer_step: OptimizerStep | None = None,
+    logs: LogBuffer | None = None,
+) -> Loop:
+    """Return a loop that is ready to begin, once all ranks have been found to mean the same.
+
+    Raises:
+        ConfigError: An epoch has no batches.
+        DisagreementError: The ranks were given different arguments.
+        LoaderError: The loader has no length, or less than the limits want.
+
+    Collectives: one gather of objects.
+    """
+    steps = _steps_in(train, settings.limits)
+    kept = Kept(session, state, found.others, callbacks=events.states())
+    kinds = {
+        "callbacks": sorted(events.states()),
+        "state": sorted(state),
+        "models": sorted(found.trained.models),
+        "optimizers": sorted(found.trained.optimizers),
+    }
+    check_same(session, {**settings.facts(steps), **facts, **kinds})
+    return Loop(
+        session,
+        settings,
+        RunState(session, found.trained, kept, train, optimizer_step),
+        train,
+        duties=duties,
+        events=events,
+        state_values=state,
+        logs=LogBuffer(None) if logs is None else logs,
+        steps=steps,
+        watchdog=watchdog,
+    )
+
+
+def _steps_in(train: PreparedLoader, limits: Limits) -> int:
+    """Return how many batches make an epoch.
+
+    Raises:
+        ConfigError: The loader has no batches.
+        LoaderError: The loader has no length and none was given, or less than was given.
+    """
+    wanted = limits.steps_per_epoch
+    try:
+        has = len(train)
+    except LoaderError:
+        if wanted is None:
+            raise
+        has = wanted
+    check_positive("the number of batches in the loader", has)
+    if wanted is not None and wanted > has:
+        msg = (
+            f"steps_per_epoch={wanted} is more than the loader has: it would have ended after {has} of "
+            f"{wanted} batches; give steps_per_epoch={has}, or none, and more epochs"
+        )
+        raise LoaderError(msg)
+    steps = has if wanted is None else wanted
+    return steps if limits.overfit_batches is None else min(steps, limits.overfit_batches)

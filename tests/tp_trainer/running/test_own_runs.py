@@ -1,0 +1,283 @@
+"""Runs of one's own loop: several models and optimizers, interrupted and resumed bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError, StateError
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+
+N, BATCH = 24, 8
+
+
+def loader():
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(N, 2, generator=generator), torch.randn(N, 2, generator=generator))
+    return DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+class Critic(nn.Module):
+    """A discriminator whose method the steps call, not its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.margin = 0.1
+
+    def score(self, x):
+        return self.body(x) - self.margin
+
+
+def gan_models():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)), Critic()
+
+
+def disc_step(disc, gen, batch):
+    real, noise = batch
+    return F.softplus(-disc.score(real)).mean() + F.softplus(disc.score(gen(noise).detach())).mean()
+
+
+def gen_step(gen, disc, batch):
+    _, noise = batch
+    return F.softplus(-disc.score(gen(noise))).mean()
+
+
+def critic_step(disc, gen, batch):
+    """Wasserstein with a gradient penalty: differentiated twice."""
+    real, noise = batch
+    fake = gen(noise).detach()
+    mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(disc.score(mixed).sum(), mixed, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    return disc.score(fake).mean() - disc.score(real).mean() + penalty
+
+
+def numbers_of(*models):
+    return torch.cat([p.detach().double().flatten() for model in models for p in model.parameters()]).tolist()
+
+
+def gan(step, *, devices="cpu", backend="auto", epochs=2, folder=None, stop_at=None, keep=("seen",)):
+    """Train both, in the loop, and return the parameters and what was logged."""
+    gen, disc = gan_models()
+    with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
+        gen, disc, batches = trainer.prepare(gen, disc, loader())
+        opt_g = torch.optim.Adam(gen.parameters(), lr=0.01)
+        opt_d = torch.optim.Adam(disc.parameters(), lr=0.02)
+        state = {"gen": gen, "disc": disc, "opt_g": opt_g, "opt_d": opt_d}
+        state |= {"seen": [], "best": 0.0} if folder else {}
+        checkpoint = Checkpoints(folder, every_steps=2) if folder else None
+        loop = trainer.loop(
+            batches, epochs=epochs, state=state, checkpoint=checkpoint, resume="auto" if folder else None
+        )
+        with loop:
+            for batch in loop:
+                opt_d.zero_grad()
+                loss_d = trainer.run(step, disc, gen, batch)
+                trainer.backward(loss_d)
+                opt_d.step()
+                opt_g.zero_grad()
+                loss_g = trainer.run(gen_step, gen, disc, batch)
+                trainer.backward(loss_g)
+                opt_g.step()
+                loop.log(loss_d=loss_d, loss_g=loss_g)
+                if folder:
+                    state["seen"].append(loop.step)
+                    state["best"] = float(loop.step)
+                if loop.step + 1 == stop_at:
+                    loop.stop("enough for today")
+        logged = [dict(record.train) for record in loop.history]
+        return {"weights": numbers_of(gen, disc), "logged": logged, "seen": state.get("seen")}
+
+
+def by_hand(step, epochs=2):
+    """The same without the trainer, but for the order of its loader."""
+    gen, disc = gan_models()
+    opt_g = torch.optim.Adam(gen.parameters(), lr=0.01)
+    opt_d = torch.optim.Adam(disc.parameters(), lr=0.02)
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        batches = trainer.prepare(loader())
+        for _ in range(epochs):
+            for batch in batches:
+                opt_d.zero_grad()
+                step(disc, gen, batch).backward()
+                opt_d.step()
+                opt_g.zero_grad()
+                gen_step(gen, disc, batch).backward()
+                opt_g.step()
+    return numbers_of(gen, disc)
+
+
+STEPS = [disc_step, critic_step]
+IN_ONE_PROCESS = [("cpu", "auto"), (["cpu", "cpu"], "tuple"), (["cpu", "cpu"], "dp-gather")]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("devices", "backend"), IN_ONE_PROCESS)
+def test_two_models_train_as_by_hand(step, devices, backend):
+    found = gan(step, devices=devices, backend=backend)
+    assert found["weights"] == pytest.approx(by_hand(step), rel=1e-4, abs=1e-6)
+
+
+def _gan_on_a_rank():
+    return [gan(step)["weights"] for step in STEPS]
+
+
+def test_two_models_train_on_two_ranks_as_by_hand():
+    expected = [by_hand(step) for step in STEPS]
+    for found in run_ranks(_gan_on_a_rank, 2):
+        for weights, hand in zip(found, expected, strict=True):
+            assert weights == pytest.approx(hand, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("devices", "backend"), IN_ONE_PROCESS)
+def test_a_resumed_loop_goes_on_bit_for_bit(tmp_path, devices, backend):
+    arguments = {"devices": devices, "backend": backend, "epochs": 3}
+    whole = gan(disc_step, **arguments, folder=tmp_path / "whole")
+    stopped = gan(disc_step, **arguments, folder=tmp_path / "parts", stop_at=5)
+    assert stopped["seen"] == [0, 1, 2, 3, 4]
+    assert stopped["weights"] != whole["weights"]
+    resumed = gan(disc_step, **arguments, folder=tmp_path / "parts")
+    assert resumed == whole
+    assert resumed["seen"] == list(range(9)), "a list is put back in place"
+
+
+def _resumed_on_a_rank(folder):
+    whole = gan(disc_step, folder=folder / "whole", epochs=2)
+    gan(disc_step, folder=folder / "parts", epochs=1)
+    return whole == gan(disc_step, folder=folder / "parts", epochs=2)
+
+
+@pytest.mark.slow
+def test_a_resumed_loop_goes_on_bit_for_bit_on_two_ranks(tmp_path):
+    from functools import partial
+
+    assert run_ranks(partial(_resumed_on_a_rank, tmp_path), 2) == [True, True]
+
+
+def test_a_shared_trunk_and_two_losses_through_one_graph():
+    """An actor and a critic on one trunk, each loss with a backward pass of its own."""
+
+    def train(backward, run):
+        torch.manual_seed(2)
+        trunk = nn.Linear(2, 8)
+        actor, critic = nn.Sequential(trunk, nn.Linear(8, 2)), nn.Sequential(trunk, nn.Linear(8, 1))
+        both = [*actor.parameters(), *critic[1].parameters()]
+        return actor, critic, torch.optim.SGD(both, lr=0.1)
+
+    def losses(actor, critic, batch):
+        state, action = batch
+        hidden = torch.tanh(actor[0](state))
+        policy = (actor[1](hidden) - action).square().mean()
+        value = (critic[1](hidden) - action.sum(1, keepdim=True)).square().mean()
+        return {"loss": policy, "value": value}
+
+    hand_actor, hand_critic, hand_optimizer = train(None, None)
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        batches = trainer.prepare(loader())
+        for batch in batches:
+            hand_optimizer.zero_grad()
+            found = losses(hand_actor, hand_critic, batch)
+            (found["loss"] + found["value"]).backward()
+            hand_optimizer.step()
+    actor, critic, optimizer = train(None, None)
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        actor, critic, optimizer, batches = trainer.prepare(actor, critic, optimizer, loader())
+        state = {"actor": actor, "critic": critic, "optimizer": optimizer}
+        with trainer.loop(batches, state=state) as loop:
+            for batch in loop:
+                optimizer.zero_grad()
+                found = trainer.run(losses, actor, critic, batch)
+                trainer.backward(found["loss"], retain_graph=True)
+                trainer.backward(found["value"])
+                optimizer.step()
+    assert numbers_of(actor, critic) == pytest.approx(numbers_of(hand_actor, hand_critic), rel=1e-5)
+
+
+def test_lbfgs_steps_with_a_closure_in_a_loop():
+    def fitted(closure_of):
+        torch.manual_seed(2)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+            model, optimizer, batches = trainer.prepare(model, optimizer, loader())
+            with trainer.loop(batches, epochs=2, state={"model": model, "optimizer": optimizer}) as loop:
+                for batch in loop:
+                    optimizer.step(closure_of(trainer, model, optimizer, batch))
+        return numbers_of(model)
+
+    def step(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def ours(trainer, model, optimizer, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = trainer.run(step, model, batch)
+            trainer.backward(loss)
+            return loss
+
+        return closure
+
+    def plain(_, model, optimizer, batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = step(model, batch)
+            loss.backward()
+            return loss
+
+        return closure
+
+    assert fitted(ours) == fitted(plain)
+
+
+# -- what cannot be ---------------------------------------------------------------------------------
+
+
+def start(**arguments):
+    trainer = Trainer(seed=0, devices="cpu", progress=False)
+    model, batches = trainer.prepare(nn.Linear(2, 2), loader())
+    return trainer, model, lambda **more: trainer.loop(batches, **arguments, **more)
+
+
+def test_an_optimizer_without_its_model_is_named():
+    _, model, loop = start()
+    with pytest.raises(ConfigError, match="'opt' in state= has parameters of no model there"):
+        loop(state={"opt": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+
+@pytest.mark.parametrize("state", [[1], {"a.b": 1}, {3: 1}])
+def test_state_is_a_dict_of_names(state):
+    _, _, loop = start()
+    with pytest.raises(ConfigError, match=r"state must be a dict|names in state="):
+        loop(state=state)
+
+
+def test_what_no_checkpoint_holds_is_found_before_the_first_batch(tmp_path):
+    _, _, loop = start(checkpoint=tmp_path)
+    with pytest.raises(StateError, match="'odd'"), loop(state={"odd": object()}):
+        pytest.fail("the loop began")
+
+
+def test_an_epoch_that_is_left_early_is_pointed_out():
+    _, _, loop = start(epochs=2)
+    with loop() as running:
+        epochs = running.by_epoch()
+        next(next(epochs))
+        with pytest.raises(ConfigError, match=r"left after 0 of 3 batches; call stop\(\)"):
+            next(epochs)
+
+
+def test_a_loop_is_used_in_a_with_block():
+    _, _, loop = start()
+    with pytest.raises(ConfigError, match="in a with block"):
+        next(iter(loop()))
+
+
+def test_run_needs_a_model_and_a_batch():
+    trainer, model, _ = start()
+    with pytest.raises(ConfigError, match="last the batch"):
+        trainer.run(lambda model: 0, model)
+    with pytest.raises(ConfigError, match="last the batch"):
+        trainer.run(lambda: 0)
