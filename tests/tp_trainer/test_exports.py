@@ -15,6 +15,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "FunctionMetric",
         "History",
         "Interrupted",
+        "Loop",
         "Metric",
         "Predictions",
         "RunView",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tp_trainer._metrics._metric import FunctionMetric, Metric
     from tp_trainer._metrics._predictions import Predictions
     from tp_trainer._running._callbacks import Callback, RunView
+    from tp_trainer._running._loop import Loop
     from tp_trainer._running._progress import EpochRecord, History
     from tp_trainer._running._signals import Interrupted
     from tp_trainer._steps._precision import Step
@@ -30,6 +31,7 @@ __all__ = [
     "FunctionMetric",
     "History",
     "Interrupted",
+    "Loop",
     "Metric",
     "Predictions",
     "RunView",
@@ -54,6 +56,7 @@ if not TYPE_CHECKING:
             "compat._parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
             "loggers": [],
             "_running._callbacks": ["Callback", "RunView"],
+            "_running._loop": ["Loop"],
             "_running._progress": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],
         },
