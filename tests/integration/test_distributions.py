@@ -20,7 +20,7 @@ def _build(folder, out):
     """Build the source distribution and the wheel of ``folder``; return their bytes by name."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
