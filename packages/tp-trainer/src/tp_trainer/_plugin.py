@@ -29,6 +29,12 @@ def tp_loggers() -> Iterable[LoggerFactory]:
     return _named.factories()
 
 
+def _report_app() -> Any:
+    from tp_trainer._report._command import report_app
+
+    return report_app()
+
+
 @hookimpl
 def tp_commands() -> Iterable[Command]:
     """Starting processes, and looking after those in the background."""
@@ -43,4 +49,5 @@ def tp_commands() -> Iterable[Command]:
         Command("jobs", "List the jobs that `tp launch --detach` started.", _launch.jobs_app),
         Command("logs", "Show what a background job has printed.", _launch.logs_app),
         Command("stop", "End a background job.", _launch.stop_app),
+        Command("report", "Make one HTML page of what runs have left in their folders.", _report_app),
     ]

@@ -1,0 +1,187 @@
+"""Curves of runs, drawn by matplotlib: as SVG whose colors follow the page's, or as PNG."""
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_core.errors import ConfigError
+
+from tp_trainer.loggers._reading import LoggedRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Chart", "Curve", "charts", "draw", "png", "svg"]
+
+_MOST_POINTS = 1500  # of a curve; more are not to be seen
+_SIZE_INCHES = (4.6, 2.7)
+_MARKS = {"run": "restart", "interruption": "interruption"}
+
+# Colors that nobody draws with by chance: in SVG they become variables of the page, light or dark.
+_INK, _GRID, _MARK = "#010203", "#010204", "#010205"
+_COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(8))
+_PNG_COLORS = ("#1f6fb2", "#c8501e", "#2e8b57", "#8a4fbf", "#b8860b", "#c2185b", "#00838f", "#5d4037")
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _GRID: "var(--grid)",
+    _MARK: "var(--mark)",
+    **{color: f"var(--c{i})" for i, color in enumerate(_COLORS)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One curve.
+
+    Attributes:
+        label: What the legend says.
+        steps: Where its points are.
+        values: Their values.
+        color: The number of its color.
+        dashed: Whether it is dashed.
+    """
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    color: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves that belong together.
+
+    Attributes:
+        name: What they show.
+        curves: The curves.
+        marks: Steps with a mark: where a run was interrupted, or went on.
+    """
+
+    name: str
+    curves: list[Curve]
+    marks: list[tuple[int, str]] = field(default_factory=list)
+
+
+_FIRST = ("loss", "accuracy", "learning_rate", "samples_per_s", "steps_per_s")
+
+
+def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
+    """Return a chart for each name that a run has logged, with its validation; the loss comes first.
+
+    Args:
+        runs: What to call each run, and its record.
+    """
+    names = dict.fromkeys(name.removeprefix("val_") for _, run in runs for name in run.names)
+    order = sorted(names, key=lambda n: _FIRST.index(n) if n in _FIRST else len(_FIRST))
+    return [
+        Chart(name, list(_curves(name, runs)), [mark for _, run in runs for mark in _marks(run)])
+        for name in order
+    ]
+
+
+def _curves(name: str, runs: Sequence[tuple[str, LoggedRun]]) -> Iterator[Curve]:
+    several = len(runs) > 1
+    for number, (label, run) in enumerate(runs):
+        for full in (name, f"val_{name}"):
+            steps, values = run.series(full)
+            if steps:
+                is_val = full != name
+                color = number if several else int(is_val)
+                text = (f"{label} " if several else "") + ("validation" if is_val else "training")
+                plain = several and f"val_{name}" not in run.names
+                yield Curve(label if plain else text, steps, values, color, dashed=several and is_val)
+
+
+def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
+    for line in run.lines:
+        if line["type"] == "run" and line["step"]:
+            yield int(line["step"]), _MARKS["run"]
+        elif line["type"] == "event" and line["event"] in _MARKS:
+            yield int(line["step"]), _MARKS[line["event"]]
+
+
+def draw(chart: Chart, *, png: bool = False) -> "Figure":
+    """Return the figure of a chart.
+
+    Raises:
+        ConfigError: Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        msg = "curves are drawn by matplotlib, which is not installed: pip install 'tp-trainer[report]'"
+        raise ConfigError(msg) from error
+    ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
+    colors = _PNG_COLORS if png else _COLORS
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    if not png:
+        figure.patch.set_alpha(0)
+    axes: Any = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    for curve in chart.curves:
+        steps, values = _thinned(curve.steps, curve.values)
+        axes.plot(
+            steps,
+            values,
+            color=colors[curve.color % len(colors)],
+            linestyle="--" if curve.dashed else "-",
+            linewidth=1.4,
+            marker="o" if len(steps) <= 30 else None,
+            markersize=3,
+            label=curve.label,
+        )
+    for step, _ in chart.marks:
+        axes.axvline(step, color=mark, linestyle=":", linewidth=1)
+    axes.set_title(chart.name, color=ink, fontsize=10, loc="left")
+    axes.set_xlabel("step", color=ink, fontsize=8)
+    axes.tick_params(colors=ink, labelsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(visible=True, color=grid, linewidth=0.7)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(grid)
+    if len(chart.curves) > 1:
+        axes.legend(fontsize=8, labelcolor=ink, frameon=False)
+    return figure
+
+
+def svg(chart: Chart) -> str:
+    """Return the chart as an SVG element whose colors are variables of the page."""
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
+        draw(chart).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
+    text = re.sub(r'font: ([\d.]+)px [^;"]*', r"font: \1px system-ui, sans-serif", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r' id="(figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend)[^"]*"', "", text)
+
+
+def png(chart: Chart, path: Path) -> None:
+    """Write the chart as a picture."""
+    draw(chart, png=True).savefig(path, dpi=160, facecolor="white")
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return a curve of few enough points: of each stretch its lowest and its highest, in their order."""
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    if len(steps) <= _MOST_POINTS:
+        return list(steps), finite
+    size = math.ceil(len(steps) / (_MOST_POINTS / 2))
+    kept: list[int] = []
+    for start in range(0, len(steps), size):
+        stretch = [i for i in range(start, min(start + size, len(steps))) if finite[i] == finite[i]]
+        if stretch:
+            kept += sorted({min(stretch, key=finite.__getitem__), max(stretch, key=finite.__getitem__)})
+    return [steps[i] for i in kept], [finite[i] for i in kept]

@@ -1,0 +1,144 @@
+"""The page of a run: what is in it, that it needs nothing else, and what is said where there is no run."""
+
+import math
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+from tp_core.errors import ConfigError
+from tp_trainer._report._figures import _MOST_POINTS, _thinned, charts
+from tp_trainer._report._page import render, write_pictures, write_report
+from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
+
+
+def leave_run(folder, *, steps=20, host="a host"):
+    folder.mkdir()
+    facts = {"hyperparameters": {"lr": 0.1}, "environment": {"host": host}, "versions": {"torch": "2"}}
+    logger = JsonLinesLogger(folder)
+    logger.open(RunInfo(selection="backend 'single' (auto)", **facts))
+    for step in range(1, steps // 2 + 1):
+        logger.log({"loss": 1 / step, "learning_rate": 0.1}, step=step, epoch=1)
+    logger.event("checkpoint", {"path": "step-10"}, step=10, epoch=1)
+    logger.event("interruption", {"signal": "SIGTERM"}, step=12, epoch=1)
+    logger.close("interrupted")
+    logger.open(RunInfo(resumed=True, step=10, selection="backend 'single' (auto)", **facts))
+    for step in range(11, steps + 1):
+        logger.log({"loss": math.nan if step == 15 else 1 / step}, step=step, epoch=2)
+    logger.log({"val_loss": 0.5}, step=steps, epoch=2)
+    logger.close("finished")
+    return folder
+
+
+def test_a_page_tells_the_story_of_a_run(tmp_path):
+    page = render([leave_run(tmp_path / "run")])
+    for words in (
+        "goes on from the checkpoint of step 10",
+        "interruption: signal SIGTERM",
+        "checkpoint: path step-10",
+        "backend &#39;single&#39; (auto)",
+        "a host",
+        "restarts",
+    ):
+        assert words in page
+    assert page.count("<svg") == 2  # the loss with its validation, and the learning rate
+
+
+def test_a_page_needs_nothing_else_and_follows_the_readers_colors(tmp_path):
+    page = render([leave_run(tmp_path / "run")])
+    links = set(re.findall(r"https?://[^\s\"'<>]+", page))
+    assert all(link.startswith("http://www.w3.org/") for link in links)  # names of XML, not places
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", page)
+    assert "prefers-color-scheme: dark" in page
+    figures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for figure in figures:
+        ET.fromstring(figure)
+        assert "var(--ink)" in figure
+        assert "#0102" not in figure
+
+
+def test_several_runs_are_on_one_page_under_names_of_their_own(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    runs = [leave_run(tmp_path / "a" / "run"), leave_run(tmp_path / "b" / "run")]
+    out = write_report(runs, tmp_path / "both.html")
+    page = out.read_text()
+    assert page.count("<svg") == 2
+    assert "a/run" in page
+    assert "b/run" in page
+
+
+def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
+    evil = "<script>alert(1)</script>"
+    folder = leave_run(tmp_path / "run", host=evil)
+    logger = JsonLinesLogger(folder)
+    logger.open(RunInfo(resumed=True, step=20, environment={"host": evil}))
+    logger.log({evil: 1.0}, step=21, epoch=2)
+    logger.close("finished")
+    assert "<script" not in render([folder])
+
+
+def test_a_curve_of_many_points_keeps_its_peaks():
+    values = [1.0] * 100_000
+    values[12_345], values[54_321] = 100.0, -100.0
+    steps, kept = _thinned(range(100_000), values)
+    assert len(steps) <= _MOST_POINTS + 2
+    assert (kept[steps.index(12_345)], kept[steps.index(54_321)]) == (100.0, -100.0)
+    assert steps == sorted(steps)
+
+
+def test_the_loss_comes_first_and_validation_beside_training(tmp_path):
+    found = charts([("run", read_run(leave_run(tmp_path / "run")))])
+    assert [chart.name for chart in found] == ["loss", "learning_rate"]
+    assert [curve.label for curve in found[0].curves] == ["training", "validation"]
+    assert [word for _, word in found[0].marks] == ["interruption", "restart"]
+
+
+def test_pictures_are_written(tmp_path):
+    written = write_pictures([leave_run(tmp_path / "run")], tmp_path / "pictures")
+    assert [path.name for path in written] == ["loss.png", "learning_rate.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_a_run_that_was_killed_before_it_logged_anything_has_a_page(tmp_path):
+    logger = JsonLinesLogger(tmp_path)
+    logger.open(RunInfo())
+    page = render([tmp_path])
+    logger.close("failed")
+    assert "running or killed" in page
+    assert "No numbers were logged" in page
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tp-trainer\[report\]'"):
+        render([leave_run(tmp_path / "run")])
+
+
+def test_no_run_is_refused():
+    with pytest.raises(ConfigError, match="at least one run"):
+        render([])
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_page_and_says_where(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "tp_core.cli", "report", folder, "--png", tmp_path / "png"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout.split()[0] == str(folder / "report.html")
+    assert (tmp_path / "png" / "loss.png").exists()
+    lost = subprocess.run(
+        [sys.executable, "-m", "tp_core.cli", "report", tmp_path / "no"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert lost.returncode == 1
+    assert "has no log.jsonl" in lost.stderr
