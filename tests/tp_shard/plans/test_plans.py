@@ -11,7 +11,7 @@ import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
 from tp_shard._groups._group import ALONE
-from tp_shard.nn._convert import computes_linear
+from tp_shard.nn._kinds import computes_linear
 
 d = ts.distributed
 Column, Row, Vocab, Sequence = ts.Column, ts.Row, ts.Vocab, ts.Sequence

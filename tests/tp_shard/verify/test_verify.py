@@ -208,16 +208,16 @@ def test_a_model_without_memory_is_verified_with_values_of_its_own():
 
 
 def test_blocks_that_are_alike_are_one_where_memory_is_short(monkeypatch):
-    from tp_shard._verify import _verify
+    from tp_shard._verify import _report
 
     model = nn.Sequential(*(Block() for _ in range(4)))
     plan = {f"*.{name}": style for name, style in PLAN.items()}
     size = sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(_verify, "free_memory", lambda: 7 * 8 * size - 1)
+    monkeypatch.setattr(_report, "free_memory", lambda: 7 * 8 * size - 1)
     report = ts.verify(model, plan, batch())
     report.assert_ok()
     assert "blocks that are built alike as one" in str(report)
-    monkeypatch.setattr(_verify, "free_memory", lambda: 1000)
+    monkeypatch.setattr(_report, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="GiB of memory, and 0 GiB are free; verify the plan on a smaller"):
         ts.verify(model, plan, batch())
 

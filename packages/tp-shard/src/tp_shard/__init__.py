@@ -1,4 +1,37 @@
-"""Tensor parallelism with plain tensors: parallel layers, loss and sharded state."""
+"""Tensor parallelism with plain tensors: parallel layers, loss and sharded state.
+
+Example:
+    >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)  # of one rank; from the same seed torch's own
+    >>> layer(torch.ones(8, 20)).shape
+    torch.Size([8, 30])
+
+The way of a finished model that is split and trained, and the files that it passes::
+
+    plans.auto, plans.from_hf     _search/: run it and look at what feeds what (_trace), try styles on its
+        |                         blocks (_variants, _prove), or go by names and shapes (_named, _probe)
+        |   a plan                _plans/_styles: {"name": Column(), ...}
+        v
+    verify                        _verify/: the whole model beside the split one, on ranks that are threads
+        |                         (_simulate, _runs), compared step by step (_judge)
+        v
+    parallelize                   _plans/: which modules (_choose), how they are cut (_cuts), what becomes of
+        |                         each (_maker); modules of others get a mixin or hooks (_partial, _gathered)
+        v
+    layers with shards            nn/: _linear, _embedding, and with shared heads or sequences _planned;
+        |                         each is a ParallelLayer (_shards/_layer), whose parameters have marks
+        |   groups                distributed, _groups/: the ranks of one copy, and the copies of a shard;
+        |                         _guards/: until they are left, torch knows of shards or refuses them
+        v
+    forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its
+        |                         counterpart backward;  nn/_sequence/: the same along sequences
+        |   logits                nn/_loss/: of this rank's classes; one exchange of numbers per row
+        v
+    clip_grad_norm_, GradScaler   _training/: norms of which each rank has a part
+        v
+    save_sharded, export          _state/: which part of the whole a shard is says _shards/_table, _pieces
+
+The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is split already.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -25,10 +58,9 @@ if TYPE_CHECKING:
     from tp_shard._state._state_dict import collect_state_dict, relocate_state_dict
     from tp_shard._training._clip import clip_grad_norm_
     from tp_shard._training._drift import check_gradients
-    from tp_shard._training._parameters import parameter_groups
-    from tp_shard._training._row_updates import update_sampled_rows
+    from tp_shard._training._optimizers import parameter_groups, update_sampled_rows
     from tp_shard._training._scaler import GradScaler
-    from tp_shard._verify._verify import Report, verify
+    from tp_shard._verify._report import Report, verify
     from tp_shard.errors import OutOfRangeError, VerificationError
 
     __version__: str
@@ -106,9 +138,8 @@ if not TYPE_CHECKING:
             "_state._state_dict": ["collect_state_dict", "relocate_state_dict"],
             "_training._clip": ["clip_grad_norm_"],
             "_training._drift": ["check_gradients"],
-            "_training._parameters": ["parameter_groups"],
-            "_training._row_updates": ["update_sampled_rows"],
+            "_training._optimizers": ["parameter_groups", "update_sampled_rows"],
             "_training._scaler": ["GradScaler"],
-            "_verify._verify": ["Report", "verify"],
+            "_verify._report": ["Report", "verify"],
         },
     )

@@ -14,7 +14,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call
-from tp_shard._verify._verify import verify
+from tp_shard._verify._report import verify
 
 __all__ = ["app", "load_builder"]
 
@@ -68,7 +68,7 @@ def load_builder(name: str) -> Callable[[], Any]:
     """Return the function that ``file.py:function`` or ``package.module:function`` names.
 
     Raises:
-        ConfigError: There is no such file, module or function.
+        ConfigError: The file, the module or the function does not exist.
     """
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
@@ -95,7 +95,7 @@ def _module(place: str) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))  # for what it imports from beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        msg = f"{place!r} is no Python file"
+        msg = f"{place!r} is not a Python file"
         raise ConfigError(msg)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

@@ -65,7 +65,7 @@ class ShardSession(ProcessGroupSession):
         """Move the model to the device, and wrap it where there are several copies.
 
         Raises:
-            ModelError: It is no module, or it is wrapped already.
+            ModelError: The model is not a module, or it is wrapped already.
             DisagreementError: The ranks' parameters differ in name, whole shape or type.
 
         Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to
@@ -99,7 +99,7 @@ class ShardSession(ProcessGroupSession):
         """Return the optimizer.
 
         Raises:
-            ConfigError: It computes with whole matrices and has shards of them.
+            ConfigError: The optimizer computes with whole matrices, and has shards of them.
         """
         check_optimizer(optimizer)
         return super().prepare_optimizer(optimizer)
@@ -132,7 +132,7 @@ class ShardSession(ProcessGroupSession):
         return total_grad_norm(model.parameters(), norm_type)
 
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
-        """Say which part of the whole ``value`` is: the part that its parameter is."""
+        """Return ``value`` with its place in the whole: that of its parameter."""
         return slice_of(value, self._shards.get(id(parameter)))
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:

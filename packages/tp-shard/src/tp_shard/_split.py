@@ -90,7 +90,7 @@ def shard_sizes(length: int, parts: int) -> list[int]:
     """Return the sizes of all shards of a dimension of ``length``, larger ones first.
 
     Raises:
-        ConfigError: There is less than one part.
+        ConfigError: ``parts`` is less than 1.
     """
     if parts < 1:
         msg = f"a dimension is split into 1 part or more, got {parts}"
@@ -114,7 +114,7 @@ def slice(
         The shards, views of ``tensor``.
 
     Raises:
-        ConfigError: There is no such dimension, or less than one shard is asked for.
+        ConfigError: The tensor has no such dimension, or ``num_partitions`` is less than 1.
 
     Example:
         >>> [tuple(t.shape) for t in slice(torch.empty(3, 9), 2, dim=-1)]

@@ -46,10 +46,10 @@ _OTHER_WORDS = frozenset({"pp", "pipe", "pipeline", "stage", "cp", "context", "s
 def init_process_group(group_size: int | DeviceMesh = -1) -> None:
     """Form the groups over which tensors are split.
 
-    Neighbouring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one
+    Neighboring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one
     copy of the model and ranks 2 and 3 another. Those who hold the same shard (0 and 2, 1 and 3)
     form data-parallel groups. If a launcher started several processes and torch's own process
-    group is not initialised, it is joined here, as the launcher's variables say, and left at the end
+    group is not initialized, it is joined here, as the launcher's variables say, and left at the end
     of the program at the latest.
 
     While there are groups of several ranks, torch's DistributedDataParallel leaves shards to those who

@@ -1,4 +1,4 @@
-"""Plans for models that nobody wrote for this package: what is proposed is proven, or not returned."""
+"""Plans for models that were not written for this package: what is proposed is proven, or not returned."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tp_shard._search._sequence_plan import with_sequences
 from tp_shard._search._transformers import restrict, translate
 from tp_shard._search._vocabulary import vocabulary
 from tp_shard._verify._examples import example_call
-from tp_shard._verify._verify import as_call
+from tp_shard._verify._report import as_call
 
 __all__ = ["auto", "from_hf"]
 
@@ -30,7 +30,7 @@ def auto(
 ) -> dict[str, Style]:
     """Propose a plan for a model, whatever its layers are called, and prove it.
 
-    A copy of the model runs once, on a small batch, and autograd's graph tells which linear layers feed
+    A copy of the model runs once, on a small batch, and autograd's graph shows which linear layers feed
     which: where the outputs of some reach one other and nothing else, those are column layers and that is
     their row layer. Each such block is then tried with its own inputs, whole and on simulated ranks: where
     heads stay whole, in which order fused layers hold their features, which of the block's own numbers

@@ -1,4 +1,4 @@
-"""Autograd functions that torch.func can differentiate, too, at no cost to others.
+"""Applying autograd functions, those of which torch.func can differentiate, too, at no cost to others.
 
 For its transforms torch wants a context that is set up apart from the forward pass, and then inspects a
 signature in every call: more than a tiny layer takes. So a second class does that, where one is active.
@@ -8,21 +8,24 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["apply"]
 
 
-def apply(kind: Any, *inputs: Any) -> Any:
-    """Apply an autograd function that keeps nothing but its inputs for the backward pass.
+def apply(kind: Any, *inputs: Any) -> Tensor:
+    """Return what an autograd function makes of its inputs; torch leaves its own ``apply`` untyped.
 
     Args:
-        kind: A ``torch.autograd.Function`` with a static ``keep(ctx, *inputs)``, which its ``forward`` calls.
+        kind: A ``torch.autograd.Function``. With a static ``keep(ctx, *inputs)``, which notes inputs for the
+            backward pass and nothing else, and which its ``forward`` calls, torch.func can differentiate it.
         *inputs: What it takes.
     """
-    # Private, as torch tells nobody whether a transform is active; a test of torch.func notices its loss.
+    # Private, as nothing public says whether a transform is active; a test of torch.func notices its loss.
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         kind = _transformable(kind)
-    return kind.apply(*inputs)
+    output: Tensor = kind.apply(*inputs)
+    return output
 
 
 class _NoContext:
@@ -36,6 +39,9 @@ class _NoContext:
 
 @functools.cache
 def _transformable(kind: Any) -> Any:
+    if not hasattr(kind, "keep"):
+        return kind  # torch says itself that it has no rule
+
     def forward(*inputs: Any) -> Any:
         return kind.forward(_NoContext(), *inputs)
 

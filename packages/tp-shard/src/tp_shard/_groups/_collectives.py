@@ -31,8 +31,7 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         The tensor, as a view.
     """
     ranks = as_group(group)
-    output: Tensor = tensor if ranks.size == 1 else apply(_Copy, tensor, ranks)
-    return output
+    return tensor if ranks.size == 1 else apply(_Copy, tensor, ranks)
 
 
 def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
@@ -45,8 +44,7 @@ def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
         group: Who; the current model-parallel group by default.
     """
     ranks = as_group(group)
-    output: Tensor = tensor if ranks.size == 1 else apply(_Reduce, tensor, ranks)
-    return output
+    return tensor if ranks.size == 1 else apply(_Reduce, tensor, ranks)
 
 
 def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor:
@@ -64,8 +62,7 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
     """
     ranks = as_group(group)
     axis = _axis(tensor, dim)
-    output: Tensor = tensor if ranks.size == 1 else apply(_Scatter, tensor, axis, ranks)
-    return output
+    return tensor if ranks.size == 1 else apply(_Scatter, tensor, axis, ranks)
 
 
 def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: GroupLike = None) -> Tensor:
@@ -73,7 +70,7 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
 
     Forward: an all-gather. Backward: nothing, each rank takes its own part of the gradient. That
     is right where the ranks go on alike with the joined tensor. For a batch whose samples each
-    rank brought by itself, see :func:`gather_batch`.
+    rank brought on its own, see :func:`gather_batch`.
 
     Args:
         tensor: This rank's shard; the shards may have different sizes in ``dim``.
@@ -89,8 +86,7 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
     axis = _axis(tensor, dim)
     if ranks.size == 1:
         return tensor
-    output: Tensor = apply(_Gather, tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)
-    return output
+    return apply(_Gather, tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)
 
 
 def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = None) -> Tensor:
@@ -119,8 +115,7 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
     if ranks.size == 1:
         return tensor
     sizes = _sizes(tensor, axis, size, ranks)
-    output: Tensor = apply(_Gather, tensor, axis, sizes, ranks, ranks.size)
-    return output
+    return apply(_Gather, tensor, axis, sizes, ranks, ranks.size)
 
 
 def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
@@ -129,8 +124,7 @@ def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
     For a layer's own intermediate results. Autograd notes the change, so that an operation which
     had saved the old values refuses to go backward.
     """
-    output: Tensor = apply(_ReduceInPlace, tensor, group, layer)
-    return output
+    return apply(_ReduceInPlace, tensor, group, layer)
 
 
 def _axis(tensor: Tensor, dim: int) -> int:

@@ -23,7 +23,7 @@ class Group:
     Attributes:
         rank: This process among the ranks of the group, from 0.
         size: How many ranks it has.
-        process_group: torch's group; ``None`` where there is nobody to talk to.
+        process_group: torch's group; ``None`` where there is no other rank.
     """
 
     rank: int = 0
@@ -35,7 +35,7 @@ class Group:
         """Torch's group, to communicate in.
 
         Raises:
-            ConfigError: There is none: the layer came out of a pickle into another job.
+            ConfigError: There is no such group: the layer came out of a pickle into another job.
         """
         if self.process_group is None:
             msg = (
@@ -60,7 +60,7 @@ ALONE = Group()
 """The group of a process without others."""
 
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | None"
-"""What names a group: one of ours or torch's, a mesh of one axis, ``None`` for the current one."""
+"""Names a group: one of ours or torch's, a mesh of one axis, ``None`` for the current one."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def set_groups(tensor: Group | None, data: Group | None) -> None:
 
 
 def current_group() -> Group | None:
-    """Return the group over which tensors are split, ``None`` if none is initialised."""
+    """Return the group over which tensors are split, ``None`` if none is initialized."""
     group = _current.tensor
     if group is None or group.process_group is None or dist.is_initialized():
         return group
@@ -91,8 +91,8 @@ def as_group(group: GroupLike) -> Group:
     """Return the ranks that ``group`` names.
 
     Raises:
-        ConfigError: It is ``None``, there are several processes, and no model-parallel group is
-            initialised; it is a mesh of several axes; or this process is not in it.
+        ConfigError: ``group`` is ``None``, there are several processes, and no model-parallel group is
+            initialized; it is a mesh of several axes; or this process is not in it.
     """
     if isinstance(group, Group):
         return group
@@ -128,7 +128,7 @@ def _alone() -> Group:
 
 
 def current_data_group() -> Group | None:
-    """Return the group of those who hold the same shards, ``None`` if none is initialised."""
+    """Return the group of those who hold the same shards, ``None`` if none is initialized."""
     return None if current_group() is None else _current.data
 
 

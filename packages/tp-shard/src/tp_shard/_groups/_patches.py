@@ -24,7 +24,7 @@ def while_split(installer: Callable[[], Iterable[Undo]]) -> Callable[[], Iterabl
 
 
 def install() -> None:
-    """Replace all that :func:`while_split` was told of; again does nothing."""
+    """Replace all that was noted by :func:`while_split`; a second call does nothing."""
     if not _undo:
         for installer in _installers:
             _undo.extend(installer())

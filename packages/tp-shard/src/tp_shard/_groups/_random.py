@@ -42,7 +42,7 @@ class RandomTracker:
         place = torch.device(device)
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
-        # Far apart for neighbouring seeds and ranks: the generator is seeded with the sum.
+        # Far apart for neighboring seeds and ranks: the generator is seeded with the sum.
         mixed = (drawn + self.seed + 0x9E3779B1 * (self.group.rank + 1)) % 2**63
         set_state(torch.Generator(place).manual_seed(mixed).get_state(), place, None)
         try:

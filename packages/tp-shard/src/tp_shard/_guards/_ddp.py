@@ -1,7 +1,7 @@
 """DistributedDataParallel beside parallel layers.
 
 DDP averages gradients over its ranks, and starts by giving all of them rank 0's parameters. Among
-ranks that hold different shards both would be wrong. It can be told names to leave alone, but only
+ranks that hold different shards both would be wrong. It can be given names to leave alone, but only
 before it is made, and only on the very module that it wraps. So while there are model-parallel groups
 DDP is wrapped to ask for these names itself; the parameters that it then leaves alone are averaged
 here, among those who hold the same.
@@ -33,7 +33,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
 
     They are averaged all the same where that is right: a shard among those who hold the same one, a
     parameter that all ranks have among all ranks. Calling it is optional, before or after the module
-    is wrapped: DDP over ranks that hold different shards does so by itself.
+    is wrapped: DDP over ranks that hold different shards does so on its own.
 
     Args:
         module: The module that DDP will wrap, or has wrapped.
@@ -74,7 +74,7 @@ def teach_ddp() -> list[_patches.Undo]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def initialise(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if not _patches.is_active():
             original(self, module, *args, **kwargs)
             return
@@ -87,7 +87,7 @@ def teach_ddp() -> list[_patches.Undo]:
             original(self, module, *args, **kwargs)
         _average_ignored(self)
 
-    return [_patches.replace(DistributedDataParallel, "__init__", initialise)]
+    return [_patches.replace(DistributedDataParallel, "__init__", initialize)]
 
 
 class _AllSplit(DistributedDataParallel):
@@ -169,7 +169,7 @@ def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | Non
     """Return the ranks that hold the same shard as this one, ``None`` if there are no others.
 
     Raises:
-        ConfigError: There are others, and who they are was not said.
+        ConfigError: There are others, and no group says who they are.
     """
     data = current_data_group()
     if data is not None and data.size > 1:

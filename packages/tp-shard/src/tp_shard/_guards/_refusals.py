@@ -51,7 +51,7 @@ def _check_once(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer with shards treats each element by itself.
+    """Make sure that an optimizer with shards treats each element independently.
 
     Raises:
         ConfigError: Its step depends on whole matrices, of which it would see shards.

@@ -1,10 +1,10 @@
-"""What a plan does to a model, in words."""
+"""Describing in words what a plan does to a model."""
 
 from collections.abc import Mapping
 
 from torch import nn
 
-from tp_shard._plans._parallelize import style_split
+from tp_shard._plans._cuts import style_split
 from tp_shard._plans._styles import Column, Experts, Local, Plan, Row, Style, Vocab
 
 __all__ = ["describe", "words"]
@@ -47,7 +47,7 @@ def words(style: Style) -> str:
 
 
 def _usual(style: Style) -> object:
-    """Return the style with nothing said."""
+    """Return the style with nothing but defaults."""
     if isinstance(style, Local):
         return Local(heads=0)
     return type(style)()

@@ -2,7 +2,7 @@
 
 import functools
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from tp_core.errors import ModelError, TpError
 
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._mixed import Mixin, mix_in
 from tp_shard.nn._planned import SequenceMixin
 
 __all__ = ["guard_forward"]
@@ -18,13 +19,28 @@ __all__ = ["guard_forward"]
 _KINDS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
-class _Guarded:
+class _Guarded(Mixin):
     """Forward of a split model: an error inside a block that holds split layers names the block."""
 
     split_blocks: frozenset[str]
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return _rebuild, (type(self).__bases__[1],), self.__dict__
+    @classmethod
+    def members(cls, kind: type[nn.Module]) -> dict[str, Any]:
+        """Return a ``forward`` with the signature of the model's own."""
+
+        @functools.wraps(kind.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return kind.forward(self, *args, **kwargs)
+            try:
+                return kind.forward(self, *args, **kwargs)
+            except _KINDS as error:
+                msg = _explain(self, error)
+                if msg is None:
+                    raise
+                raise ModelError(msg) from error
+
+        return {"forward": forward}
 
 
 def guard_forward(model: nn.Module, blocks: frozenset[str]) -> None:
@@ -35,50 +51,23 @@ def guard_forward(model: nn.Module, blocks: frozenset[str]) -> None:
         blocks: The names of the modules around its split layers.
     """
     if isinstance(model, _Guarded | ParallelLayer | SequenceMixin):
-        return  # of a class that was made already, and a block by itself
-    model.__class__ = _guarded_class(type(model))
-    model.split_blocks = blocks  # type: ignore[assignment]  # an attribute of its class
+        return  # its class was made already, or it is a block on its own
+    mix_in(_Guarded, model, split_blocks=blocks)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _guarded_class(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind in _classes:
-        return _classes[kind]
-
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return kind.forward(self, *args, **kwargs)
-        try:
-            return kind.forward(self, *args, **kwargs)
-        except _KINDS as error:
-            said = _said(self, error)
-            if said is None:
-                raise
-            raise ModelError(said) from error
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
-    _classes[kind] = type(kind.__name__, (_Guarded, kind), names)
-    return _classes[kind]
-
-
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    cls = _guarded_class(kind)
-    module: nn.Module = cls.__new__(cls)
-    return module
-
-
-def _said(model: nn.Module, error: Exception) -> str | None:
-    """Return what to say of an error inside a block with split layers; ``None`` of any other."""
+def _explain(model: Any, error: Exception) -> str | None:
+    """Return the message for an error inside a block with split layers; ``None`` for any other."""
     if isinstance(error, TpError | torch.OutOfMemoryError | dist.DistError):
         return None
     module = _innermost(model, error.__traceback__)
     name = next((n for n, m in model.named_modules() if m is module), None)
-    blocks: frozenset[str] = model.split_blocks  # type: ignore[assignment]  # an attribute of its class
     block = next(
-        (b for b in sorted(blocks, key=len, reverse=True) if name is not None and _is_in(name, b)), None
+        (
+            b
+            for b in sorted(model.split_blocks, key=len, reverse=True)
+            if name is not None and _is_in(name, b)
+        ),
+        None,
     )
     if block is None:
         return None

@@ -1,16 +1,18 @@
 """Modules around split layers that have numbers and parameters of their own, for the heads of a rank."""
 
 import copy
+from typing import Any
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import Group
-from tp_shard._plans._partial import ExpertsMixin, LocalMixin, mixed
+from tp_shard._plans._partial import ExpertsMixin, LocalMixin, PartialMixin
 from tp_shard._plans._styles import Column, Experts, Local, Style
 from tp_shard._split import Split
 from tp_shard.nn._convert import Conversion
 from tp_shard.nn._heads import Heads, section_ranges
+from tp_shard.nn._mixed import mix_in
 
 __all__ = ["count_local_groups", "make_experts", "make_local"]
 
@@ -65,8 +67,7 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
         for name, number in of_config.items():
             setattr(module.config, name, number)
     if style.inputs or style.parameters:
-        _hold(module, LocalMixin, splits, group)
-        module.head_counts, module.head_inputs = counts, style.inputs  # type: ignore[assignment]  # of its class
+        _hold(module, LocalMixin, splits, group, head_counts=counts, head_inputs=style.inputs)
     return module
 
 
@@ -97,8 +98,7 @@ def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> 
         _parameter(path, module, name)
     if style.sections == 1 and group.size > 1:
         _pair_features(splits, style)
-    _hold(module, ExpertsMixin, splits, group)
-    module.once = style.once  # type: ignore[assignment]  # an attribute of its class
+    _hold(module, ExpertsMixin, splits, group, once=style.once)
     return module
 
 
@@ -112,13 +112,14 @@ def _pair_features(splits: dict[str, Split], style: Experts) -> None:
             splits[name] = Split(splits[name].dim, splits[name].size, ranges)
 
 
-def _hold(module: nn.Module, mixin: type, splits: dict[str, Split], group: Group) -> None:
+def _hold(
+    module: nn.Module, mixin: type[PartialMixin], splits: dict[str, Split], group: Group, **attributes: Any
+) -> None:
     """Let a module hold shards of its own parameters."""
-    module.__class__ = mixed(mixin, type(module))
-    module.group, module.splits = group, splits  # type: ignore[assignment]  # attributes of its class
+    held = mix_in(mixin, module, group=group, splits=splits, **attributes)
     for name, split in splits.items():
-        module._parameters[name] = Conversion.take(_parameter("", module, name), split, group)
-    module.mark_parameters()  # type: ignore[operator]  # a method of its class
+        held._parameters[name] = Conversion.take(_parameter("", held, name), split, group)
+    held.mark_parameters()
 
 
 def _number(path: str, module: nn.Module, name: str, whole: int) -> int:

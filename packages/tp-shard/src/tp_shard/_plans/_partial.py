@@ -1,7 +1,7 @@
 """Modules of others that hold shards of their own parameters: attentions with sinks, experts."""
 
 import inspect
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,11 +10,12 @@ from tp_shard._groups._group import Group
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import mark_parameter
 from tp_shard.nn._heads import Heads
+from tp_shard.nn._mixed import Mixin
 
-__all__ = ["ExpertsMixin", "LocalMixin", "mixed"]
+__all__ = ["ExpertsMixin", "LocalMixin", "PartialMixin"]
 
 
-class _PartialMixin(ParallelLayer):
+class PartialMixin(Mixin, ParallelLayer):
     """A module of any class, some of whose parameters are split."""
 
     dim = None
@@ -26,12 +27,8 @@ class _PartialMixin(ParallelLayer):
             if parameter is not None:  # its dimensions are counted as they are
                 mark_parameter(parameter, split.dim, 1, split=split, sharded=self.group.size > 1)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        mixin, kind = type(self).__bases__
-        return _rebuild, (mixin, kind), self.__dict__
 
-
-class LocalMixin(_PartialMixin):
+class LocalMixin(PartialMixin):
     """An attention that takes the heads of its rank out of arguments that come with all of them.
 
     Collectives: an all-gather backward for such an argument with a gradient.
@@ -67,7 +64,7 @@ class LocalMixin(_PartialMixin):
         return value.unflatten(0, (-1, count))[:, start:stop].flatten(0, 1)
 
 
-class ExpertsMixin(_PartialMixin):
+class ExpertsMixin(PartialMixin):
     """Experts of which a rank has a part of the hidden features.
 
     Forward: an all-reduce of the outputs. Backward: an all-reduce of the gradient of each input.
@@ -100,20 +97,3 @@ def _copied(value: Any, group: Group) -> Any:
 
 def _names(kind: type[nn.Module]) -> list[str]:
     return list(inspect.signature(kind.forward).parameters)[1:]
-
-
-_classes: dict[tuple[type, type], type] = {}
-
-
-def mixed(mixin: type[_PartialMixin], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a ``kind`` with what ``mixin`` adds."""
-    if (mixin, kind) not in _classes:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _classes[mixin, kind] = type(kind.__name__, (mixin, kind), names)
-    return _classes[mixin, kind]
-
-
-def _rebuild(mixin: type[_PartialMixin], kind: type[nn.Module]) -> nn.Module:
-    cls = mixed(mixin, kind)
-    module: nn.Module = cls.__new__(cls)
-    return module

@@ -1,4 +1,4 @@
-"""What may become of a module: the words of which plans are made."""
+"""The styles of which plans are made: what may become of a module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """An attention around split layers that counts heads by itself, and has to count those of its rank.
+    """An attention around split layers whose own code counts heads, and has to count those of its rank.
 
     Numbers are attributes of the module, or with ``config.`` before them of its ``config``, of which it
     then gets a copy of its own.
@@ -121,7 +121,7 @@ class Gathered:
         inputs: The arguments, given by name, that come in parts; by default the first tensor alone.
         whole: Whether its output is whole, because nothing in it is split or all of it is joined; then
             each rank takes its part of that.
-        local: What it counts by itself, if it does.
+        local: The numbers of its own that count heads, if there are any.
     """
 
     inputs: tuple[str, ...] = ()

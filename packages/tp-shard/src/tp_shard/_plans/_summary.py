@@ -110,7 +110,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _collectives(module: nn.Module) -> str:
-    """Say what a layer communicates, as its docstring does."""
+    """Return what a layer communicates, as its docstring says it."""
     if isinstance(module, SequenceMixin):
         if module.sequence_group.size == 1:
             return "none"

@@ -1,4 +1,4 @@
-"""Finding a plan for a model that nobody wrote for this package.
+"""Finding a plan for a model that was not written for this package.
 
 By running it and looking at what meets what (``_trace``, ``_variants``, ``_prove``), by names and shapes
 where it cannot be run (``_named``, ``_probe``), or from the plan that a model of transformers brings

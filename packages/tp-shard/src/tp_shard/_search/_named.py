@@ -1,4 +1,4 @@
-"""What names and shapes of layers suggest, where a model cannot be run as a whole; tried block by block."""
+"""Going by names and shapes of layers, where a model cannot be run as a whole; tried block by block."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _HEAD_NORM = re.compile(r"((q|k|query|key)_?(layer)?_?(norm|ln)|(layer)?_?(norm|
 
 
 def by_names(model: nn.Module, ranks: int, notes: dict[str, str]) -> dict[str, Style]:
-    """Return what of a model's blocks can be split, each tried by itself on random numbers.
+    """Return what of a model's blocks can be split, each tried alone on random numbers.
 
     Args:
         model: The model.
@@ -62,7 +62,7 @@ def _pair(
     notes: dict[str, str],
     path: str,
 ) -> Iterator[tuple[str, Style]]:
-    """Yield what becomes of an attention's or an MLP's layers, if all of them are recognised."""
+    """Yield what becomes of an attention's or an MLP's layers, if all of them are recognized."""
     q = [n for n in linears if _Q.match(n)]
     kv = [n for n in linears if _KV.match(n)]
     qkv = [n for n in linears if _QKV.match(n)]
@@ -114,7 +114,7 @@ def _structure(module: nn.Module, styles: Plan) -> object:
 
 
 def _prove(module: nn.Module, styles: dict[str, Style], ranks: int) -> Finding:
-    """Say whether a block can be split so, and how what stands inside is treated."""
+    """Return whether a block can be split so, and how what stands inside is treated."""
     for name in styles:
         reason = refusal(module.get_submodule(name))
         if reason is not None:
@@ -131,14 +131,14 @@ def _prove(module: nn.Module, styles: dict[str, Style], ranks: int) -> Finding:
         return Finding(
             False,
             f"the order of the features of {', '.join(fused)} is not known, and its forward could not be "
-            f"tried by itself ({found.reason}); write Column(heads=..., holds='qkv') for queries, keys and "
+            f"tried alone ({found.reason}); write Column(heads=..., holds='qkv') for queries, keys and "
             "values behind one another, Column(heads=...) for one head's behind another's",
         )
     return _by_names(module, styles)
 
 
 def _by_names(module: nn.Module, styles: dict[str, Style]) -> Finding:
-    """Do what names and shapes tell of a block that cannot be run by itself."""
+    """Go by names and shapes for a block that cannot be run alone."""
     row, style = next((module.get_submodule(n), s) for n, s in styles.items() if isinstance(s, Row))
     own = [name for name, p in module._parameters.items() if p is not None]
     if own and style.heads is not None:

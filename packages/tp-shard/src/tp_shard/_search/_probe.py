@@ -2,7 +2,7 @@
 
 The block's own code runs once on what its column layers would make, and once for each rank on that rank's
 part of it. What then reaches the row layer has to be the rank's part of what reaches it in one piece. So the
-order of fused projections, and code that counts heads by itself, are found out and not guessed by names.
+order of fused projections, and code that counts heads, are found out and not guessed by names.
 """
 
 import copy
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group
+from tp_shard._plans._cuts import style_split
 from tp_shard._plans._local import count_local_groups
-from tp_shard._plans._parallelize import style_split
 from tp_shard._plans._styles import Column, Replicated, Row, Style
 
 __all__ = ["Finding", "probe"]
@@ -27,7 +27,7 @@ __all__ = ["Finding", "probe"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What running a block told.
+    """What running a block has shown.
 
     Attributes:
         ran: Whether its ``forward`` could be called at all.

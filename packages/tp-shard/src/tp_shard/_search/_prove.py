@@ -11,11 +11,12 @@ from tp_core.errors import TpError
 from tp_shard._plans._styles import Column, Row, Style
 from tp_shard._search._trace import Flow, Region, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
-from tp_shard._verify._compare import Call, Run, cast, first_alone, rows_of, run_split, run_whole_somehow
+from tp_shard._verify._call import Call, cast, first_alone
 from tp_shard._verify._copies import probe_copy, repeated_blocks
 from tp_shard._verify._judge import Fault, judge
-from tp_shard._verify._verify import tolerance_of
-from tp_shard.nn._shapes import widths
+from tp_shard._verify._report import tolerance_of
+from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_somehow
+from tp_shard.nn._kinds import widths
 
 __all__ = ["Proof", "prove"]
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Proof:
-    """What trying a model told.
+    """What trying a model has shown.
 
     Attributes:
         plan: What was proven, by the names of the modules of the model.
@@ -32,7 +33,7 @@ class Proof:
         flow: What feeds what.
         probe: The copy on which it was tried.
         call: What it was called with.
-        twins: For the name of each block that is built like another one, the name of that.
+        repeats: For the name of each block that is built like another one, the name of that.
     """
 
     plan: dict[str, Style]
@@ -40,14 +41,14 @@ class Proof:
     flow: Flow
     probe: nn.Module
     call: Call
-    twins: dict[str, str] = field(default_factory=dict)
+    repeats: dict[str, str] = field(default_factory=dict)
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
         """Return a plan, or notes, for the probe as one for the model, with all its blocks that are alike."""
         found = dict(plan)
-        for twin, first in self.twins.items():
+        for repeat, first in self.repeats.items():
             inside = {n: s for n, s in found.items() if n == first or n.startswith(f"{first}.")}
-            found.update({twin + name[len(first) :]: style for name, style in inside.items()})
+            found.update({repeat + name[len(first) :]: style for name, style in inside.items()})
         return found
 
     def verify(self, plan: dict[str, Style], ranks: int) -> Fault | None:
@@ -74,7 +75,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     Collectives: none.
     """
     probe, call, flow = _traced(model, call)
-    proof = Proof({}, {}, flow, probe, call, _twin_names(model))
+    proof = Proof({}, {}, flow, probe, call, _repeat_names(model))
     ordered = sorted(flow.regions, key=lambda r: -len(r.columns))
     containers = {r.container for r in ordered} | set(flow.experts)
     calls = record_calls(probe, call, {c for c in containers if _is_called(probe, c)})
@@ -175,9 +176,9 @@ def _tried(
     return judge(whole, runs, tolerance=tolerance_of(dtype)).fault
 
 
-def _twin_names(model: nn.Module) -> dict[str, str]:
+def _repeat_names(model: nn.Module) -> dict[str, str]:
     names = {id(m): name for name, m in model.named_modules()}
-    return {names[twin]: names[first] for twin, first in repeated_blocks(model).items()}
+    return {names[repeat]: names[first] for repeat, first in repeated_blocks(model).items()}
 
 
 def _shares(model: nn.Module, name: str) -> bool:

@@ -4,7 +4,7 @@ from torch import nn
 
 from tp_shard._plans._styles import Column, Gathered, Local, Row, Sequence, Style
 from tp_shard._search._trace import Region, innermost_around
-from tp_shard.nn._shapes import is_linear
+from tp_shard.nn._kinds import is_linear
 
 __all__ = ["with_sequences"]
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_shard._verify._compare import Call, fresh, tensors_of
-from tp_shard.nn._shapes import is_linear
+from tp_shard._groups._autograd import apply
+from tp_shard._verify._call import Call, fresh, tensors_of
+from tp_shard.nn._kinds import is_linear
 
 __all__ = ["Flow", "Region", "ancestors", "innermost_around", "is_experts", "record_calls", "trace"]
 
@@ -58,7 +59,7 @@ def innermost_around(names: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class Flow:
-    """What running a model told.
+    """What running a model has shown.
 
     Attributes:
         regions: What can be split in pairs of column and row layers.
@@ -110,7 +111,7 @@ class _Way:
 
 
 def trace(model: nn.Module, call: Call) -> Flow:
-    """Run a model, in evaluation, and tell what feeds what.
+    """Run a model, in evaluation, and return what feeds what.
 
     Args:
         model: A copy that is for this alone: all its parameters are trained from here on.
@@ -144,19 +145,21 @@ def _called(calls: list[_Called], path: str, module: nn.Module, given: Any, outp
     into = [tensor.grad_fn for _, tensor in tensors_of(given) if tensor.grad_fn is not None]
     calls.append(_Called(path, module, into))
     if isinstance(output, Tensor) and output.requires_grad:
-        return _Mark.apply(output, len(calls) - 1)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return apply(_Mark, output, len(calls) - 1)
     return output
 
 
 def _walk(start: list[Any], calls: list[_Called]) -> _Way:
-    way, seen, waiting = _Way(), set(), list(start)
+    way = _Way()
+    seen: set[Any] = set()
+    waiting = list(start)
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if isinstance(node, _Mark._backward_cls):
-            index = node.index  # type: ignore[attr-defined]  # what forward left there
+            index: int = getattr(node, "index")  # noqa: B009 - what forward left there
             if not isinstance(calls[index].module, nn.Dropout):
                 way.sources.add(index)
                 continue
@@ -183,7 +186,7 @@ def _flow(calls: list[_Called], ways: list[_Way], end: _Way, names: dict[int, st
             found.setdefault(one.path, set()).add(_region(one, way, calls, takers, names, rows))
     linears = [one.path for one in calls if is_linear(one.module)]
     return Flow(
-        [next(iter(kinds)) for kinds in found.values() if len(kinds) == 1 and None not in kinds],  # type: ignore[misc]  # None is not in it
+        [kind for kinds in found.values() if len(kinds) == 1 for kind in kinds if kind is not None],
         [path for path in dict.fromkeys(linears) if any(calls[s].path == path for s in end.sources)],
         list(dict.fromkeys(one.path for one in calls if is_experts(one.module))),
         frozenset(one.path for one in calls),

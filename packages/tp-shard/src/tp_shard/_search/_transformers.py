@@ -7,7 +7,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
 from tp_shard._search._prove import Proof
-from tp_shard.nn._shapes import is_linear
+from tp_shard.nn._kinds import is_linear
 
 __all__ = ["restrict", "translate"]
 
@@ -19,7 +19,7 @@ def translate(model: nn.Module) -> dict[str, str]:
     """Return what the plan of transformers says of each module of a model, by name.
 
     Raises:
-        ConfigError: It brings no plan along, or one that names no module.
+        ConfigError: The model brings no plan along, or one that names no module.
     """
     rules = dict(getattr(model, "_tp_plan", None) or {})
     config = getattr(model, "config", None)
@@ -52,7 +52,7 @@ def restrict(proof: Proof, named: dict[str, str]) -> None:
     Raises:
         ModelError: Something is not; it is named, with the reason and what to write.
     """
-    first = {name: word for name, word in named.items() if not _in_twin(proof, name)}
+    first = {name: word for name, word in named.items() if not _in_repeat(proof, name)}
     plan = proof.plan
     for name, word in first.items():
         if name in plan or name not in proof.flow.called:
@@ -80,8 +80,8 @@ def _belongs(name: str, style: Style, named: dict[str, str], blocks: set[str]) -
     )
 
 
-def _in_twin(proof: Proof, name: str) -> bool:
-    return any(name == twin or name.startswith(f"{twin}.") for twin in proof.twins)
+def _in_repeat(proof: Proof, name: str) -> bool:
+    return any(name == repeat or name.startswith(f"{repeat}.") for repeat in proof.repeats)
 
 
 def _around(name: str) -> list[str]:

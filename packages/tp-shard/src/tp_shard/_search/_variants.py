@@ -10,9 +10,9 @@ from tp_core.errors import ConfigError
 
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
 from tp_shard._search._trace import Region, ancestors
-from tp_shard._verify._compare import Call, tensors_of
+from tp_shard._verify._call import Call, tensors_of
 from tp_shard.nn._heads import Heads
-from tp_shard.nn._shapes import widths
+from tp_shard.nn._kinds import widths
 
 __all__ = ["attention_variants", "expert_variants", "head_counts", "plain_variants"]
 

@@ -8,9 +8,9 @@ from tp_core.errors import ModelError
 
 from tp_shard._groups._group import ALONE
 from tp_shard._plans._styles import Plan, Style, Vocab
-from tp_shard.nn._convert import Conversion, computes_linear, parallel_class
+from tp_shard.nn._convert import Conversion
+from tp_shard.nn._kinds import computes_linear, is_transposed, parallel_class
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
-from tp_shard.nn._shapes import is_transposed
 
 __all__ = ["refusal", "vocabulary"]
 
@@ -35,7 +35,7 @@ def vocabulary(
         plan: What is split already.
         notes: Gets why a table or a head stays whole, by its name.
         parallel_loss: Whether logits stay split.
-        last: The layers whose outputs the model returns, if that is known; else names tell.
+        last: The layers whose outputs the model returns, if that is known; else their names decide.
     """
     modules = dict(model.named_modules())
     tables = {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)}

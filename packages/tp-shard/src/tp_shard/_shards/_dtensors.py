@@ -5,7 +5,7 @@ nothing. Layers put their marks on them again; see :class:`tp_shard._shards._lay
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 __all__ = ["check_data_mesh", "is_dtensor", "local", "part_of", "reshard", "sharded_over"]
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether it is a DTensor, without importing what they are made of."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a DTensor, another tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor's
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def part_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Return where what this rank holds of a tensor begins, in each dimension, and what it holds."""
     if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tensor
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # what checkpoints ask DTensors for
+    (chunk,) = tensor.__create_chunk_list__()  # what checkpoints ask DTensors for
     return tuple(chunk.offsets), local(tensor)
 
 
@@ -41,30 +41,29 @@ def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a DTensor is cut; none for another tensor, which is whole.
 
     Raises:
-        ConfigError: It is a sum that is yet to be made.
+        ConfigError: The DTensor is a sum that is yet to be made.
     """
     if not is_dtensor(tensor):
         return ()
-    dtensor: DTensor = tensor  # type: ignore[assignment]  # as just seen
-    if any(placement.is_partial() for placement in dtensor.placements):
+    if any(placement.is_partial() for placement in tensor.placements):
         msg = (
-            f"a DTensor of shape {tuple(dtensor.shape)} has the placements {dtensor.placements}: a sum that "
+            f"a DTensor of shape {tuple(tensor.shape)} has the placements {tensor.placements}: a sum that "
             "is yet to be made has no norm; redistribute it first"
         )
         raise ConfigError(msg)
-    mesh = dtensor.device_mesh
-    return tuple(mesh.get_group(i) for i, p in enumerate(dtensor.placements) if not p.is_replicate())
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
     """Make sure that a shard was not cut over ranks which hold other shards.
 
     Raises:
-        ConfigError: It was: parts of different shards would be joined to one.
+        ConfigError: The shard was cut so: parts of different shards would be joined to one.
     """
     if group.size == 1 or not is_dtensor(parameter):
         return
-    mesh = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor's
+    mesh = parameter.device_mesh
     ranks = mesh.mesh.flatten().tolist()
     if len(set(ranks) & set(dist.get_process_group_ranks(group.handle))) > 1:
         msg = (
@@ -78,7 +77,7 @@ def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Let ``fully_shard`` take back parameters that it gathered for a forward pass without a backward one."""
-    if "torch.distributed.fsdp" not in sys.modules:  # nobody has used it, and it takes long to import
+    if "torch.distributed.fsdp" not in sys.modules:  # not in use, and it takes long to import
         return
     from torch.distributed.fsdp import FSDPModule
 

@@ -76,7 +76,7 @@ class ParallelLayer(nn.Module):
         """Register a hook as torch does.
 
         Raises:
-            ModelError: It is that of torch's older ``weight_norm`` or ``spectral_norm``.
+            ModelError: The hook is that of torch's older ``weight_norm`` or ``spectral_norm``.
         """
         self._refuse_norm(hook)
         return super().register_forward_pre_hook(hook, **options)

@@ -68,7 +68,7 @@ def get_parallel_size(tensor: Tensor) -> int | None:
 def mark_parameter(
     tensor: Tensor, parallel_dim: int | None, order_type: int, *, split: Split | None, sharded: bool
 ) -> None:
-    """Mark a layer's own parameter, which knows by itself how it is cut.
+    """Mark a parameter of a layer that knows how it is cut.
 
     Plain numbers only: torch saves the attributes of parameters, and loads no classes of ours.
     """
@@ -109,8 +109,8 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
 
 def holds_shard(tensor: Tensor) -> bool:
     """Return whether a parameter holds a shard: as its layer says, or else by its mark."""
-    said: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
-    return get_parallel_dim(tensor) is not None if said is None else bool(said)
+    noted: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
+    return get_parallel_dim(tensor) is not None if noted is None else bool(noted)
 
 
 def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
@@ -129,7 +129,7 @@ def check_dim(parallel_dim: object) -> None:
     """Make sure that it is a dimension to split along.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: ``parallel_dim`` is not 1, -1, 0 or ``None``.
     """
     if parallel_dim not in _DIMS or isinstance(parallel_dim, bool):
         msg = (

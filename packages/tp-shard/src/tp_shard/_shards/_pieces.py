@@ -45,7 +45,7 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool 
 def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = False) -> Tensor | TensorSlice:
     """Return ``value``, of the shape of a shard, with where in the whole it lies; views of it, no copies.
 
-    Where there is no shard, the value is whole and the same on all ranks, or a part as it says itself.
+    Where there is no shard, the value is whole and the same on all ranks, or a part that says where it lies.
     """
     if shard is None:
         return value
@@ -55,11 +55,11 @@ def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = Fa
 
 
 def cut_of(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
-    """Return ``cut(parameter, value)``, which tells which part of the whole ``value`` is.
+    """Return ``cut(parameter, value)``, which says which part of the whole ``value`` is.
 
     Args:
         model: The model; under ``fully_shard`` its parameters are those that it holds between steps.
-        own: Whether pieces that several ranks hold are told to the first of them alone, for writing.
+        own: Whether pieces that several ranks hold count for the first of them alone, for writing.
     """
     shards = {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
     return lambda parameter, value: slice_of(value, shards.get(id(parameter)), own=own)

@@ -44,7 +44,7 @@ class ShardTable:
         model: Any module; it may be wrapped.
 
     Raises:
-        ModelError: It is no module.
+        ModelError: The model is not a module.
     """
 
     def __init__(self, model: object) -> None:
@@ -56,7 +56,7 @@ class ShardTable:
         self._own = {_bare(name): tensor for name, tensor, *_ in _tensors(model)}
 
     def get(self, name: str) -> Shard | None:
-        """Return the shard of that name, ``None`` if it is none."""
+        """Return the shard of that name, ``None`` if the entry is not split."""
         return self.exact.get(name) or self._bare.get(_bare(name))
 
     def own(self, name: str) -> Tensor | None:

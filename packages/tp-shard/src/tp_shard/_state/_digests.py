@@ -100,7 +100,7 @@ def check_digests(folder: Path) -> None:
     What a trainer wrote has its digests elsewhere, and is left to the trainer.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: The folder has no checkpoint.
         StateError: A file is missing, cut off or changed, or the checkpoint was never finished; on all ranks.
 
     Collectives: those of :func:`together`.

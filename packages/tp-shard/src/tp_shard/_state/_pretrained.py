@@ -29,7 +29,7 @@ def load_pretrained(
 ) -> nn.Module:
     """Fill a split model from safetensors files of the whole one; each rank reads its own slices.
 
-    The model may be on the meta device, so that nobody ever has the whole of it: what is there gets memory
+    The model may be on the meta device, so that no rank ever has the whole of it: what is there gets memory
     for this rank's shard, and no more is taken beside it than a few MiB. Types are the model's.
 
     Buffers that are not part of the state (tables of positions) have to hold numbers already; models of
@@ -83,7 +83,7 @@ def _names(
     """Return each tensor of the state with the name under which the files have it.
 
     Raises:
-        StateError: One is not there, or has another shape; or there are others.
+        StateError: A tensor is not in the files or has another shape there, or the files have others.
     """
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -171,7 +171,7 @@ def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
     """Let a model of transformers make its buffers again, with the method that it has for that.
 
     Raises:
-        StateError: It made nothing of one.
+        StateError: The method left a buffer without values.
     """
     missing = list(_meta_buffers(model))
     for _, module, name, buffer in missing:

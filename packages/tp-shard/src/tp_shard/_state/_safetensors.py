@@ -69,7 +69,7 @@ class TensorFiles:
         path: A file, or a folder with one or several, with or without an index.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such file, or none in the folder.
         StateError: A header or the index is damaged, or names are in two files.
     """
 
@@ -110,7 +110,7 @@ class TensorFiles:
 
         Raises:
             OSError: The file cannot be read.
-            StateError: It is shorter than it was.
+            StateError: The file has become shorter since it was opened.
         """
         stored = self.tensors[name]
         file = self._files.get(stored.path)

@@ -49,7 +49,7 @@ def collect_state_dict(
         The whole state, in the order of ``state_dict``.
 
     Raises:
-        ModelError: The model is no module.
+        ModelError: The model is not a module.
         StateError: An entry has another shape than the model's own shard.
         ConfigError: ``to`` is something else.
 
@@ -88,7 +88,7 @@ def relocate_state_dict(
         The state with each split tensor replaced by this rank's shard.
 
     Raises:
-        ModelError: The model is no module.
+        ModelError: The model is not a module.
         StateError: An entry has another shape than the whole tensor; it is named.
 
     Example:

@@ -24,7 +24,7 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
 
     Call it after a backward pass, on every rank. Parameters that are not split are the same on all ranks
     of a group and stay so if their gradients are. They are not where such a parameter works on a rank's
-    own features or heads and nobody sums its gradient, or where the ranks read different samples; then
+    own features or heads and its gradient is not summed, or where the ranks read different samples; then
     each rank trains a model of its own. The backend ``shard`` calls it once, after the first backward
     pass, and in debug mode after each, as :func:`clip_grad_norm_` of a model does.
 
@@ -107,7 +107,7 @@ def _same(first: list[float], other: list[float], largest: float) -> bool:
         return False
     values = torch.tensor([first[1:], other[1:]], dtype=torch.float64)
     if not values.isfinite().all():
-        return True  # for whoever looks at numbers that are not finite
+        return True  # what is not finite is found elsewhere
     allowed = _TOLERANCE * max(first[1], other[1]) + _ROUNDING * largest
     return bool((values[0] - values[1]).abs().max() <= allowed)
 

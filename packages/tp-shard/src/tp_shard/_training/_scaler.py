@@ -16,7 +16,7 @@ class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree.
 
     A gradient overflows on the rank that holds the shard; with torch's own that rank alone would
-    leave the step out, and the copies of what all ranks have would part ways.
+    leave the step out, and the copies of what all ranks have would diverge.
 
     Args:
         device: As torch takes it.

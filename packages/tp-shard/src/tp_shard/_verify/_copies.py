@@ -23,9 +23,9 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
         share: Whether blocks of one list that are built alike become one module, which saves their memory.
     """
     memo: dict[int, Any] = {}
-    twins = repeated_blocks(model) if share else {}
+    repeats = repeated_blocks(model) if share else {}
     generator = torch.Generator().manual_seed(0)
-    for module in _reached(model, set(twins)):
+    for module in _reached(model, set(repeats)):
         for name, p in module._parameters.items():
             if p is not None and id(p) not in memo:
                 drawn = random or p.is_meta
@@ -36,16 +36,16 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
         for b in module._buffers.values():
             if b is not None and id(b) not in memo:
                 memo[id(b)] = _buffer(b, dtype, generator)
-    for twin, first in reversed(list(twins.items())):  # inner lists before those around them
+    for repeat, first in reversed(list(repeats.items())):  # inner lists before those around them
         block = copy.deepcopy(_by_id(model, first), memo)
-        memo[twin] = block
+        memo[repeat] = block
     return copy.deepcopy(model, memo)
 
 
 def parameter_count(model: nn.Module, *, share: bool) -> int:
     """Return how many numbers the parameters of a :func:`probe_copy` have."""
-    twins = set(repeated_blocks(model)) if share else set()
-    seen = {id(p): p for m in _reached(model, twins) for p in m._parameters.values() if p is not None}
+    repeats = set(repeated_blocks(model)) if share else set()
+    seen = {id(p): p for m in _reached(model, repeats) for p in m._parameters.values() if p is not None}
     return sum(p.numel() for p in seen.values())
 
 
@@ -84,11 +84,11 @@ def _structure(block: nn.Module) -> Any:
     )
 
 
-def _reached(root: nn.Module, twins: set[int]) -> Iterator[nn.Module]:
+def _reached(root: nn.Module, repeats: set[int]) -> Iterator[nn.Module]:
     yield root
     for child in root.children():
-        if id(child) not in twins:
-            yield from _reached(child, twins)
+        if id(child) not in repeats:
+            yield from _reached(child, repeats)
 
 
 def _by_id(model: nn.Module, wanted: int) -> nn.Module:

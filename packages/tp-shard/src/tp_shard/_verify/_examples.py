@@ -1,4 +1,4 @@
-"""A small batch to try a model on, where nobody brought one."""
+"""A small batch to try a model on, where none was given."""
 
 import inspect
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_shard._verify._compare import Call
+from tp_shard._verify._call import Call
 
 __all__ = ["example_call"]
 

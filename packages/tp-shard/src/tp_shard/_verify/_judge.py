@@ -1,4 +1,4 @@
-"""What two runs say: whether a split model computes what the whole one does, and where it first does not."""
+"""Comparing two runs: whether a split model computes what the whole one does, and where it first does not."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 from tp_core.errors import ModelError, TpError
 
 from tp_shard._split import Split
-from tp_shard._verify._compare import Run
+from tp_shard._verify._runs import Run
 
 __all__ = ["Fault", "Verdict", "judge"]
 
@@ -20,7 +20,7 @@ class Fault:
     Attributes:
         module: The name of the module, "" for the model itself.
         what: What of it differs, by how much.
-        reason: Why, as far as the numbers tell, and what to do.
+        reason: Why, as far as the numbers show, and what to do.
     """
 
     module: str
@@ -120,7 +120,7 @@ def _forward(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) ->
 
 
 def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
-    """Say why a row layer makes other numbers, by what the ranks gave it."""
+    """Return why a row layer makes other numbers, by what the ranks gave it."""
     if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
         joined = torch.cat([part for part in parts if part is not None], -1)
         if joined.shape == whole.shape:

@@ -1,12 +1,8 @@
 """Turning the layers of a finished model into parallel ones."""
 
-import dis
-import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from tp_core.errors import ModelError
 
 from tp_shard._groups._group import Group
@@ -14,20 +10,9 @@ from tp_shard._guards._refusals import guard_saving
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
-from tp_shard.nn._embedding import ParallelEmbedding
-from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._kinds import form_of
 
-__all__ = [
-    "Conversion",
-    "computes_linear",
-    "convert_embedding",
-    "convert_linear",
-    "leave_fast_path",
-    "leave_nested_tensors",
-]
-
-Layer = TypeVar("Layer", bound=nn.Module)
-_parallel_classes: dict[tuple[type, type], type] = {}
+__all__ = ["Conversion", "convert_layers", "leave_fast_path", "leave_nested_tensors"]
 
 
 class Conversion:
@@ -54,21 +39,19 @@ class Conversion:
         weight = layer._parameters["weight"]
         return [(p, m) for p, m in self._owners.get(id(weight), ()) if m is not layer]
 
-    def linear(self, layer: nn.Linear, dim: int | None, *, gather_output: bool) -> nn.Module:
-        """Return the parallel form of a linear layer, the same one if it is asked for again."""
-        make = parallel_class(type(layer), nn.Linear, ParallelLinear)
-        return self._convert(
-            layer, lambda: make.from_linear(layer, dim, gather_output=gather_output, group=self.group)
+    def layer(self, layer: nn.Module, dim: int | None, *, gather_output: bool) -> nn.Module:
+        """Return the parallel form of a layer of torch's, the same one if it is asked for again."""
+        make = form_of(type(layer))
+        return self.replace(
+            layer, lambda: make.from_plain(layer, dim, gather_output=gather_output, group=self.group)
         )
 
-    def embedding(self, layer: nn.Embedding, dim: int | None, *, gather_output: bool) -> nn.Module:
-        """Return the parallel form of an embedding, the same one if it is asked for again."""
-        make = parallel_class(type(layer), nn.Embedding, ParallelEmbedding)
-        return self._convert(
-            layer, lambda: make.from_embedding(layer, dim, gather_output=gather_output, group=self.group)
-        )
+    def replace(self, layer: nn.Module, make: Callable[[], ParallelLayer]) -> nn.Module:
+        """Return what ``make`` makes of a layer, with this rank's shards; the same if it is asked for again.
 
-    def _convert(self, layer: nn.Module, make: Callable[[], ParallelLayer]) -> nn.Module:
+        Raises:
+            ModelError: The layer has no weight of its own to split.
+        """
         if id(layer) in self._layers:
             return self._layers[id(layer)]
         if "weight" not in layer._parameters:
@@ -116,84 +99,51 @@ class Conversion:
         return shard
 
 
-def convert_linear(module: nn.Module, dim: int | None, *, gather_output: bool, group: Group) -> nn.Module:
-    """Do what :meth:`ParallelLinear.convert_parallel_linear` says.
-
-    An embedding that shares its weight with a linear layer is split alike, with whole outputs.
-    """
-    check_dim(dim)
-    conversion = Conversion(module, group)
-
-    def convert(layer: nn.Module) -> nn.Module | None:
-        return (
-            conversion.linear(layer, dim, gather_output=gather_output)
-            if isinstance(layer, nn.Linear)
-            else None
-        )
-
-    def follow(layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, nn.Embedding):
-            return None
-        # The rows of the table are the outputs of the linear layer.
-        return conversion.embedding(layer, {None: None, 0: -1}.get(dim, 0), gather_output=True)
-
-    return _convert_tree(module, conversion, convert, follow, split=dim is not None)
-
-
-def convert_embedding(module: nn.Module, dim: int | None, *, gather_output: bool, group: Group) -> nn.Module:
-    """Do what :meth:`ParallelEmbedding.convert_parallel_embedding` says.
-
-    A linear layer that shares its weight with an embedding is split alike, with whole outputs.
-    """
-    check_dim(dim)
-    conversion = Conversion(module, group)
-
-    def convert(layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, nn.Embedding):
-            return None
-        return conversion.embedding(layer, dim, gather_output=gather_output)
-
-    def follow(layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, nn.Linear):
-            return None
-        return conversion.linear(layer, {None: None, 0: -1}.get(dim, 0), gather_output=True)
-
-    return _convert_tree(module, conversion, convert, follow, split=dim is not None)
-
-
-def _convert_tree(
-    root: nn.Module,
-    conversion: Conversion,
-    convert: Callable[[nn.Module], nn.Module | None],
-    follow: Callable[[nn.Module], nn.Module | None],
-    *,
-    split: bool,
+def convert_layers(
+    root: nn.Module, kind: type[nn.Module], dim: int | None, *, gather_output: bool, group: Group
 ) -> nn.Module:
+    """Turn all layers of a kind into parallel ones, in place; return the root, or what became of it.
+
+    A linear layer and an embedding that share a weight are split alike: the rows of the table are the
+    outputs of the linear layer. The one that is not of this kind then has whole outputs.
+
+    Args:
+        root: A layer, or a module with some in it.
+        kind: ``nn.Linear`` or ``nn.Embedding``.
+        dim: Along which dimension they are split; ``None`` for none.
+        gather_output: Whether split outputs are joined.
+        group: The ranks.
+
+    Raises:
+        ModelError: The root is wrapped, a layer cannot be split, or shares its weight with what cannot.
+        ConfigError: ``dim`` is not a dimension to split along.
+    """
+    check_dim(dim)
     if isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):
         msg = (
             f"the module is wrapped in {type(root).__name__}, which holds its parameters; convert the "
             "plain module first and wrap it then"
         )
         raise ModelError(msg)
+    split = dim is not None
+    conversion = Conversion(root, group)
     replaced: dict[int, nn.Module] = {}
-    for path, layer in list(_walk(root)):
-        if isinstance(layer, ParallelLayer):
+    for path, layer in _walk(root):
+        if isinstance(layer, ParallelLayer) or not isinstance(layer, kind):
             continue
-        made = convert(layer)
-        if made is None:
-            continue
-        replaced[id(layer)] = made
+        replaced[id(layer)] = conversion.layer(layer, dim, gather_output=gather_output)
         for partner_path, partner in conversion.partners(layer) if split else ():
-            if isinstance(partner, nn.Linear | nn.Embedding):
-                other = convert(partner) or follow(partner)
-                if other is not None:
-                    replaced[id(partner)] = other
-                    continue
-            msg = (
-                f"{path or 'the layer'} shares its weight with {partner_path} "
-                f"({type(partner).__name__}), which cannot be split; untie them first"
-            )
-            raise ModelError(msg)
+            if not isinstance(partner, nn.Linear | nn.Embedding):
+                msg = (
+                    f"{path or 'the layer'} shares its weight with {partner_path} "
+                    f"({type(partner).__name__}), which cannot be split; untie them first"
+                )
+                raise ModelError(msg)
+            if isinstance(partner, kind):
+                other = conversion.layer(partner, dim, gather_output=gather_output)
+            else:
+                other = conversion.layer(partner, -1 if dim == 0 else 0, gather_output=True)
+            replaced[id(partner)] = other
     if id(root) in replaced:
         return replaced[id(root)]
     for parent in list(root.modules()):
@@ -231,74 +181,3 @@ def _walk(root: nn.Module, path: str = "", seen: set[int] | None = None) -> "lis
         if child is not None:
             found += _walk(child, f"{path}.{name}" if path else name, seen)
     return found
-
-
-def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[Layer]) -> type[Layer]:
-    """Return the class of a parallel layer that is also a ``kind``, a subclass of ``base``.
-
-    Raises:
-        ModelError: Its own ``forward`` uses the weight, and would meet a shard.
-    """
-    if kind is base or kind.__module__.startswith("torch.nn."):
-        return parallel
-    if (kind, parallel) not in _parallel_classes:
-        for cls in kind.__mro__:
-            if issubclass(cls, base) and cls is not base and _uses_weight(vars(cls).get("forward")):
-                msg = (
-                    f"{kind.__name__} uses its weight in a forward of its own, where it would meet a "
-                    "shard; let it call super().forward, or leave it out of the conversion"
-                )
-                raise ModelError(msg)
-        # Between the subclass and torch's layer: super().forward() of the one finds the other's.
-        _parallel_classes[kind, parallel] = type(
-            f"Parallel{kind.__name__}",
-            (kind, parallel),
-            {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)},
-        )
-    return _parallel_classes[kind, parallel]
-
-
-def computes_linear(layer: nn.Module) -> bool:
-    """Whether a subclass of ``nn.Linear`` with a ``forward`` of its own computes what ``nn.Linear`` does.
-
-    It is tried with other weights, so that neither their size nor their device matters; nor does a
-    default device.
-    """
-    if not isinstance(layer, nn.Linear) or set(layer._parameters) - {"weight", "bias"} or layer._modules:
-        return False
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
-        own = {"weight": torch.randn(5, 3), "bias": None if layer.bias is None else torch.randn(5)}
-        tried = type(layer).__new__(type(layer))
-        tried.__dict__.update(layer.__dict__, _parameters=own, in_features=3, out_features=5)
-        for shape in ((2, 3), (2, 4, 3)):
-            x = torch.randn(shape)
-            try:
-                made = type(layer).forward(tried, x)
-            except Exception:  # noqa: BLE001 - whatever it needs, it is something else
-                return False
-            expected = nn.functional.linear(x, own["weight"], own["bias"])
-            if not isinstance(made, Tensor) or not torch.allclose(made, expected, atol=1e-5):
-                return False
-    return True
-
-
-def _uses_weight(forward: Any) -> bool:
-    """Whether a method takes the values of a weight, and not only its type or device."""
-    if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
-        return False
-    steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-    return any(
-        step.argval == "weight" and following.argval not in ("dtype", "device")
-        for step, following in itertools.pairwise(steps)
-    )
-
-
-def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it
-    """Pickle a layer of a made-up class by the classes that it was made of."""
-    return _rebuild, self._kinds, self.__dict__
-
-
-def _rebuild(kind: type[nn.Module], base: type[nn.Module], parallel: type[nn.Module]) -> nn.Module:
-    cls = parallel_class(kind, base, parallel)
-    return cls.__new__(cls)

@@ -1,5 +1,7 @@
 """An embedding whose table is split over ranks."""
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
@@ -9,11 +11,14 @@ from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn import functional
+from tp_shard.nn._convert import convert_layers
+from tp_shard.nn._kinds import stands_for
 from tp_shard.nn.init import init_shard_
 
 __all__ = ["ParallelEmbedding"]
 
 
+@stands_for(nn.Embedding)
 class ParallelEmbedding(ParallelLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` whose table is split over the ranks of a group.
 
@@ -44,7 +49,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         weight: This rank's shard, of shape (local rows, features) or (rows, local features).
 
     Raises:
-        ConfigError: ``padding_idx`` is no row, or ``_weight`` has another shape.
+        ConfigError: ``padding_idx`` is not a row of the table, or ``_weight`` has another shape.
 
     Example:
         >>> table = ParallelEmbedding(64, 512, dim=0)
@@ -198,14 +203,12 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
             ModelError: A subclass of ``nn.Embedding`` uses its weight in a ``forward`` of its own.
             ConfigError: ``dim`` is another number.
         """
-        from tp_shard.nn._convert import convert_embedding
-
-        return convert_embedding(module, dim, gather_output=gather_output, group=as_group(group))
+        return convert_layers(module, nn.Embedding, dim, gather_output=gather_output, group=as_group(group))
 
     @classmethod
-    def from_embedding(
+    def from_plain(
         cls, embedding: nn.Embedding, dim: int | None, *, gather_output: bool, group: Group
-    ) -> "ParallelEmbedding":
+    ) -> Self:
         """Return a parallel embedding with the settings of a plain one, and no table yet."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

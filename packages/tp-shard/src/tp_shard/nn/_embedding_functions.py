@@ -13,7 +13,7 @@ from tp_shard._groups._group import Group
 from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError
 
-__all__ = ["Lookup", "check_tokens", "renormalise_", "vocabulary_embedding"]
+__all__ = ["Lookup", "check_tokens", "renormalize_", "vocabulary_embedding"]
 
 
 class Lookup:
@@ -43,7 +43,7 @@ def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
     device. So it does in compiled code, which asking would break in two.
 
     Raises:
-        OutOfRangeError: One is not.
+        OutOfRangeError: A token is not in the table.
     """
     if tokens.device.type != "cpu" or tokens.numel() == 0 or torch.compiler.is_compiling():
         return
@@ -104,7 +104,7 @@ def vocabulary_embedding(
 
 
 @torch.no_grad()
-def renormalise_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, layer: Any) -> None:
+def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, layer: Any) -> None:
     """Scale the rows of ``tokens`` to a norm of at most ``max_norm``, where the features are split.
 
     Collectives: an all-reduce of one number for each different token.

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
+from tp_shard._groups._autograd import apply
 from tp_shard._groups._comm import all_reduce_
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
@@ -90,7 +91,7 @@ def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
     """Return for each rank the features that it has of ``sections`` equal ones behind one another.
 
     Raises:
-        ConfigError: They are not equal.
+        ConfigError: The features cannot be divided into so many equal sections.
     """
     width, rest = divmod(size, sections)
     if rest:
@@ -109,7 +110,7 @@ def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
     """
     if group.size == 1 or not _shared(split):
         return tensor
-    return _SumShared.apply(tensor, split, group)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+    return apply(_SumShared, tensor, split, group)
 
 
 def _shared(split: Split) -> list[tuple[int, int]]:

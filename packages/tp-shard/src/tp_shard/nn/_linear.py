@@ -12,11 +12,14 @@ from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn import functional
+from tp_shard.nn._convert import convert_layers
+from tp_shard.nn._kinds import stands_for
 from tp_shard.nn.init import init_shard_
 
 __all__ = ["ParallelLinear", "linear_splits"]
 
 
+@stands_for(nn.Linear)
 class ParallelLinear(ParallelLayer, nn.Linear):
     """A ``torch.nn.Linear`` whose weight is split over the ranks of a group.
 
@@ -136,17 +139,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             ConfigError: The input has another width.
         """
         self.refuse_norms()
-        return functional.linear(
-            input,
-            self.weight,
-            self.bias,
-            self.dim,
-            self.group,
-            gather_output=self.gather_output,
-            input_is_parallel=self.input_is_parallel,
-            out_features=self.out_features,
-            layer=self,
-        )
+        return functional.linear(input, self.weight, self.bias, self, self.group, self)
 
     def extra_repr(self) -> str:
         """Return what the layer was made with."""
@@ -185,12 +178,10 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             ModelError: A subclass of ``nn.Linear`` uses its weight in a ``forward`` of its own.
             ConfigError: ``dim`` is another number.
         """
-        from tp_shard.nn._convert import convert_linear
-
-        return convert_linear(module, dim, gather_output=gather_output, group=as_group(group))
+        return convert_layers(module, nn.Linear, dim, gather_output=gather_output, group=as_group(group))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, dim: int | None, *, gather_output: bool, group: Group) -> Self:
+    def from_plain(cls, linear: nn.Linear, dim: int | None, *, gather_output: bool, group: Group) -> Self:
         """Return a parallel layer with the settings of a plain one, and no parameters yet."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

@@ -32,8 +32,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
-    output: Tensor = apply(_Column, input, weight, bias, group, layer)
-    return output
+    return apply(_Column, input, weight, bias, group, layer)
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
@@ -53,8 +52,7 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
-    output: Tensor = apply(_Row, input, weight, bias, group, layer)
-    return output
+    return apply(_Row, input, weight, bias, group, layer)
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,7 +1,7 @@
 """The layers that a plan makes: with shared heads, and with sequences that are split between them."""
 
 from dataclasses import replace
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -10,24 +10,24 @@ from torch import Tensor, nn
 from tp_shard._groups import _debug
 from tp_shard._groups._collectives import gather
 from tp_shard._groups._group import Group
-from tp_shard._groups._random import RandomTracker
 from tp_shard._split import Ranges
 from tp_shard.nn import functional
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
+from tp_shard.nn._kinds import is_transposed, widths
 from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._mixed import Mixin
 from tp_shard.nn._region import check_inside, check_region
 from tp_shard.nn._sequence._collectives import (
-    SequenceState,
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
     sum_gradient,
 )
+from tp_shard.nn._sequence._state import SequenceState
 from tp_shard.nn._sequence._summed import SummedGradients
-from tp_shard.nn._shapes import is_transposed, widths
 
-__all__ = ["ParallelDropout", "PlannedEmbedding", "PlannedLinear", "SequenceMixin", "sequence_class"]
+__all__ = ["PlannedEmbedding", "PlannedLinear", "SequenceMixin"]
 
 
 class PlannedLinear(ParallelLinear):
@@ -111,17 +111,7 @@ class PlannedLinear(ParallelLinear):
         if self.order_type:  # a weight that is kept as (in, out)
             weight = weight.t()
         if self.sequence is None or group.size == 1:
-            return functional.parallel_linear(
-                input,
-                weight,
-                bias,
-                self.dim,
-                gather_output=self.gather_output,
-                input_is_parallel=self.input_is_parallel,
-                out_features=self.out_features,
-                group=group,
-                layer=self,
-            )
+            return functional.linear(input, weight, bias, self, group, self)
         if input.size(-1) != weight.size(1):
             raise functional.wrong_width(input, weight.size(1), self)
         if self.dim == 0:
@@ -157,37 +147,7 @@ class PlannedEmbedding(ParallelEmbedding):
         return scatter_sequence(output, self.sequence, self.group)
 
 
-class ParallelDropout(nn.Dropout):
-    """Dropout of what is split over ranks: each of them draws by itself.
-
-    Args:
-        p: The probability with which an element is dropped.
-        inplace: Whether the input is overwritten.
-        tracker: The rank's own random numbers; layers of one model share one.
-
-    Under ``torch.utils.checkpoint`` masks are drawn alike the second time: they follow torch's generator.
-
-    Collectives: none.
-
-    Example:
-        >>> drop = ParallelDropout(0.5, tracker=ts.RandomTracker(1))
-        >>> drop(torch.ones(4)).shape
-        torch.Size([4])
-    """
-
-    def __init__(self, p: float = 0.5, inplace: bool = False, *, tracker: RandomTracker) -> None:
-        super().__init__(p, inplace)
-        self.tracker = tracker
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``input`` with some elements set to 0 and the others scaled."""
-        if not self.training or self.p == 0:
-            return input
-        with self.tracker.fork(input.device):
-            return super().forward(input)
-
-
-class SequenceMixin:
+class SequenceMixin(Mixin):
     """What works on a part of the sequence, or of the features, with parameters that all ranks have.
 
     Forward: nothing. Backward: an all-reduce of the parameters' gradients, one for all of the model.
@@ -216,26 +176,6 @@ class SequenceMixin:
             return sum_gradient(parameter, self.sequence_group)
         return self.summed.passed(parameter)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return _rebuild, (type(self).__bases__[1],), self.__dict__
-
 
 def _compiling() -> bool:
     return torch.compiler.is_compiling()
-
-
-_sequence_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def sequence_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a ``kind`` that works on a part of the sequence."""
-    if kind not in _sequence_classes:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _sequence_classes[kind] = type(kind.__name__, (SequenceMixin, kind), names)
-    return _sequence_classes[kind]
-
-
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    cls = sequence_class(kind)
-    module: nn.Module = cls.__new__(cls)
-    return module

@@ -45,7 +45,8 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
         Whether there was a graph to look at.
 
     Raises:
-        ModelError: There is such a parameter, named with what to write; on every rank alike.
+        ModelError: It depends on such a parameter; its name and what to write are in the message. On every
+            rank alike.
     """
     if x.grad_fn is None:
         return False

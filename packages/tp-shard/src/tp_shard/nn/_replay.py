@@ -1,4 +1,4 @@
-"""What an initialisation method does to a tensor, written down and done again to a shard of it.
+"""What an initialization method does to a tensor, written down and done again to a shard of it.
 
 Methods that treat each element alike need no whole tensor: what they draw is drawn in blocks, in
 the order in which the whole tensor would have been filled, and a shard keeps its own. So the values
@@ -106,7 +106,7 @@ def record(
     generator = kwargs.get("generator") or torch.default_generator
     before = generator.get_state()
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the method warns by itself if it is called again
+        warnings.simplefilter("ignore")  # the method itself warns if it is called again
         try:
             method(probe, **kwargs)
         except Exception:  # noqa: BLE001 - whatever it needs, a tensor without values did not have it

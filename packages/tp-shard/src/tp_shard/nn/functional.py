@@ -1,4 +1,6 @@
-"""Functional forms of the parallel layers, for shards that one keeps by oneself."""
+"""Functional forms of the parallel layers, for shards that the caller keeps."""
+
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from tp_shard._groups._collectives import gather, scatter
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._split import bounds
-from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalise_, vocabulary_embedding
+from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalize_, vocabulary_embedding
 from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss import (
@@ -72,32 +74,36 @@ def parallel_linear(
         ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard.
     """
     check_dim(dim)
-    return linear(
-        input,
-        weight,
-        bias,
-        dim,
-        as_group(group),
-        gather_output=gather_output,
-        input_is_parallel=input_is_parallel,
-        out_features=out_features,
-        layer=layer,
-    )
+    form = _Form(dim, gather_output, input_is_parallel, out_features)
+    return linear(input, weight, bias, form, as_group(group), layer)
+
+
+class LinearForm(Protocol):
+    """How a linear layer is split, as :func:`parallel_linear` takes it; a layer says it by its attributes."""
+
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def gather_output(self) -> bool: ...
+    @property
+    def input_is_parallel(self) -> bool | None: ...
+    @property
+    def out_features(self) -> int | None: ...
+
+
+class _Form(NamedTuple):
+    dim: int | None
+    gather_output: bool
+    input_is_parallel: bool | None
+    out_features: int | None
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dim: int | None,
-    group: Group,
-    *,
-    gather_output: bool,
-    input_is_parallel: bool | None,
-    out_features: int | None,
-    layer: object,
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, group: Group, layer: object
 ) -> Tensor:
     """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
+    dim, gather_output, input_is_parallel = form.dim, form.gather_output, form.input_is_parallel
+    out_features = form.out_features
     if group.size == 1:
         output = F.linear(x, weight, bias)
         return output if not dim or gather_output else mark_output(output, out_features)
@@ -189,7 +195,7 @@ def parallel_embedding(
     if dim == 0 and ranks.size > 1:
         return vocabulary_embedding(input, weight, num_embeddings, lookup, ranks, layer)
     if dim is not None and dim != 0 and ranks.size > 1:
-        renormalise_(input, weight, lookup, ranks, layer)
+        renormalize_(input, weight, lookup, ranks, layer)
         max_norm = None
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if dim in (None, 0):
@@ -200,7 +206,7 @@ def parallel_embedding(
 
 
 def mark_output(output: Tensor, size: int | None) -> Tensor:
-    """Say of an output that its last dimension is split: for people, no layer looks at it."""
+    """Mark an output as split along its last dimension: for people, no layer looks at it."""
     if not torch.compiler.is_compiling():
         setattr(output, PARALLEL_DIM, -1)
         setattr(output, PARALLEL_SIZE, size)
@@ -218,9 +224,11 @@ def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
 
 
 def wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+    """Return the error for an input of another width."""
     named = "" if layer is None else f" of {layer}"
-    return ConfigError(
+    msg = (
         f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
         "the whole input or this rank's shard of it. An output with split features is joined by "
         "gather_output=True"
     )
+    return ConfigError(msg)

@@ -19,7 +19,7 @@ __all__ = ["init_shard_", "shard_init_helper_"]
 
 
 def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> None:
-    """Initialise a shard with the values that the whole tensor would have had from the same seed.
+    """Initialize a shard with the values that the whole tensor would have had from the same seed.
 
     The generator of the group's first rank counts, whatever the others were seeded with, and those
     that were seeded alike go on alike. Where torch's method treats each element alike (uniform,
@@ -31,7 +31,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     Args:
         init_method: A method of ``torch.nn.init``, or anything that fills a tensor in place.
         tensor: A parameter of a parallel layer, or a tensor with its marks; one without is
-            initialised alike on all ranks. Its type is kept. On the meta device nothing happens.
+            initialized alike on all ranks. Its type is kept. On the meta device nothing happens.
         **kwargs: What else ``init_method`` takes.
 
     Collectives: two broadcasts of a generator's state.

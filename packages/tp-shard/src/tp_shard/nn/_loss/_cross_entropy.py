@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_shard._groups._autograd import apply
 from tp_shard.nn._loss._exchange import exchange
 from tp_shard.nn._loss._options import LossOptions, Rows, computed_in, returned_in
 from tp_shard.nn._loss._softmax_parts import fill_gradient, measure, merge, per_row, reduce_rows
@@ -28,7 +29,7 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
         options: What is computed.
         inplace: Whether the logits are overwritten, in the forward or the backward pass.
     """
-    return _CrossEntropy.apply(logits, target, options, inplace)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+    return apply(_CrossEntropy, logits, target, options, inplace)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -9,6 +9,7 @@ from tp_shard.nn._linear_functions import autocast
 from tp_shard.nn._loss._cross_entropy import cross_entropy
 from tp_shard.nn._loss._fused import fused_cross_entropy
 from tp_shard.nn._loss._linear_head import LinearKind
+from tp_shard.nn._loss._options import LossOptions
 from tp_shard.nn._loss._reading import (
     check_class_indices,
     check_head,
@@ -16,8 +17,8 @@ from tp_shard.nn._loss._reading import (
     check_options,
     check_unambiguous,
     find_class_dim,
-    make_options,
     read_chunk_rows,
+    read_options,
     read_width,
 )
 
@@ -114,17 +115,9 @@ def parallel_cross_entropy(
             raise ConfigError(msg) from None
     else:
         flat = last.flatten(0, -2) if last.dim() > 1 else last.unsqueeze(0)
-    options = make_options(
-        size,
-        weight,
-        ignore_index,
-        label_smoothing,
-        reduction,
-        z_loss,
-        ranks if is_split else ALONE,
-        layer,
-        input,
-    )
+    holders = ranks if is_split else ALONE
+    options = LossOptions(size, weight, ignore_index, label_smoothing, reduction, z_loss, holders, layer)
+    options = read_options(options, input)
     loss = cross_entropy(flat, target.reshape(-1).long(), options, inplace=inplace)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -195,9 +188,8 @@ def parallel_linear_cross_entropy(
     x, w, b = input.reshape(-1, input.size(-1)), weight, bias
     if torch.is_autocast_enabled(input.device.type):
         x, w, b = autocast(x, w, b)
-    options = make_options(
-        size, class_weight, ignore_index, label_smoothing, reduction, z_loss, ranks, layer, input
-    )
+    options = LossOptions(size, class_weight, ignore_index, label_smoothing, reduction, z_loss, ranks, layer)
+    options = read_options(options, input)
     flat = target.reshape(-1).long()
     loss = fused_cross_entropy(LinearKind(), x, w, b, flat, options, chunk_rows=chunk_rows)
     return loss.view(target.shape) if reduction == "none" else loss

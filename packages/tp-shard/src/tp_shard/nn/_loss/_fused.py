@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tp_shard._groups._autograd import apply
 from tp_shard.nn._loss._cross_entropy import SECOND_BACKWARD
 from tp_shard.nn._loss._exchange import exchange
 from tp_shard.nn._loss._options import LossOptions, Rows, computed_in, returned_in
@@ -76,7 +77,7 @@ def fused_cross_entropy(
     """
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     function = _AtOnce if needed and options.reduction != "none" else _Twice
-    return function.apply(x, weight, bias, kind, target, options, chunk_rows)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves apply untyped
+    return apply(function, x, weight, bias, kind, target, options, chunk_rows)
 
 
 class _AtOnce(torch.autograd.Function):

@@ -8,13 +8,13 @@ from tp_core.errors import ConfigError
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard.nn._loss._fused import fused_cross_entropy
 from tp_shard.nn._loss._margin_head import MarginKind
-from tp_shard.nn._loss._options import computed_in
+from tp_shard.nn._loss._options import LossOptions, computed_in
 from tp_shard.nn._loss._reading import (
     check_class_indices,
     check_head,
     check_options,
-    make_options,
     read_chunk_rows,
+    read_options,
 )
 from tp_shard.nn._loss._sampling import with_sample
 
@@ -96,7 +96,8 @@ def parallel_margin_cross_entropy(
     if sparse and sampled is None:
         msg = "sparse=True is for the gradient of sampled centers, and all of them take part: leave it out"
         raise ConfigError(msg)
-    options = make_options(size, None, ignore_index, label_smoothing, reduction, 0.0, ranks, layer, input)
+    options = LossOptions(size, None, ignore_index, label_smoothing, reduction, 0.0, ranks, layer)
+    options = read_options(options, input)
     flat = target.reshape(-1).long()
     if sampled is not None:
         options = with_sample(options, sampled, flat)

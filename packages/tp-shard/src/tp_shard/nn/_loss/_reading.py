@@ -1,5 +1,7 @@
 """How logits and options of a loss are read, and what is refused."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError
@@ -7,7 +9,7 @@ from tp_core.errors import ConfigError
 from tp_shard._groups._group import Group
 from tp_shard._shards._marks import get_parallel_dim, get_parallel_size
 from tp_shard._split import bounds, shard_sizes
-from tp_shard.nn._loss._options import LossOptions
+from tp_shard.nn._loss._options import LossOptions, computed_in
 
 __all__ = [
     "check_class_indices",
@@ -16,8 +18,8 @@ __all__ = [
     "check_options",
     "check_unambiguous",
     "find_class_dim",
-    "make_options",
     "read_chunk_rows",
+    "read_options",
     "read_width",
 ]
 
@@ -26,10 +28,10 @@ _CHUNK_ROWS = 128  # fewer would read the weight more often than it is worth
 
 
 def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    """Make sure that a loss can be made with these.
+    """Make sure that a loss can be made with these options.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: An option is unknown, or outside of its range.
     """
     if reduction not in ("mean", "sum", "none"):
         msg = f"reduction is 'mean', 'sum' or 'none', got {reduction!r}"
@@ -61,7 +63,7 @@ def check_head(
     """Make sure that features, a head's shard and targets fit; return the number of classes over all ranks.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The shapes of input, weight and targets do not fit, or the number of classes.
     """
     if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
         msg = (
@@ -92,7 +94,7 @@ def read_chunk_rows(chunk_rows: int | None, local_classes: int) -> int:
     """Return how many rows of logits exist at a time; ``None`` leaves it to us.
 
     Raises:
-        ConfigError: It is not a number of rows.
+        ConfigError: ``chunk_rows`` is not a number of rows, 1 or more.
     """
     if chunk_rows is None:
         return max(_CHUNK_ROWS, _CHUNK // max(1, local_classes))
@@ -117,7 +119,7 @@ def read_width(
     dim = find_class_dim(input, target, class_dim, prefer_last=True)
     width = input.size(dim)
     marked = get_parallel_dim(input) in (1, -1)
-    told = num_classes if num_classes is not None else (get_parallel_size(input) if marked else None)
+    given = num_classes if num_classes is not None else (get_parallel_size(input) if marked else None)
     if parallel is None:
         parallel = marked
         if num_classes is not None and ranks.size > 1:
@@ -137,7 +139,7 @@ def read_width(
     if not parallel:
         dim = find_class_dim(input, target, class_dim, prefer_last=False)
         return (input.size(dim) if num_classes is None else num_classes), False
-    return (width * ranks.size if told is None else told), True
+    return (width * ranks.size if given is None else given), True
 
 
 def check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
@@ -181,7 +183,7 @@ def check_local_width(
     expected = stop - start if is_split else size
     if width == expected:
         return
-    whole = " (whole logits are not split, though they were told or marked to be)" if width == size else ""
+    whole = " (whole logits are not split, though an argument or a mark says so)" if width == size else ""
     share = f"rank {ranks.rank} of {ranks.size} holds {expected} of {size} classes" if is_split else f"{size}"
     msg = (
         f"logits of shape {tuple(input.shape)} are {width} classes wide, expected {share}{whole}; say "
@@ -190,23 +192,19 @@ def check_local_width(
     raise ConfigError(msg)
 
 
-def make_options(
-    size: int,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    z_loss: float,
-    group: Group,
-    layer: object,
-    input: Tensor,
-) -> LossOptions:
+def read_options(options: LossOptions, input: Tensor) -> LossOptions:
+    """Return options whose class weights are in the type in which the loss of ``input`` is computed.
+
+    Raises:
+        ConfigError: The input has no floating-point numbers, or there is not one weight for each class.
+    """
     if not input.is_floating_point():
         msg = f"logits are floating point numbers, got {input.dtype}"
         raise ConfigError(msg)
-    if weight is not None:
-        if weight.shape != (size,):
-            msg = f"the weight has a factor for each of {size} classes, got shape {tuple(weight.shape)}"
-            raise ConfigError(msg)
-        weight = weight.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
-    return LossOptions(size, weight, ignore_index, label_smoothing, reduction, z_loss, group, layer)
+    weight, size = options.weight, options.num_classes
+    if weight is None:
+        return options
+    if weight.shape != (size,):
+        msg = f"the weight has a factor for each of {size} classes, got shape {tuple(weight.shape)}"
+        raise ConfigError(msg)
+    return replace(options, weight=weight.detach().to(computed_in(input.dtype)))

@@ -32,7 +32,7 @@ def sample_classes(
 ) -> Tensor:
     """Return which of this rank's classes are in a sample of all classes.
 
-    Each class is in it with probability ``rate``, by itself: the number of classes in it varies a little.
+    Each class is in it with probability ``rate``, independently: the number of classes in it varies a little.
     The sample depends on ``seed`` and ``num_classes`` alone. On any number of ranks, on any device, it is
     the same, and a rank draws no more numbers than it has classes.
 
@@ -71,7 +71,7 @@ def check_sample_rate(rate: float) -> None:
     """Make sure that a sample can be drawn at this rate.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The rate is not above 0 and at most 1.
     """
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
         msg = f"sample_rate is the share of classes that take part, above 0 and at most 1, got {rate!r}"

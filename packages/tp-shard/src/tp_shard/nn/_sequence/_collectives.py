@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_shard._groups import _debug
+from tp_shard._groups._autograd import apply
+from tp_shard._groups._collectives import copy
 from tp_shard._groups._comm import all_gather
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds, shard_sizes
 from tp_shard.nn._sequence._state import SequenceState
 
 __all__ = [
-    "SequenceState",
     "gather_sequence",
     "join_sequence",
     "reduce_scatter_sequence",
@@ -35,19 +36,19 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
     Forward: nothing. Backward: an all-gather.
     """
     size = state.note(tensor.size(state.dim), is_split=True)
-    return tensor if group.size == 1 else _Scatter.apply(tensor, state.dim, size, group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return tensor if group.size == 1 else apply(_Scatter, tensor, state.dim, size, group)
 
 
 def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     """Return the whole sequence of the ranks' parts, for a layer whose outputs are split.
 
-    Forward: an all-gather; one more of a number, where the lengths so far do not tell that of the whole.
+    Forward: an all-gather; one more of a number, where the lengths so far are ambiguous.
     Backward: a reduce-scatter.
     """
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return _Gather.apply(tensor, state.dim, size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    return apply(_Gather, tensor, state.dim, size, group)
 
 
 def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -56,7 +57,7 @@ def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) 
     Forward: a reduce-scatter. Backward: an all-gather.
     """
     size = state.note(tensor.size(state.dim))
-    return tensor if group.size == 1 else _ReduceScatter.apply(tensor, state.dim, size, group)  # type: ignore[no-untyped-call]  # as above
+    return tensor if group.size == 1 else apply(_ReduceScatter, tensor, state.dim, size, group)
 
 
 def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -67,7 +68,7 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return _GatherAlike.apply(tensor, state.dim, size, group)  # type: ignore[no-any-return,no-untyped-call]  # as above
+    return apply(_GatherAlike, tensor, state.dim, size, group)
 
 
 def sum_gradient(parameter: Tensor, group: Group) -> Tensor:
@@ -75,8 +76,6 @@ def sum_gradient(parameter: Tensor, group: Group) -> Tensor:
 
     Forward: nothing. Backward: an all-reduce.
     """
-    from tp_shard._groups._collectives import copy
-
     return copy(parameter, group=group)
 
 
@@ -110,7 +109,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _GatherAlike.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_GatherAlike, grad, *ctx.args), None, None, None
 
 
 class _GatherAlike(torch.autograd.Function):
@@ -121,7 +120,7 @@ class _GatherAlike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Scatter.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Scatter, grad, *ctx.args), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -132,7 +131,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _ReduceScatter.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_ReduceScatter, grad, *ctx.args), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -143,4 +142,4 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Gather.apply(grad, *ctx.args), None, None, None  # type: ignore[no-untyped-call]  # as above
+        return apply(_Gather, grad, *ctx.args), None, None, None

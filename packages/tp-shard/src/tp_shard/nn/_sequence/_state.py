@@ -13,7 +13,7 @@ __all__ = ["SequenceState"]
 
 @dataclass(slots=True)
 class SequenceState:
-    """The lengths that sequences have had, so that a rank's part tells how long the whole is.
+    """The lengths that sequences have had: with a rank's part, they give the length of the whole.
 
     Lengths that differ by less than the number of ranks may have parts of the same length. Then, and
     only then, ranks have to ask one another: whether they do depends on nothing but the lengths that all
@@ -40,7 +40,7 @@ class SequenceState:
     def whole(self, part: int, group: Group, device: torch.device) -> int:
         """Return the length of the sequence of which this rank has ``part`` places.
 
-        Collectives: an all-gather of a number, where lengths so far do not tell.
+        Collectives: an all-gather of a number, where the lengths so far are ambiguous.
         """
         if self.is_split_here:
             fitting = [n for n in self.lengths if _part(n, group) == part]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tp_shard._groups._autograd import apply
 from tp_shard._groups._collectives import reduce
 from tp_shard._groups._comm import all_reduce_
 from tp_shard._groups._group import Group
@@ -17,7 +18,7 @@ class SummedGradients:
     """Parameters of one model whose gradients are sums over the ranks.
 
     At the beginning of the model's ``forward`` all of them pass one function, whose backward comes when the
-    last of their gradients is there, and sums them together. Where a module is called by itself, or computes
+    last of their gradients is there, and sums them together. Where a module is called alone, or computes
     again what was not kept, or the parameters are another's by then (``fully_shard``), each is summed alone.
 
     Forward: nothing. Backward: one all-reduce, for each type that parameters have.
@@ -46,7 +47,7 @@ class SummedGradients:
             id(p): p for m, n in self.owners if (p := m._parameters.get(n)) is not None and p.requires_grad
         }
         if len(own) > 1 and not any(hasattr(p, "to_local") for p in own.values()):
-            through = _SumAll.apply(self.group, *own.values())  # type: ignore[no-untyped-call]  # torch leaves it so
+            through = apply(_SumAll, self.group, *own.values())
             self._passed.update(zip(own, through, strict=True))
 
     def end(self, _model: nn.Module, _args: Any, _output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Updates of the rows that a sparse gradient has, by optimizers that take dense gradients."""
+"""What optimizers over shards are given: groups of parameters, and the rows that a sparse gradient has."""
 
 from typing import Any
 
@@ -7,7 +7,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 
-__all__ = ["update_sampled_rows"]
+from tp_shard._shards._marks import holds_shard
+
+__all__ = ["parameter_groups", "update_sampled_rows"]
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> list[dict[str, Any]]:
+    """Return a model's trained parameters in groups for an optimizer, the same on all ranks.
+
+    Shards and parameters that all ranks have are kept apart, each tied parameter counted once.
+
+    Args:
+        model: The model.
+        weight_decay: Decay for matrices; vectors (biases, norms) then get none, in groups of their
+            own. ``None`` leaves decay to the optimizer.
+
+    Returns:
+        Dicts with "params", "name" and "sharded", and "weight_decay" where it was given; none of
+        them is empty.
+
+    Example:
+        >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
+        >>> [(g["name"], len(g["params"])) for g in parameter_groups(model, weight_decay=0.1)]
+        [('replicated, decayed', 1), ('replicated', 1)]
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decays = weight_decay is not None and parameter.dim() > 1
+            groups.setdefault((holds_shard(parameter), decays), []).append(parameter)
+    found = []
+    for (sharded, decays), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True):
+        name = ("sharded" if sharded else "replicated") + (", decayed" if decays else "")
+        group: dict[str, Any] = {"params": parameters, "name": name, "sharded": sharded}
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay if decays else 0.0
+        found.append(group)
+    return found
 
 
 def update_sampled_rows(optimizer: Optimizer) -> None:
@@ -20,7 +56,7 @@ def update_sampled_rows(optimizer: Optimizer) -> None:
     :class:`torch.optim.SparseAdam` does for Adam. Parameters with dense gradients are treated as ever.
 
     Args:
-        optimizer: One that treats each element by itself: SGD, Adam, AdamW, Adagrad, RMSprop, ... State
+        optimizer: One that treats each element independently: SGD, Adam, AdamW, Adagrad, RMSprop, ... State
             that all elements share, such as the number of steps, counts every step.
 
     Raises:

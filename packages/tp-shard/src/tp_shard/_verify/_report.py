@@ -1,4 +1,4 @@
-"""Proof of a plan: the split model computes what the whole one does, or the first module that does not."""
+"""Verifying a plan: the split model computes what the whole one does, or the first module that does not."""
 
 import os
 from collections.abc import Mapping
@@ -11,13 +11,14 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._plans._choose import choose
 from tp_shard._plans._describe import words
-from tp_shard._plans._parallelize import choose
 from tp_shard._plans._styles import Plan
 from tp_shard._shards._layer import ParallelLayer
-from tp_shard._verify._compare import Call, Loss, cast, rows_of, run_split, run_whole_somehow
+from tp_shard._verify._call import Call, Loss, cast
 from tp_shard._verify._copies import parameter_count, probe_copy
 from tp_shard._verify._judge import Fault, Verdict, judge
+from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
 
 __all__ = ["ModuleReport", "Report", "as_call", "tolerance_of", "verify"]
@@ -77,7 +78,7 @@ class Report:
         """Do nothing if all numbers are equal.
 
         Raises:
-            VerificationError: They are not; the message names the first module and has the table.
+            VerificationError: Some numbers differ; the message names the first module and has the table.
         """
         if self.fault is not None:
             msg = f"{self.fault}\n{self}"
@@ -248,7 +249,7 @@ def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory nobody uses."""
+    """Return how many bytes of memory are free."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 

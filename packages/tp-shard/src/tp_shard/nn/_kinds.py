@@ -1,0 +1,140 @@
+"""What kind of layer a module is, and the class of parallel layers that stands for it.
+
+Which parallel layer stands for which of torch's is noted by the layers themselves (:func:`stands_for`), so
+that a linear layer can be converted together with the embedding that shares its weight.
+"""
+
+import dis
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tp_core.errors import ModelError
+
+__all__ = [
+    "computes_linear",
+    "form_of",
+    "is_linear",
+    "is_transposed",
+    "parallel_class",
+    "stands_for",
+    "widths",
+]
+
+Layer = TypeVar("Layer", bound=nn.Module)
+_forms: dict[type[nn.Module], type[nn.Module]] = {}
+_parallel_classes: dict[tuple[type, type], type] = {}
+
+
+def stands_for(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
+    """Note that a class of parallel layers is what ``plain`` ones are converted to."""
+
+    def note(parallel: type[Layer]) -> type[Layer]:
+        _forms[plain] = parallel
+        return parallel
+
+    return note
+
+
+def form_of(kind: type[nn.Module]) -> Any:
+    """Return the class of parallel layers that layers of a class are converted to, with its ``from_plain``.
+
+    Raises:
+        ModelError: Its own ``forward`` uses the weight, and would meet a shard.
+    """
+    plain = next(plain for plain in _forms if issubclass(kind, plain))
+    return parallel_class(kind, plain, _forms[plain])
+
+
+def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[Layer]) -> type[Layer]:
+    """Return the class of a parallel layer that is also a ``kind``, a subclass of ``base``.
+
+    Raises:
+        ModelError: Its own ``forward`` uses the weight, and would meet a shard.
+    """
+    if kind is base or kind.__module__.startswith("torch.nn."):
+        return parallel
+    if (kind, parallel) not in _parallel_classes:
+        for cls in kind.__mro__:
+            if issubclass(cls, base) and cls is not base and _uses_weight(vars(cls).get("forward")):
+                msg = (
+                    f"{kind.__name__} uses its weight in a forward of its own, where it would meet a "
+                    "shard; let it call super().forward, or leave it out of the conversion"
+                )
+                raise ModelError(msg)
+        # Between the subclass and torch's layer: super().forward() of the one finds the other's.
+        _parallel_classes[kind, parallel] = type(
+            f"Parallel{kind.__name__}",
+            (kind, parallel),
+            {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)},
+        )
+    return _parallel_classes[kind, parallel]
+
+
+def computes_linear(layer: nn.Module) -> bool:
+    """Whether a subclass of ``nn.Linear`` with a ``forward`` of its own computes what ``nn.Linear`` does.
+
+    It is tried with other weights, so that neither their size nor their device matters; nor does a
+    default device.
+    """
+    if not isinstance(layer, nn.Linear) or set(layer._parameters) - {"weight", "bias"} or layer._modules:
+        return False
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        own = {"weight": torch.randn(5, 3), "bias": None if layer.bias is None else torch.randn(5)}
+        tried = type(layer).__new__(type(layer))
+        tried.__dict__.update(layer.__dict__, _parameters=own, in_features=3, out_features=5)
+        for shape in ((2, 3), (2, 4, 3)):
+            x = torch.randn(shape)
+            try:
+                made = type(layer).forward(tried, x)
+            except Exception:  # noqa: BLE001 - whatever it needs, it is something else
+                return False
+            expected = nn.functional.linear(x, own["weight"], own["bias"])
+            if not isinstance(made, Tensor) or not torch.allclose(made, expected, atol=1e-5):
+                return False
+    return True
+
+
+def _uses_weight(forward: Any) -> bool:
+    """Whether a method takes the values of a weight, and not only its type or device."""
+    if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    return any(
+        step.argval == "weight" and following.argval not in ("dtype", "device")
+        for step, following in itertools.pairwise(steps)
+    )
+
+
+def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it
+    """Pickle a layer of a made-up class by the classes that it was made of."""
+    return _rebuild, self._kinds, self.__dict__
+
+
+def _rebuild(kind: type[nn.Module], base: type[nn.Module], parallel: type[nn.Module]) -> nn.Module:
+    cls = parallel_class(kind, base, parallel)
+    return cls.__new__(cls)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is the ``Conv1D`` of transformers, a linear layer whose weight is (in, out)."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that a plan can split."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output features of a linear layer or of an embedding, over all ranks."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight: Tensor = module.weight  # type: ignore[assignment]  # a Conv1D's
+    return weight.size(0), weight.size(1)
