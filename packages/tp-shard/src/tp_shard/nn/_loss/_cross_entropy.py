@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tp_shard._groups._autograd import apply
+from tp_shard.nn._loss._compiled import compiled_cross_entropy
 from tp_shard.nn._loss._exchange import exchange
 from tp_shard.nn._loss._options import LossOptions, Rows, computed_in, returned_in
 from tp_shard.nn._loss._softmax_parts import fill_gradient, measure, merge, per_row, reduce_rows
@@ -29,6 +30,8 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
         options: What is computed.
         inplace: Whether the logits are overwritten, in the forward or the backward pass.
     """
+    if torch.compiler.is_compiling():
+        return compiled_cross_entropy(logits, target, options)
     return apply(_CrossEntropy, logits, target, options, inplace)
 
 

@@ -67,7 +67,8 @@ def parallel_cross_entropy(
         class_dim: Which dimension has the classes: 1 or -1. By default the target's shape tells.
         z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts.
         inplace: Whether the logits are overwritten, so that no buffer of their size is made. The
-            caller loses them, and there is one backward pass.
+            caller loses them, and there is one backward pass. In compiled code buffers are the compiler's
+            concern.
         group: Who; the current model-parallel group by default.
         layer: Who communicates, for messages.
 
@@ -77,8 +78,8 @@ def parallel_cross_entropy(
 
     Raises:
         ConfigError: Shapes, options and marks contradict each other.
-        OutOfRangeError: A target is none of the classes; on every rank. On accelerators it is the
-            device's own assertion, as with torch.
+        OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled
+            code it is torch's own assertion, as with torch's own loss.
         DisagreementError: Ranks have different targets or count different numbers of classes.
         RuntimeError: A second backward pass with ``inplace``.
 
@@ -143,11 +144,12 @@ def parallel_linear_cross_entropy(
     A head with split outputs and :func:`parallel_cross_entropy` in one, computed in chunks of rows:
     the logits of one chunk exist at a time, in the forward and in the backward pass. With "mean" and
     "sum" the gradients are computed in the forward pass, with three products in all as without
-    fusion; with "none" the logits are computed twice.
+    fusion; with "none", and for float16, where a loss scale has to reach small gradients, the logits are
+    computed twice.
 
     Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of
-    the input's gradient beside the next products; backward none. With "none": forward one
-    all-gather, backward the all-reduces.
+    the input's gradient beside the next products; backward none. Where logits are computed twice:
+    forward one all-gather, backward the all-reduces.
 
     Args:
         input: Of shape (..., in), the same on all ranks.
@@ -173,7 +175,7 @@ def parallel_linear_cross_entropy(
         ConfigError: Shapes and options contradict each other.
         OutOfRangeError: A target is none of the classes; on every rank.
         DisagreementError: Ranks have different targets or count different numbers of classes.
-        RuntimeError: A second backward pass with "mean" or "sum".
+        RuntimeError: A second backward pass where the gradients are computed in the forward pass.
 
     Example:
         >>> head = ts.nn.ParallelLinear(16, 10, dim=-1)

@@ -63,8 +63,8 @@ def fused_cross_entropy(
 
     Forward: an all-gather of 3 or 4 numbers per row for each chunk, and where gradients are needed
     an all-reduce of the features' gradient, chunk by chunk, beside the computation of the next.
-    Backward: nothing; with reduction "none" the logits are computed again, the all-gather is one
-    and the all-reduce happens here.
+    Backward: nothing; with reduction "none" and for float16 the logits are computed again, the all-gather
+    is one and the all-reduce happens here.
 
     Args:
         kind: The head.
@@ -76,7 +76,9 @@ def fused_cross_entropy(
         chunk_rows: How many rows of logits exist at a time.
     """
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    function = _AtOnce if needed and options.reduction != "none" else _Twice
+    # A loss scale has to be in float16 gradients when they are computed: small ones would be 0 before it.
+    is_known = options.reduction != "none" and x.dtype != torch.float16
+    function = _AtOnce if needed and is_known else _Twice
     return apply(function, x, weight, bias, kind, target, options, chunk_rows)
 
 
@@ -134,7 +136,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 class _Twice(torch.autograd.Function):
-    """Computes each chunk's logits in both passes: the gradients of the rows' losses differ."""
+    """Computes each chunk's logits in both passes: what the loss's gradient is counts for each element."""
 
     @staticmethod
     def forward(
@@ -168,7 +170,8 @@ class _Twice(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias, target, lse, softmax_factor, target_factor = ctx.saved_tensors
         rows = Rows(target, ctx.options, ctx.dtype)
-        row_grad = per_row(grad, rows.valid, None, ctx.dtype)
+        denominator = rows.factor.sum() if ctx.options.reduction == "mean" else None
+        row_grad = per_row(grad, rows.valid, denominator, ctx.dtype)
         head = ctx.kind.open(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
         for a, b in _chunks(x.size(0), ctx.chunk_rows):
             part = rows.part(a, b)

@@ -49,8 +49,9 @@ def parallel_margin_cross_entropy(
     ever has the logits of all classes, and this rank's logits exist for a chunk of rows at a time.
 
     Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of the
-    features' gradient beside the next products; backward none. With reduction "none": forward one
-    all-gather, backward the all-reduces. With ``sampled`` and label smoothing one more, of a number.
+    features' gradient beside the next products; backward none. With reduction "none", and for float16, where
+    a loss scale has to reach small gradients: forward one all-gather, backward the all-reduces. With
+    ``sampled`` and label smoothing one more, of a number.
 
     Args:
         input: Features of shape (..., in), the same on all ranks.
@@ -82,7 +83,7 @@ def parallel_margin_cross_entropy(
         ConfigError: Shapes, types and options contradict each other.
         OutOfRangeError: A target is none of the classes; on every rank.
         DisagreementError: Ranks have different targets or count different numbers of classes.
-        RuntimeError: A second backward pass with "mean" or "sum".
+        RuntimeError: A second backward pass where the gradients are computed in the forward pass.
 
     Example:
         >>> features, centers = torch.randn(4, 16), torch.randn(10, 16)
