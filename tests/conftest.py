@@ -101,3 +101,16 @@ def one_thread_per_operation():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]],
+    ids=["alone", "twice", "beside the CPU", "two"],
+)
+def gpu_devices(request):
+    """The devices on which one process has parts of a batch: a card alone, and beside others."""
+    import torch
+
+    if "cuda:1" in request.param and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return request.param

@@ -1,17 +1,13 @@
 """Training through the registry on a CUDA device that is named twice."""
 
 import pytest
-import torch
 from tp_dp_gather._backend import GatherBackend
 from tp_trainer.testing import TrainingConformance
 from tp_tuple._backend import TupleBackend
 
 GPU = "cuda:0"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class TestTuple(TrainingConformance):

@@ -8,53 +8,34 @@ from tp_dp_gather import DataParallel, gather, parallel_apply, replicate, scatte
 from tp_dp_gather._backend import GatherBackend
 
 GPU = "cuda:0"
-DEVICES = pytest.mark.parametrize(
-    "devices",
-    [[GPU], [GPU, GPU], [GPU, "cpu"], [GPU, "cuda:1"]],
-    ids=["alone", "twice", "beside the CPU", "two"],
-)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _as_many_as_named(request):
-    devices = request.node.callspec.params.get("devices", ()) if hasattr(request.node, "callspec") else ()
-    if "cuda:1" in devices and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-
-
-@DEVICES
 @pytest.mark.parametrize("source", [GPU, "cpu"], ids=["input on the card", "input on the host"])
-def test_output_and_gradients_are_those_of_the_module_by_itself(devices, source):
+def test_output_and_gradients_are_those_of_the_module_by_itself(gpu_devices, source):
     model = nn.Linear(5, 2).to(GPU)
     x = torch.randn(7, 5, device=source)
     expected = torch.autograd.grad(model(x.to(GPU)).square().mean(), list(model.parameters()))
-    output = DataParallel(model, devices)(x)
+    output = DataParallel(model, gpu_devices)(x)
     torch.testing.assert_close(output, model(x.to(GPU)))
     output.square().mean().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
 
 
-@DEVICES
-def test_outputs_may_come_together_on_the_host(devices):
+def test_outputs_may_come_together_on_the_host(gpu_devices):
     model = nn.Linear(5, 2).to(GPU)
     x = torch.randn(7, 5, device=GPU)
-    output = DataParallel(model, devices, output_device="cpu")(x)
+    output = DataParallel(model, gpu_devices, output_device="cpu")(x)
     assert output.device.type == "cpu"
     torch.testing.assert_close(output, model(x).cpu())
 
 
-@DEVICES
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 5.0, 0.5])], ids=["even", "weighted"])
-def test_the_criterion_in_parts_is_the_criterion_of_the_whole(devices, weight):
+def test_the_criterion_in_parts_is_the_criterion_of_the_whole(gpu_devices, weight):
     model = nn.Linear(5, 3).to(GPU)
     x, target = torch.randn(7, 5, device=GPU), torch.tensor([0, 2, 1, -100, 2, 2, 1], device=GPU)
     criterion = nn.CrossEntropyLoss(weight).to(GPU)
-    net = DataParallel(model, devices, gather_to_one_device=False)
+    net = DataParallel(model, gpu_devices, gather_to_one_device=False)
     loss = net.apply_loss(criterion, net(x), target)
     torch.testing.assert_close(loss, criterion(model(x), target))
     gradients = torch.autograd.grad(criterion(model(x), target), list(model.parameters()))
@@ -62,13 +43,12 @@ def test_the_criterion_in_parts_is_the_criterion_of_the_whole(devices, weight):
     torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
 
 
-@DEVICES
-def test_the_steps_one_by_one_are_those_of_the_wrapper(devices):
+def test_the_steps_one_by_one_are_those_of_the_wrapper(gpu_devices):
     model = nn.Linear(5, 2).to(GPU)
     x = torch.randn(8, 5, device=GPU)
-    pieces = scatter(x, devices)
-    assert [p.device for p in pieces] == [torch.device(d) for d in devices]
-    outputs = parallel_apply(replicate(model, devices), pieces, devices=devices)
+    pieces = scatter(x, gpu_devices)
+    assert [p.device for p in pieces] == [torch.device(d) for d in gpu_devices]
+    outputs = parallel_apply(replicate(model, gpu_devices), pieces, devices=gpu_devices)
     torch.testing.assert_close(gather(outputs, GPU), model(x))
 
 

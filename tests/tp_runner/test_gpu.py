@@ -8,10 +8,7 @@ from tp_runner import OrderedRunner
 
 GPU = "cuda:0"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Scales(OrderedRunner):

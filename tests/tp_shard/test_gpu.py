@@ -15,10 +15,7 @@ from tp_shard.nn.functional import (
 
 GPU = "cuda:0"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def join(process_group, device):

@@ -16,10 +16,7 @@ from tp_trainer.testing import TrainingConformance
 GPU = "cuda:0"
 NCCL = "nccl"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def make_model():

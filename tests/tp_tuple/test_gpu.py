@@ -10,42 +10,24 @@ from tp_tuple._timing import Stopwatch
 from tp_tuple._weights import free_memory
 
 GPU = "cuda:0"
-DEVICES = pytest.mark.parametrize(
-    "devices",
-    [[GPU], [GPU, GPU], [GPU, "cpu"], [GPU, "cuda:1"]],
-    ids=["alone", "twice", "beside the CPU", "two"],
-)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _as_many_as_named(request):
-    devices = request.node.callspec.params.get("devices", ()) if hasattr(request.node, "callspec") else ()
-    if "cuda:1" in devices and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-
-
-@DEVICES
 @pytest.mark.parametrize("name", ["mlp", "conv", "lstm", "transformer", "graphs"])
-def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, devices):
+def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, gpu_devices):
     def forward(model):
-        wrapped = TupleParallel(model, devices)
+        wrapped = TupleParallel(model, gpu_devices)
         return lambda inputs: wrapped(tuple(inputs))
 
-    zoo.check_equal_training(name, len(devices), forward, device=GPU)
+    zoo.check_equal_training(name, len(gpu_devices), forward, device=GPU)
 
 
-@DEVICES
-def test_outputs_stay_or_come_together(devices):
+def test_outputs_stay_or_come_together(gpu_devices):
     model = nn.Linear(3, 2).to(GPU)
-    parts = torch.randn(7, 3).tensor_split(len(devices))
-    outputs = TupleParallel(model, devices)(parts)
-    assert [y.device for y in outputs] == [torch.device(d) for d in devices]
-    whole = TupleParallel(model, devices, transfer_output=True, reduction=cat)(parts)
+    parts = torch.randn(7, 3).tensor_split(len(gpu_devices))
+    outputs = TupleParallel(model, gpu_devices)(parts)
+    assert [y.device for y in outputs] == [torch.device(d) for d in gpu_devices]
+    whole = TupleParallel(model, gpu_devices, transfer_output=True, reduction=cat)(parts)
     torch.testing.assert_close(whole, model(torch.cat(parts).to(GPU)))
 
 

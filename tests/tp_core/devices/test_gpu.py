@@ -9,10 +9,7 @@ from tp_core.errors import DeviceError
 
 GPU = "cuda:0"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_the_real_machine_has_the_devices_that_torch_counts():

@@ -14,10 +14,7 @@ BESIDE_THE_CPU, TWICE = [GPU, "cpu"], [GPU, GPU]
 PAIRS = pytest.mark.parametrize("devices", [BESIDE_THE_CPU, TWICE], ids=["beside the CPU", "twice"])
 COPIES = pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def move_and_call(replica, part):

@@ -123,12 +123,7 @@ class _GatherAlike(torch.autograd.Function):
         return apply(_Scatter, grad, *ctx.args), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
-        ctx.args = dim, size, group
-        return all_gather(tensor, dim, shard_sizes(size, group.size), group, layer="the sequence")
-
+class _Gather(_GatherAlike):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return apply(_ReduceScatter, grad, *ctx.args), None, None, None
