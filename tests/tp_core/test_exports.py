@@ -1,5 +1,7 @@
 """The public surface of tp_core: what is exported."""
 
+import importlib
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -31,8 +33,9 @@ PUBLIC = {
     """,
     tp_core.internal: """
         KNOWN_BACKENDS LEFT_KEY Container PerType SampleRows backward_of_nothing check_backend_name
-        containers device_of_rank has_left is_dtensor join_rows lazy_exports rendezvous_store row_count
-        seed_of seeded split_evenly sync_folder whole_matrix_optimizer write_atomically
+        containers device_of_rank exports_of_stub has_left is_dtensor join_rows lazy_exports
+        rendezvous_store row_count seed_of seeded split_evenly sync_folder whole_matrix_optimizer
+        write_atomically
     """,
 }
 
@@ -78,3 +81,32 @@ def test_the_errors_of_a_package_are_called_so_and_are_in_a_module_of_errors(pac
 def test_a_package_says_its_version(package):
     module = pytest.importorskip(package)
     assert module.__version__ == version(package.replace("_", "-"))
+
+
+def test_a_stub_says_what_a_package_exports(tmp_path, monkeypatch):
+    package = tmp_path / "stubbed_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from tp_core.internal import exports_of_stub\n"
+        "__getattr__, __dir__, __all__ = exports_of_stub(__name__)\n"
+    )
+    (package / "__init__.pyi").write_text(
+        "from stubbed_package import compat as compat\n"
+        "from stubbed_package._names import B_C as B_C\n"
+        "from stubbed_package._names import Late as Late\n"
+        "from stubbed_package._names import _hidden as _hidden\n"
+        "from stubbed_package._names import map as map\n"
+        "from stubbed_package.compat import old as old\n"
+    )
+    (package / "_names.py").write_text("B_C, Late, _hidden, map = 1, 2, 3, 4\n")
+    (package / "compat.py").write_text("old = 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("stubbed_package")
+    assert module.__all__ == ["B_C", "Late", "compat"]
+    assert not vars(module).keys() & {"Late", "_names", "compat"}
+    assert [module.B_C, module.Late, module._hidden, module.map, module.old] == [1, 2, 3, 4, 5]
+    assert {"B_C", "Late", "_hidden", "compat", "map", "old"} <= set(dir(module))
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        module.other  # noqa: B018 - it raises
+    for name in [name for name in sys.modules if name.startswith("stubbed_package")]:
+        del sys.modules[name]

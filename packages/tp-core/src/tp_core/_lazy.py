@@ -1,11 +1,49 @@
 """Packages whose names are imported when they are first used (PEP 562)."""
 
+import builtins
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["lazy_exports"]
+__all__ = ["Exports", "exports_of_stub", "lazy_exports"]
+
+
+class Exports(NamedTuple):
+    """What a package whose names are imported lazily defines under these names."""
+
+    getattr: Callable[[str], Any]
+    dir: Callable[[], list[str]]
+    all: list[str]
+
+
+def exports_of_stub(package: str) -> Exports:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that has a stub ``__init__.pyi``.
+
+    The stub is what type checkers read, so that each name stands in one place. Its imports are lines such as
+    ``from package._module import Name as Name``. In ``__all__`` are the names that do not begin with an
+    underscore, shadow a builtin or come from the package's ``compat``: constants, then classes, then others.
+
+    Args:
+        package: The package's ``__name__``.
+
+    Example:
+        >>> __getattr__, __dir__, __all__ = exports_of_stub(__name__)
+    """
+    found: Any = sys.modules[package].__spec__
+    stub = found.loader.get_data(f"{found.submodule_search_locations[0]}/__init__.pyi")
+    origins: dict[str, list[str]] = {}
+    exported: list[str] = []
+    for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", stub.decode(), re.MULTILINE):
+        if module == package:
+            origins[name] = []
+        else:
+            origins.setdefault(module.removeprefix(f"{package}."), []).append(name)
+        if module != f"{package}.compat" and not name.startswith("_") and not hasattr(builtins, name):
+            exported.append(name)
+    exported.sort(key=lambda name: (not name.replace("_", "").isupper(), name[0].islower(), name))
+    return Exports(*lazy_exports(package, origins), exported)
 
 
 def lazy_exports(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tp_core._lazy import lazy_exports
+from tp_core._lazy import exports_of_stub, lazy_exports
 
 if TYPE_CHECKING:
     from tp_core._data._batches import split_evenly
@@ -27,6 +27,7 @@ __all__ = [
     "check_backend_name",
     "containers",
     "device_of_rank",
+    "exports_of_stub",
     "has_left",
     "is_dtensor",
     "join_rows",
@@ -50,7 +51,7 @@ if not TYPE_CHECKING:
             "._devices._containers": ["Container", "PerType", "containers"],
             "._devices._resolve": ["device_of_rank"],
             "._launch._store": ["LEFT_KEY", "has_left", "rendezvous_store"],
-            "._lazy": ["lazy_exports"],
+            "._lazy": ["exports_of_stub", "lazy_exports"],
             "._steps._backward": ["backward_of_nothing"],
             "._steps._rows": ["SampleRows", "join_rows", "row_count"],
             "._steps._optimizer_kinds": ["whole_matrix_optimizer"],
