@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import BinaryIO
 
 __all__ = ["DIGEST_SIZE", "DigestingFile", "FileRecord", "digest_of", "record_of"]
@@ -17,7 +18,7 @@ __all__ = ["DIGEST_SIZE", "DigestingFile", "FileRecord", "digest_of", "record_of
 DIGEST_SIZE = 16
 PIECE = 16 << 20
 _CHUNK = 1 << 20
-_SMALL = 1 << 16  # bytes that are digested sooner than a thread is asked to
+_PIECES_BEHIND = 3  # how far digesting may fall behind writing: 48 MiB
 _MAX_THREADS = 4  # more would take the cores from the training that goes on
 
 
@@ -75,38 +76,38 @@ def record_of(path: Path) -> FileRecord:
 
 
 class DigestingFile:
-    """Writes bytes to a file, while threads digest the same bytes: nothing is read again for it.
+    """Writes bytes to a file, while threads digest copies of them: nothing is read again for it.
+
+    The threads may fall behind by a few pieces. So a writer waits for them only where they are slower
+    than the disk, and what is still to be digested is digested while the system brings the file onto it.
 
     Args:
-        file: Where they go.
+        file: Where the bytes go.
         pool: The threads.
     """
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
         self._file = file
         self._pool = pool
-        self._pieces: list[hashlib.blake2b] = []
+        self._digests: list[Future[bytes]] = []
         self._nbytes = 0
+        self._piece = bytearray(PIECE)  # the one that is being filled
+        self._filled = 0
+        self._unused: SimpleQueue[bytearray] = SimpleQueue()
+        for _ in range(_PIECES_BEHIND):
+            self._unused.put(bytearray(PIECE))  # costs no memory until something is written into it
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write and digest ``data``, which may be used otherwise as soon as this returns."""
-        view, begun = memoryview(data).cast("B"), list[Future[None]]()
-        try:
-            start = 0
-            while start < len(view):
-                place = (self._nbytes + start) % PIECE
-                if place == 0:
-                    self._pieces.append(hashlib.blake2b(digest_size=DIGEST_SIZE))
-                part = view[start : start + PIECE - place]
-                if len(part) > _SMALL:
-                    begun.append(self._pool.submit(self._pieces[-1].update, part))
-                else:
-                    self._pieces[-1].update(part)
-                start += len(part)
-            self._file.write(view)
-        finally:
-            for update in begun:
-                update.result()
+        view, start = memoryview(data).cast("B"), 0
+        while start < len(view):
+            part = view[start : start + PIECE - self._filled]
+            self._piece[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            start += len(part)
+            if self._filled == PIECE:
+                self._end_piece()
+        self._file.write(view)
         self._nbytes += len(view)
         return len(view)
 
@@ -115,8 +116,20 @@ class DigestingFile:
         self._file.flush()
 
     def record(self) -> FileRecord:
-        """Return the size and the digest of what was written."""
-        return FileRecord(self._nbytes, digest_of(piece.digest() for piece in self._pieces))
+        """Return the size and the digest of what was written; nothing is written afterwards."""
+        if self._filled:
+            self._end_piece()
+        return FileRecord(self._nbytes, digest_of(digest.result() for digest in self._digests))
+
+    def _end_piece(self) -> None:
+        self._digests.append(self._pool.submit(self._digest, self._piece, self._filled))
+        self._piece, self._filled = self._unused.get(), 0  # waits until a thread is done with one
+
+    def _digest(self, piece: bytearray, nbytes: int) -> bytes:
+        try:
+            return hashlib.blake2b(memoryview(piece)[:nbytes], digest_size=DIGEST_SIZE).digest()
+        finally:
+            self._unused.put(piece)
 
 
 def _digest_piece(handle: int, start: int) -> "hashlib.blake2b":

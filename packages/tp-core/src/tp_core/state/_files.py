@@ -119,7 +119,7 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
         torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
         digesting.flush()
         os.fsync(file.fileno())
-    return digesting.record()
+        return digesting.record()
 
 
 def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping[str, Any]:
