@@ -1,8 +1,13 @@
 """The digest that is computed while a file is written is that of the file."""
 
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from tp_core.state import record_of, write_whole
+from tp_core._tensors._digests import DigestingFile
+from tp_core.state import FileRecord, record_of, write_whole
 
 PIECE = 16 << 20
 
@@ -24,6 +29,22 @@ def test_the_record_of_a_written_file_is_that_of_the_file_on_the_disk(tmp_path, 
     assert record == record_of(tmp_path / "tensors.pt")
 
 
+def test_a_file_with_the_digest_of_an_earlier_version_is_known_again(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (PIECE + 3))
+    record = record_of(path, "blake2b")
+    assert FileRecord(**record.to_dict()) == record
+    assert record.difference(path) is None
+    path.write_bytes(b"x" * (PIECE + 2) + b"y")
+    assert record.difference(path) == "is not what was written"
+
+
+@pytest.mark.parametrize("digests", [{}, {"sha256": "0", "blake2b": "0"}])
+def test_a_record_has_one_digest(digests):
+    with pytest.raises(TypeError, match="one digest"):
+        FileRecord(3, **digests)
+
+
 def test_what_is_written_is_read_back(tmp_path):
     tensors = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
 
@@ -31,3 +52,41 @@ def test_what_is_written_is_read_back(tmp_path):
 
     read = torch.load(tmp_path / "tensors.pt", weights_only=True)
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_bytes_that_are_used_otherwise_after_they_were_written_are_digested_as_they_were(tmp_path):
+    path, data = tmp_path / "file", bytearray(range(256)) * (PIECE // 256)
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        pool.submit(begun.wait, 300)  # the only thread is busy until all is written
+        digesting = DigestingFile(file, pool, kept=[torch.zeros(PIECE, dtype=torch.uint8)])
+        for number in range(3):
+            data[0] = number
+            digesting.write(data)
+        data[:] = bytes(PIECE)
+        digesting.flush()
+        begun.set()
+        assert digesting.record() == record_of(path)
+
+
+def test_what_stays_in_its_place_is_not_copied(tmp_path):
+    tensor = torch.arange(PIECE // 8)
+    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as pool:
+        digesting = DigestingFile(file, pool, kept=[tensor])
+        begun = threading.Event()
+        pool.submit(begun.wait, 300)
+        peak = tracemalloc_peak(lambda: torch.save({"x": tensor}, digesting))
+        begun.set()
+        digesting.flush()
+        assert digesting.record() == record_of(tmp_path / "file")
+    assert peak < PIECE // 2
+
+
+def tracemalloc_peak(call):
+    """Return how many bytes Python had at most during a call."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

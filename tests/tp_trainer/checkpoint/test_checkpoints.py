@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint import _checkpointer as checkpointer_module
 from tp_trainer._checkpoint import _folders as folders
+from tp_trainer._checkpoint import _writer as writer_module
 
 
 class StoppedError(Exception):
@@ -334,13 +334,13 @@ def test_writing_in_a_thread_gives_the_same_checkpoints(tmp_path):
 
 def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     may_write = threading.Event()
-    write = checkpointer_module.write_whole
+    write = writer_module.write_whole
 
     def slow(*args, **kwargs):
         assert may_write.wait(800)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(checkpointer_module, "write_whole", slow)
+    monkeypatch.setattr(writer_module, "write_whole", slow)
     steps = 0
 
     def step(model, batch):
@@ -364,7 +364,7 @@ def test_a_thread_that_cannot_write_is_an_error_of_the_run(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointer_module, "write_whole", fail)
+    monkeypatch.setattr(writer_module, "write_whole", fail)
     with pytest.raises(OSError, match="No space left on device"):
         fit(Checkpoints(tmp_path, every_steps=2, background=True))
     assert names(tmp_path) == []

@@ -232,9 +232,9 @@ def test_a_folder_that_is_deleted_is_made_again_and_the_log_says_so(tmp_path, ca
 def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_end(
     tmp_path, caplog, monkeypatch, asynchronous
 ):
-    from tp_trainer._checkpoint import _checkpointer
+    from tp_trainer._checkpoint import _writer
 
-    folder, write = tmp_path / "run", _checkpointer.write_whole
+    folder, write = tmp_path / "run", _writer.write_whole
     calls = 0
 
     def deleting(tensors, path):
@@ -245,7 +245,7 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_en
             shutil.rmtree(folder)
         return written
 
-    monkeypatch.setattr(_checkpointer, "write_whole", deleting)
+    monkeypatch.setattr(_writer, "write_whole", deleting)
     assert same(train(folder, background=asynchronous), train(None))
     assert names(folder) == ["step-0000000010"]
     assert "is made again" in caplog.text

@@ -1,12 +1,13 @@
 """After an error of the run, a thread that writes with other ranks holds nobody up."""
 
 import logging
+import threading
 
 import torch
 from tp_core.plugins import TensorSlice
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint import Checkpointer, _checkpointer
+from tp_trainer._checkpoint import Checkpointer, _checkpointer, _writer
 
 
 class Heard(logging.Handler):
@@ -50,3 +51,38 @@ def test_a_run_that_failed_does_not_wait_for_ever_for_ranks_that_wait_for_it(tmp
         "the last checkpoint was not finished: for 2 s no rank has written any more of it"
     ]
     assert (tmp_path / "step-0000000001").is_dir(), "the one before is whole"
+
+
+def test_a_thread_that_was_given_up_touches_nothing_of_the_next_run(tmp_path, monkeypatch):
+    begun, may_go_on = threading.Event(), threading.Event()
+    write = _writer.write_whole
+
+    def late(*args):
+        begun.set()
+        assert may_go_on.wait(300)
+        return write(*args)
+
+    monkeypatch.setattr(_writer, "write_whole", late)
+    settings = Checkpoints(tmp_path, background=True)
+    with Trainer(backend="single", devices="cpu", progress=False) as trainer:
+        first, second = (_writer.Writer(settings, trainer.session) for _ in range(2))
+        first.open()
+        values = _writer.Values(1, {}, [{}], {"metrics": {}})
+        own = first.begin(1, together=False)
+        thread = threading.Thread(
+            target=first.write, args=(own, values, {"x": torch.ones(1)}), kwargs={"together": False}
+        )
+        thread.start()
+        assert begun.wait(300)
+        first.give_up()
+        first.close()
+        second.open()
+        next_one = second.begin(1, together=False)
+        own.mkdir()  # the sweep of the next run has deleted it; now the thread's writing succeeds
+        may_go_on.set()
+        thread.join(300)
+        assert not thread.is_alive()
+        second.close()
+    assert first.last is None
+    assert first.failure is None
+    assert [path.name for path in tmp_path.glob("*step*")] == [next_one.name]

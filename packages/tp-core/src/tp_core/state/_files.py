@@ -115,7 +115,7 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
         for name, tensor in tensors.items()
     }
     with path.open("wb") as file, ThreadPoolExecutor(_DIGEST_THREADS) as pool:
-        digesting = DigestingFile(file, pool)
+        digesting = DigestingFile(file, pool, own.values())
         torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
         digesting.flush()
         os.fsync(file.fileno())

@@ -85,7 +85,7 @@ def write_digests(folder: Path) -> None:
     names = {name for found in _gather_objects(together(lambda: _names(folder))) for name in found}
     mine = together(lambda: {name: record_of(folder / name) for name in _share(names)})
     records = {name: record for part in _gather_objects(mine) for name, record in part.items()}
-    listed = {n: {"nbytes": r.nbytes, "blake2b": r.blake2b} for n, r in sorted(records.items())}
+    listed = {name: record.to_dict() for name, record in sorted(records.items())}
     text = to_json(DIGESTS, listed, indent=1)
 
     def write(path: Path) -> None:

@@ -1,24 +1,22 @@
 """Writes the checkpoints of a run when they are due, and finds the one to go on from."""
 
 import logging
-import shutil
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError, TpError
 from tp_core.plugins import Session, TensorSlice
-from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
+from tp_core.state import StoredTensors, open_tensors
 
-from tp_trainer._checkpoint._folders import RunFolder, bytes_in, read_json, step_of, verify, write_json
-from tp_trainer._checkpoint._lock import FolderLock
+from tp_trainer._checkpoint._files import bytes_in, read_json
+from tp_trainer._checkpoint._folders import step_of, verify
 from tp_trainer._checkpoint._settings import Checkpoints
+from tp_trainer._checkpoint._writer import RANKS, STATE, Values, Writer
 
 __all__ = ["Checkpointer"]
 
@@ -26,17 +24,6 @@ log = logging.getLogger("tp_trainer")
 
 _LOOK_S = 0.5
 _GRACE_S = 15.0
-_STATE = "state.json"
-_RANKS = "ranks.json"
-
-
-class _Values(NamedTuple):
-    """What a checkpoint holds besides tensors."""
-
-    step: int
-    state: Mapping[str, Any]
-    ranks: list[Any]
-    facts: Mapping[str, Any]
 
 
 class Checkpointer:
@@ -49,17 +36,18 @@ class Checkpointer:
 
     def __init__(self, settings: Checkpoints, session: Session) -> None:
         self.settings = settings
-        self.last: Path | None = None
         self._session = session
-        self._folder = RunFolder(settings.folder)
-        self._lock: FolderLock | None = None
+        self._writer = Writer(settings, session)
+        self._folder = self._writer.folder
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._writing: threading.Thread | None = None
         self._written_into: Path | None = None  # if all ranks write there together
-        self._failure: BaseException | None = None
-        self._host: dict[tuple[Any, ...], Tensor] = {}
-        self._group: dist.ProcessGroup | None = None  # of the threads that write state together
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint of the run."""
+        return self._writer.last
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -95,12 +83,7 @@ class Checkpointer:
         Collectives: those of :meth:`_exchange`.
         """
         if self._session.is_main:
-            try:
-                self._lock = FolderLock(self._folder.path)
-                self._folder.sweep()
-                self._folder.scratch(0).rmdir()
-            except Exception as error:  # noqa: BLE001 - all ranks raise it together
-                self._failed(error)
+            self._writer.open()
         self._exchange()
 
     def close(self) -> None:
@@ -111,12 +94,10 @@ class Checkpointer:
         if self._writing is not None:
             self._end_of_writing(self._writing)
             self._writing = None
-        if self._failure is not None:
-            log.error("the last checkpoint could not be written", exc_info=self._failure)
-            self._failure = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if self._writer.failure is not None:
+            log.error("the last checkpoint could not be written", exc_info=self._writer.failure)
+            self._writer.failure = None
+        self._writer.close()
 
     def save(
         self,
@@ -146,15 +127,14 @@ class Checkpointer:
         self._join()
         ranks = self._session.gather_objects(dict(mine))
         is_split = any(isinstance(value, TensorSlice) for value in tensors.values())
-        folder = self._scratch(step, shared=is_split)
+        folder = self._writer.begin(step, together=is_split)
         if folder is not None:
-            values = _Values(step, dict(state), ranks, dict(facts))
-            write = partial(self._write, folder, values, together=is_split)
+            values = Values(step, dict(state), ranks, dict(facts))
+            write = partial(self._writer.write, folder, values, together=is_split)
             if self.settings.background:
-                if is_split and self._group is None:
-                    # The thread's collectives must not meet those of training.
-                    self._group = dist.new_group(backend="gloo")
-                copies = self._copied(tensors)
+                if is_split:
+                    self._writer.join_group()
+                copies = self._writer.copied(tensors)
                 # A daemon: one that waits for ranks that never come must not hold up the process's end.
                 self._writing = threading.Thread(
                     target=write, args=(copies,), name="tp-checkpoint", daemon=True
@@ -175,13 +155,10 @@ class Checkpointer:
         """
         self._join()
         if self._session.is_main and self.last is not None and self.last.parent == self._folder.path:
-            self._prune(self.last)  # which a run that was killed right after its last save has not done
-        self._leave_group()
-
-    def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+            self._writer.prune(
+                self.last
+            )  # which a run that was killed right after its last save has not done
+        self._writer.leave_group()
 
     def _end_of_writing(self, thread: threading.Thread) -> None:
         """Wait for a thread that writes, after an error of the run.
@@ -201,6 +178,7 @@ class Checkpointer:
                     "the last checkpoint was not finished: for %g s no rank has written any more of it",
                     _GRACE_S,
                 )
+                self._writer.give_up()
                 return
 
     def _join(self) -> None:
@@ -220,9 +198,9 @@ class Checkpointer:
 
         Collectives: those of :meth:`Session.gather_objects`.
         """
-        failure, self._failure = self._failure, None
+        failure, self._writer.failure = self._writer.failure, None
         answers = self._session.gather_objects((_described(failure), self.last))
-        self.last = answers[0][1]
+        self._writer.last = answers[0][1]
         if isinstance(failure, Exception):
             raise failure
         for rank, (told, _) in enumerate(answers):
@@ -230,141 +208,6 @@ class Checkpointer:
                 kind, text = told
                 msg = f"rank {rank} could not write checkpoints to {self._folder.path}: {text}"
                 raise kind(msg) from failure
-
-    def _scratch(self, step: int, *, shared: bool) -> Path | None:
-        """Return the folder that this rank writes into, if it writes.
-
-        Collectives: one broadcast, if all ranks write.
-        """
-        folder = None
-        if self._session.is_main:
-            try:
-                folder = self._new_scratch(step)
-            except Exception as error:  # noqa: BLE001 - all ranks raise it together
-                self._failed(error)
-        return self._session.broadcast(folder) if shared else folder
-
-    def _new_scratch(self, step: int) -> Path:
-        """Return a new folder to write into, after a look whether the run still has its own.
-
-        Raises:
-            ConfigError: The folder was deleted, and another run has made it again.
-            OSError: The folder cannot be made.
-        """
-        if self._lock is not None and not self._lock.is_held():
-            log.warning(
-                "%s was deleted, or its lock, while the run writes its checkpoints there; it is made again, "
-                "and what is gone is gone",
-                self._folder.path,
-            )
-            self._lock.renew()
-        return self._folder.scratch(step)
-
-    def _copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
-        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
-        copies: dict[str, Tensor | TensorSlice] = {}
-        for name, value in tensors.items():
-            if isinstance(value, TensorSlice):
-                parts = [(start, self._copy((name, *start), part)) for start, part in value.parts]
-                copies[name] = TensorSlice(value.shape, parts)
-            else:
-                copies[name] = self._copy((name,), value)
-        return copies
-
-    def _copy(self, key: tuple[Any, ...], tensor: Tensor) -> Tensor:
-        old = self._host.get(key)
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            return old.copy_(tensor)
-        self._host[key] = copy = tensor.to("cpu", copy=True)
-        return copy
-
-    def _write(
-        self,
-        folder: Path,
-        values: _Values,
-        tensors: Mapping[str, Tensor | TensorSlice],
-        *,
-        together: bool,
-    ) -> None:
-        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
-
-        A failure is kept for all ranks to learn: whatever it is, where a thread writes.
-        """
-        try:
-            if together:
-                self._write_together(tensors, folder)
-                if self._session.is_main:
-                    self._complete(folder, values)
-            else:
-                self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
-        except BaseException as error:
-            if not self.settings.background and not isinstance(error, Exception):
-                raise  # a second Ctrl-C ends the run at once
-            self._failed(error, folder)
-
-    def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: _Values) -> None:
-        """Write what rank 0 has whole; once more if the folder was deleted meanwhile."""
-
-        def write(folder: Path) -> None:
-            written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
-            self._complete(folder, values, written)
-
-        try:
-            write(folder)
-        except OSError:
-            if self._lock is None or self._lock.is_held():
-                raise
-            write(self._new_scratch(values.step))
-
-    def _write_together(self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
-        """Write this rank's part, and raise here and on rank 0 if it could not.
-
-        Collectives: those of writing together, one gather; over the group of the writing threads.
-        """
-        from tp_core.state import write_tensors
-
-        failure: BaseException | None = None
-        try:
-            write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
-        except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
-            failure = error
-        told: list[str | None] = [None] * self._session.world_size
-        try:
-            dist.all_gather_object(told, failure and (str(failure) or repr(failure)), group=self._group)
-        except RuntimeError as error:  # a rank has gone
-            for lost in (failure, error):
-                if lost is not None:
-                    traceback.clear_frames(lost.__traceback__)  # they hold the group
-            self._leave_group()  # by its end the ranks that wait for this one learn of it
-            msg = f"the ranks that write a checkpoint together lost one: {error}"
-            raise StateError(msg) from error
-        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
-        if failure is not None:
-            raise failure
-        if failed is not None and self._session.is_main:
-            raise OSError(failed)
-
-    def _complete(
-        self, folder: Path, values: _Values, written: Mapping[str, FileRecord] | None = None
-    ) -> None:
-        write_json(folder / _STATE, values.state)
-        write_json(folder / _RANKS, values.ranks)
-        self.last = self._folder.commit(folder, values.facts, written or {})
-        self._prune(self.last)
-
-    def _prune(self, last: Path) -> None:
-        settings = self.settings
-        self._folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
-
-    def _failed(self, error: BaseException, folder: Path | None = None) -> None:
-        """Keep a failure for :meth:`_exchange`, and delete what was half written."""
-        self._failure = error
-        if not self._session.is_main:
-            return
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
-        before = "; the checkpoints before it are whole" if self._folder.committed() else ""
-        error.add_note(f"while a checkpoint was written to {self._folder.path}{before}")
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -418,7 +261,7 @@ class Checkpointer:
 
     def continues(self, path: Path, step: int) -> None:
         """Note that the run goes on from ``path``, which stands at ``step``."""
-        self.last, self._saved_step, self._saved_at = path, step, time.monotonic()
+        self._writer.last, self._saved_step, self._saved_at = path, step, time.monotonic()
 
     @staticmethod
     def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
@@ -427,7 +270,7 @@ class Checkpointer:
         Raises:
             StateError: A file of the checkpoint cannot be read here.
         """
-        return open_tensors(path), read_json(path / _STATE), read_json(path / _RANKS)
+        return open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
 
 
 def _described(failure: BaseException | None) -> tuple[type[Exception], str] | None:

@@ -1,21 +1,20 @@
 """Checkpoints as folders: whole or not there, and known to be what was written.
 
 A checkpoint is written into a folder with another name, brought onto the disk, and renamed. Its
-manifest has the size and the BLAKE2b digest of every file, so that what was cut off or changed later
+manifest has the size and the digest of every file, so that what was cut off or changed later
 is found before anything of it is used::
 
-    run/.step-0000000010.tmp         being written
-    run/step-0000000010              a checkpoint
-    run/step-0000000010.damaged      one that is not what was written; nothing deletes it
-    run/.step-0000000010.old         being deleted
+    run/.step-0000000010.1f3a9c07.tmp   being written, under a name of its own
+    run/step-0000000010                 a checkpoint
+    run/step-0000000010.damaged         one that is not what was written; nothing deletes it
+    run/.step-0000000010.old            being deleted
 """
 
-import contextlib
 import logging
 import math
 import os
 import re
-import shutil
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any, Literal
 
 from tp_core.errors import StateError
 from tp_core.internal import sync_folder
-from tp_core.state import FileRecord, from_json, record_of, to_json
+from tp_core.state import FileRecord, record_of
 
+from tp_trainer._checkpoint._files import delete, sync_file
 from tp_trainer._checkpoint._manifest import (
     MANIFEST,
     FormatError,
@@ -33,7 +33,7 @@ from tp_trainer._checkpoint._manifest import (
     write_manifest,
 )
 
-__all__ = ["RunFolder", "bytes_in", "read_json", "step_of", "verify", "write_json"]
+__all__ = ["RunFolder", "step_of", "verify"]
 
 log = logging.getLogger("tp_trainer")
 
@@ -67,12 +67,11 @@ class RunFolder:
         """Delete what runs have left that ended while they wrote or deleted."""
         for ending in ("tmp", "old"):
             for path in self.path.glob(f".{_PREFIX}*.{ending}"):
-                _delete(path)
+                delete(path)
 
     def scratch(self, step: int) -> Path:
         """Return a new folder to write the checkpoint of ``step`` into."""
-        path = self.path / f".{_name(step)}.tmp"
-        _delete(path)  # of a run that ended while it wrote
+        path = self.path / f".{_name(step)}.{secrets.token_hex(4)}.tmp"
         path.mkdir(parents=True)
         return path
 
@@ -93,12 +92,12 @@ class RunFolder:
         found = sorted(written.rglob("*"))
         paths = [p for p in found if not p.is_dir() and str(p.relative_to(written)) not in files]
         with ThreadPoolExecutor(1) as beside:  # the disk has its time while the processors have theirs
-            syncing = [beside.submit(_sync_file, path) for path in paths]
+            syncing = [beside.submit(sync_file, path) for path in paths]
             files |= {str(path.relative_to(written)): record_of(path) for path in paths}
             for sync in syncing:
                 sync.result()
-        final = self.path / written.name.removeprefix(".").removesuffix(".tmp")
-        _sync_file(write_manifest(written, step_of(final), facts, files))
+        final = self.path / written.name.removeprefix(".").split(".")[0]
+        sync_file(write_manifest(written, step_of(final), facts, files))
         for path in (written, *(path for path in found if path.is_dir())):
             sync_folder(path)
         if os.path.lexists(final):  # this run has not written it
@@ -188,13 +187,13 @@ class RunFolder:
         """Delete a checkpoint; a process that is killed meanwhile leaves none that is half there."""
         self._seen_whole.pop(path, None)
         old = path.with_name(f".{path.name}.old")
-        _delete(old)
+        delete(old)
         try:
             path.rename(old)
         except OSError as error:
             log.warning("%s could not be deleted: %s", path, error)
         else:
-            _delete(old)
+            delete(old)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -250,38 +249,6 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def bytes_in(folder: Path) -> int:
-    """Return how many bytes the files of a folder have now, while others write, rename and delete there."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(place, name).stat().st_size
-    return total
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write plain values.
-
-    Raises:
-        StateError: ``value`` holds something that is not a plain value.
-    """
-    path.write_text(to_json(path.name, value))
-
-
-def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote.
-
-    Raises:
-        StateError: The file is missing or damaged.
-    """
-    try:
-        return from_json(path.read_text())
-    except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise StateError(msg) from error
-
-
 def _name(step: int) -> str:
     return f"{_PREFIX}{step:0{_DIGITS}d}"
 
@@ -290,24 +257,3 @@ def _signature(path: Path) -> Signature:
     """Return what the system says of each file: another one after every change."""
     found = [(file, file.lstat()) for file in sorted(path.rglob("*"))]
     return tuple((str(f), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in found)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder, or whatever else has its name, if there is something.
-
-    What cannot be deleted is named in the log: it costs room on the disk, and the run goes on.
-    """
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            path.unlink()
-    except FileNotFoundError:  # somebody else has deleted it
-        return
-    except OSError as error:
-        log.warning("%s could not be deleted: %s", path, error)

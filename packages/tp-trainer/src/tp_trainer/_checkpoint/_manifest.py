@@ -66,7 +66,7 @@ def write_manifest(
         OSError: The disk is full, or writing is not allowed.
         StateError: A fact is not a plain value.
     """
-    listed = {name: {"nbytes": file.nbytes, "blake2b": file.blake2b} for name, file in files.items()}
+    listed = {name: file.to_dict() for name, file in files.items()}
     values = {"metrics": {}, **facts, "format": FORMAT, "step": step, "files": listed}
     text = to_json(MANIFEST, {"blake2b": _ZEROS.decode(), **values}, indent=1).encode()
     path = folder / MANIFEST

@@ -1,0 +1,239 @@
+"""Writes one checkpoint of a run, in a thread or not: alone, or together with the other ranks."""
+
+import logging
+import shutil
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from tp_core.errors import StateError
+from tp_core.plugins import Session, TensorSlice
+from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
+
+from tp_trainer._checkpoint._files import write_json
+from tp_trainer._checkpoint._folders import RunFolder
+from tp_trainer._checkpoint._lock import FolderLock
+from tp_trainer._checkpoint._settings import Checkpoints
+
+__all__ = ["RANKS", "STATE", "Values", "Writer"]
+
+log = logging.getLogger("tp_trainer")
+
+STATE = "state.json"
+RANKS = "ranks.json"
+
+
+class Values(NamedTuple):
+    """What a checkpoint holds besides tensors."""
+
+    step: int
+    state: Mapping[str, Any]
+    ranks: list[Any]
+    facts: Mapping[str, Any]
+
+
+class Writer:
+    """Writes into the folder of a run, and keeps a failure until all ranks have learned of it.
+
+    Args:
+        settings: What the user wants.
+        session: Whose run it is.
+
+    Attributes:
+        folder: The folder of the run.
+        last: The newest checkpoint that was written, on rank 0.
+        failure: What went wrong since the ranks were told last.
+    """
+
+    def __init__(self, settings: Checkpoints, session: Session) -> None:
+        self.folder = RunFolder(settings.folder)
+        self.last: Path | None = None
+        self.failure: BaseException | None = None
+        self._settings = settings
+        self._session = session
+        self._lock: FolderLock | None = None
+        self._host: dict[tuple[Any, ...], Tensor] = {}
+        self._group: dist.ProcessGroup | None = None  # of the threads that write state together
+        self._committing = threading.Lock()
+        self._given_up = False
+
+    def open(self) -> None:
+        """Take the folder for this run, on rank 0, and try whether it can be written to."""
+        try:
+            self._lock = FolderLock(self.folder.path)
+            self.folder.sweep()
+            self.folder.scratch(0).rmdir()
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
+            self.fail(error)
+
+    def close(self) -> None:
+        """Release the folder for other runs."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def give_up(self) -> None:
+        """Leave a thread that still writes to itself: from now on it gives no checkpoint its name.
+
+        The folder may be another run's by the time at which it goes on.
+        """
+        with self._committing:
+            self._given_up = True
+
+    def begin(self, step: int, *, together: bool) -> Path | None:
+        """Return the folder that this rank writes into, if it writes.
+
+        Collectives: one broadcast, if all ranks write.
+        """
+        folder = None
+        if self._session.is_main:
+            try:
+                folder = self._new_scratch(step)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it together
+                self.fail(error)
+        return self._session.broadcast(folder) if together else folder
+
+    def _new_scratch(self, step: int) -> Path:
+        """Return a new folder to write into, after a look whether the run still has its own.
+
+        Raises:
+            ConfigError: The folder was deleted, and another run has made it again.
+            OSError: The folder cannot be made.
+        """
+        if self._lock is not None and not self._lock.is_held():
+            log.warning(
+                "%s was deleted, or its lock, while the run writes its checkpoints there; it is made again, "
+                "and what is gone is gone",
+                self.folder.path,
+            )
+            self._lock.renew()
+        return self.folder.scratch(step)
+
+    def join_group(self) -> None:
+        """Form the group of the threads that write together: their collectives must not meet training's.
+
+        Collectives: torch makes a new group, once.
+        """
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+
+    def leave_group(self) -> None:
+        """Leave the group of the threads, if it was formed."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
+        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
+        copies: dict[str, Tensor | TensorSlice] = {}
+        for name, value in tensors.items():
+            if isinstance(value, TensorSlice):
+                parts = [(start, self._copy((name, *start), part)) for start, part in value.parts]
+                copies[name] = TensorSlice(value.shape, parts)
+            else:
+                copies[name] = self._copy((name,), value)
+        return copies
+
+    def _copy(self, key: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        old = self._host.get(key)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old.copy_(tensor)
+        self._host[key] = copy = tensor.to("cpu", copy=True)
+        return copy
+
+    def write(
+        self,
+        folder: Path,
+        values: Values,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        *,
+        together: bool,
+    ) -> None:
+        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
+
+        A failure is kept for all ranks to learn: whatever it is, where a thread writes.
+        """
+        try:
+            if together:
+                self._write_together(tensors, folder)
+                if self._session.is_main:
+                    self._complete(folder, values)
+            else:
+                self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
+        except BaseException as error:
+            if not self._settings.background and not isinstance(error, Exception):
+                raise  # a second Ctrl-C ends the run at once
+            self.fail(error, folder)
+
+    def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
+        """Write what rank 0 has whole; once more if the folder was deleted meanwhile."""
+
+        def write(folder: Path) -> None:
+            written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
+            self._complete(folder, values, written)
+
+        try:
+            write(folder)
+        except OSError:
+            if self._lock is None or self._lock.is_held():
+                raise
+            write(self._new_scratch(values.step))
+
+    def _write_together(self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
+        """Write this rank's part, and raise here and on rank 0 if it could not.
+
+        Collectives: those of writing together, one gather; over the group of the writing threads.
+        """
+        from tp_core.state import write_tensors
+
+        failure: BaseException | None = None
+        try:
+            write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
+        except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
+            failure = error
+        told: list[str | None] = [None] * self._session.world_size
+        try:
+            dist.all_gather_object(told, failure and (str(failure) or repr(failure)), group=self._group)
+        except RuntimeError as error:  # a rank has gone
+            for lost in (failure, error):
+                if lost is not None:
+                    traceback.clear_frames(lost.__traceback__)  # they hold the group
+            self.leave_group()  # by its end the ranks that wait for this one learn of it
+            msg = f"the ranks that write a checkpoint together lost one: {error}"
+            raise StateError(msg) from error
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
+        if failure is not None:
+            raise failure
+        if failed is not None and self._session.is_main:
+            raise OSError(failed)
+
+    def _complete(
+        self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None
+    ) -> None:
+        write_json(folder / STATE, values.state)
+        write_json(folder / RANKS, values.ranks)
+        with self._committing:
+            if self._given_up:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+            self.last = self.folder.commit(folder, values.facts, written or {})
+            self.prune(self.last)
+
+    def prune(self, last: Path) -> None:
+        """Delete what is not to be kept beside ``last``."""
+        settings = self._settings
+        self.folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
+
+    def fail(self, error: BaseException, folder: Path | None = None) -> None:
+        """Keep a failure for the ranks to learn of, and delete what was half written."""
+        self.failure = error
+        if not self._session.is_main:
+            return
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
+        before = "; the checkpoints before it are whole" if self.folder.committed() else ""
+        error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")

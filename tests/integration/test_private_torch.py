@@ -1,0 +1,120 @@
+"""Private names of torch that our packages use: each has its reason here, and is still there.
+
+A release of torch may take any of them away. Then this fails, beside whatever depends on it.
+"""
+
+import ast
+import importlib
+import inspect
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.elastic.agent.server import api as agent
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.utils import store
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for package in ("tp-core", "tp-dp-gather", "tp-trainer", "tp-tuple")
+    for path in sorted((ROOT / "packages" / package / "src").rglob("*.py"))
+]
+
+REASONS = {
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks of the caller's",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the caller's",
+    "torch._C._get_function_stack_at": "whether the caller is in a mode, which only its own thread has",
+    "torch._C._len_torch_dispatch_stack": "whether the caller is in a mode",
+    "torch._C._len_torch_function_stack": "whether the caller is in a mode",
+    "torch._C._nn": "random operators that have no public name",
+    "torch._ops.OpOverload": "the type of an operator, which says whether it is random",
+    "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",
+    "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
+    "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
+}
+MEMBERS = {
+    nn.Module: [
+        "_buffers",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_parameters",
+    ],
+    nn.RNNBase: ["_flat_weight_refs", "_flat_weights", "_flat_weights_names"],
+    Tensor: ["_version"],
+}
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def chain(node):
+    """Return ``torch.a.b`` of an expression of attributes, or ``None``."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
+
+
+def used_in(path):
+    """Yield the private names of torch that a module names in full."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                if any(map(private, [*node.module.split("."), alias.name])):
+                    yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute):
+            name = chain(node) or ""
+            if name.split(".")[0] == "torch" and any(map(private, name.split("."))):
+                yield name
+
+
+def test_every_private_name_has_its_reason():
+    """One kernel for many tensors is ``torch._foreach_...``: torch's optimizers call it by that name."""
+    used = {name for path in SOURCES for name in used_in(path)}
+    # The parts of a longer name are found, too.
+    whole = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
+    assert {name for name in whole if not name.startswith("torch._foreach_")} == REASONS.keys()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_private_name_is_there(name):
+    parts = name.split(".")
+    module = importlib.import_module("torch")
+    for i in range(2, len(parts)):
+        try:
+            module = importlib.import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            reduce(getattr, parts[i - 1 :], module)
+            return
+    reduce(getattr, parts[-1:], module)
+
+
+@pytest.mark.parametrize("kind", MEMBERS, ids=lambda kind: kind.__name__)
+def test_private_members_are_there(kind):
+    made = {nn.RNNBase: lambda: nn.LSTM(1, 1)}.get(kind, kind)()
+    assert [name for name in MEMBERS[kind] if not hasattr(made, name)] == []
+
+
+def test_the_launcher_releases_agents_at_the_key_where_they_wait():
+    from tp_trainer._launch._hosts._failure_broadcast import _BARRIER
+
+    assert _BARRIER == agent._TERMINAL_STATE_SYNC_ID + store._LAST_MEMBER_CHECKIN
+
+
+def test_the_launcher_says_where_the_store_of_the_ranks_listens():
+    """The handler asks this method of its own for the store, which the launcher replaces."""
+    assert "_create_tcp_store_server" in inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
+
+
+def test_the_lock_of_the_compiler_is_there():
+    from torch._dynamo import convert_frame
+
+    with convert_frame.compile_lock:
+        pass
