@@ -98,8 +98,8 @@ def test_a_death_is_noticed_although_a_child_of_the_worker_lives_on(tmp_path):
 
 
 def test_an_item_that_takes_too_long_is_ended_and_its_worker_replaced():
-    with Ordered(2, timeout_s=10) as runner:
-        with pytest.raises(ItemTimeoutError, match=r"item 2 .* took longer than timeout_s=10") as e:
+    with Ordered(2, timeout_s=6) as runner:
+        with pytest.raises(ItemTimeoutError, match=r"item 2 .* took longer than timeout_s=6") as e:
             list(runner.stream([1, 2, ("sleep", 3600), 4]))
         assert e.value.index == 2
         assert isinstance(e.value, TimeoutError)
@@ -108,7 +108,7 @@ def test_an_item_that_takes_too_long_is_ended_and_its_worker_replaced():
 
 def test_others_go_on_while_slow_items_are_ended():
     items = [("sleep", 3600) if i == 5 else i for i in range(100)]
-    with Ordered(2, timeout_s=10, on_error="return") as runner:
+    with Ordered(2, timeout_s=6, on_error="return") as runner:
         results = list(runner.stream(items))
     assert isinstance(results.pop(5), ItemTimeoutError)
     assert results == [i * 10 for i in range(100) if i != 5]

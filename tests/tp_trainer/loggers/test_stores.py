@@ -113,7 +113,7 @@ class TestWandb(LoggerConformance):
 
         for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
             # Its own process writes the file, and is not waited for by the end of an offline run.
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 800
             records = []
             while not any(record.WhichOneof("record_type") == "exit" for record in records):
                 assert time.monotonic() < deadline, f"{path} was not finished"
