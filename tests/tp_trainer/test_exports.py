@@ -21,8 +21,10 @@ def test_the_public_names_of_tp_trainer_are_these():
         "RunView",
         "Step",
         "Trainer",
+        "callbacks",
         "compat",
         "loggers",
+        "tuning",
     ]
     assert all(hasattr(tp_trainer, name) for name in tp_trainer.__all__)
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import Trainer
+from tp_trainer import FunctionMetric, Trainer
 
 
 def make_data():
@@ -81,12 +81,17 @@ WRONG = {
     "a tensor": ({"train_loader": torch.ones(4, 1)}, "train_loader must be a DataLoader .* got Tensor"),
     "validation loaders in a list": (
         {"val_loader": [make_loader(), make_loader()]},
-        r"val_loader must be one loader, got a list of 2 \(DataLoader\); evaluate the others with tr",
+        r"val_loader must be one loader, got a list of 2 \(DataLoader\); give several by name",
     ),
-    "validation loaders by name": (
-        {"val_loader": {"a": make_loader(), "b": make_loader()}},
-        r"val_loader must be one loader, got a dict of 2 \(DataLoader\)",
+    "validation loaders without names": (
+        {"val_loader": {1: make_loader()}},
+        r"val_loader must be a loader, or a dict of loaders by names without '/', got the names \[1\]",
     ),
+    "metrics without a validation": (
+        {"metrics": {"f1": FunctionMetric(max)}},
+        "metrics= are those of a validation, and there is none: give val_loader",
+    ),
+    "a metric for no scheduler": ({"monitor": "val_f1"}, "is what ReduceLROnPlateau looks at"),
     "validation on a dataset": ({"val_loader": make_data()}, "val_loader must yield batches, got a dataset"),
     "no step": (
         {"step": None},

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_trainer import compat, loggers
+    from tp_trainer import callbacks, compat, loggers, tuning
     from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._backends._fsdp._options import FsdpOptions
     from tp_trainer._checkpoint import Checkpoints
@@ -37,8 +37,10 @@ __all__ = [
     "RunView",
     "Step",
     "Trainer",
+    "callbacks",
     "compat",
     "loggers",
+    "tuning",
 ]
 
 if not TYPE_CHECKING:
@@ -52,9 +54,11 @@ if not TYPE_CHECKING:
             "_metrics._predictions": ["Predictions"],
             "_steps._precision": ["Step"],
             "_running._signals": ["Interrupted"],
+            "callbacks": [],
             "compat": [],
             "compat._parallel_trainer": ["Parallel_Trainer", "ParallelTrainer"],
             "loggers": [],
+            "tuning": [],
             "_running._callbacks": ["Callback", "RunView"],
             "_running._loop": ["Loop"],
             "_running._progress": ["EpochRecord", "History"],

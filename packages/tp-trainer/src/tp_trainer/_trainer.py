@@ -44,6 +44,7 @@ from tp_trainer._metrics._evaluation import evaluate, named_loaders
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import check_metrics
 from tp_trainer._metrics._predictions import Predictions
+from tp_trainer._metrics._validation import Validation, numbers_in
 from tp_trainer._opening._choice import check_name
 from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
@@ -506,10 +507,12 @@ class Trainer:
         *,
         step: Step,
         epochs: int | None = None,
-        val_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         val_step: Step | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         scheduler: "Scheduler | None" = None,
         scheduler_every: str = "epoch",
+        monitor: str | None = None,
         steps_per_epoch: int | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -539,11 +542,14 @@ class Trainer:
                 numbers to be averaged and logged. If they are not means over samples, the dict has
                 their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
             epochs: How often to go through the loader; once by default, or until another limit is reached.
-            val_loader: Evaluated after every epoch.
+            val_loader: Evaluated after every epoch. Of several, by name, the results are named "name/...".
             val_step: The step for it; ``step`` by default.
-            scheduler: A learning-rate scheduler. One that looks at a metric
-                (``ReduceLROnPlateau``) gets the validation loss, or else the training loss.
+            metrics: Metrics of the validation's whole set, as in :meth:`evaluate`; those that are numbers
+                are among its results. What a training step returns under their names is left out.
+            scheduler: A learning-rate scheduler.
             scheduler_every: Whether the scheduler moves on every "epoch" or every "step".
+            monitor: What a scheduler looks at that looks at a metric (``ReduceLROnPlateau``): "val_f1",
+                "loss" and so on; by default the validation loss, or without a validation the training loss.
             steps_per_epoch: How many batches make an epoch; needed for a loader without length.
             clip_norm: The largest global norm of the gradients.
             clip_value: The largest magnitude of an element of the gradients.
@@ -597,6 +603,8 @@ class Trainer:
         settings = FitSettings(
             step=step,
             val_loader=val_loader,
+            metrics=check_metrics(metrics),
+            monitor=monitor,
             val_step=val_step,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
@@ -666,14 +674,23 @@ class Trainer:
         )
         train = self._loader(train_loader, shard=settings.shard)
         self._epochs.go_on(train_loader, train)
-        val = settings.val_loader
+        loaders = {
+            name: self._loader(loader, shard=settings.shard, training=False)
+            for name, loader in settings.val_loaders().items()
+        }
         watchdog = Watchdog(session.job.environment, looped.step_timeout_s)
         work = Fit(
             settings=settings,
             optimizer_step=optimizer_step,
             run=self._run_step(),
-            run_validation=watchdog.watch(self._run_step()),
-            val=None if val is None else self._loader(val, shard=settings.shard, training=False),
+            validation=Validation(
+                run=watchdog.watch(self._run_step()),
+                step=settings.val_step or settings.step,
+                loaders=loaders,
+                metrics=settings.metrics,
+            )
+            if loaders
+            else None,
             after_epoch=save,
         )
         found = sort_state(
@@ -730,8 +747,8 @@ class Trainer:
             state: What is saved and restored, by name: prepared models, their optimizers and schedulers,
                 anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
                 are put back into this dict.
-            validate: Returns the numbers of a validation; called after every epoch. They are known as
-                "val_..." to checkpoints and callbacks.
+            validate: Returns the results of a validation, as :meth:`evaluate` does; called after every epoch.
+                Those that are numbers are known as "val_..." to checkpoints and callbacks.
             steps_per_epoch: How many batches make an epoch; needed for a loader without length.
             max_steps: After how many optimizer steps the run ends, those before a resume included; a step is
                 as many batches as the trainer accumulates.
@@ -798,7 +815,7 @@ class Trainer:
             sort_state(values, prepared=self._prepared.get, scaler=self._scaler),
             self._prepare(batches, shard=shard, training=True),
             state=values,
-            duties=Duties(validate=None if validate is None else lambda _, __: validate()),
+            duties=Duties(validate=None if validate is None else lambda _, __: numbers_in(validate())),
             events=events,
             facts={},
             watchdog=Watchdog(session.job.environment, step_timeout_s),

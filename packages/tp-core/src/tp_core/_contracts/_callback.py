@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # listing plugins must not import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from tp_core._data._loader import PreparedLoader
+
 __all__ = ["Callback", "NamedCallback", "RunView"]
 
 
@@ -67,6 +69,10 @@ class RunView(Protocol):
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler; ``None`` without one."""
+
+    @property
+    def loader(self) -> "PreparedLoader":
+        """The prepared loader that is trained on."""
 
     @property
     def device(self) -> "torch.device":
@@ -134,7 +140,7 @@ class Callback:
         """Called before the first batch of a validation, with the model still in training mode."""
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """Called after a validation, with its means."""
+        """Called after a validation, with its means and metrics; with none where a signal cut it short."""
 
     def on_epoch_end(self, run: RunView) -> None:
         """Called after an epoch and its validation; ``run.metrics`` has the means of both."""

@@ -57,10 +57,12 @@ class PreparedLoader:
         watch: Wraps every iteration, to observe what is yielded; ``None`` costs nothing.
         number: Which batch of the epoch was yielded last, from 0: of those of all data ranks. In evaluation
             a rank may have no sample of a batch, and does not meet it.
+        share: How many samples of it this rank has, and all ranks have; ``None`` before the first.
     """
 
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     number = -1
+    share: Share | None = None
 
     def __init__(
         self,
@@ -186,9 +188,9 @@ class PreparedLoader:
             self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
         shares = batches.shares
         for batch in self._begin(self._source, epoch):
-            self.number, share = shares.popleft()
+            self.number, self.share = shares.popleft()
             if on_share is not None:
-                on_share(share)
+                on_share(self.share)
             yield batch if move is None else move(batch)
 
     def _iterate_opaque(self, epoch: int, first: int) -> Iterator[Any]:
@@ -207,6 +209,7 @@ class PreparedLoader:
                 samples = count_samples(batch)
                 if samples != share.samples:
                     share = Share(samples, samples * self._size)
+                self.share = share
                 on_share(share)
             yield batch if move is None else move(batch)
 

@@ -96,7 +96,7 @@ def check_loader(what: str, loader: object) -> None:
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
         how = (
-            "evaluate the others with trainer.evaluate(model, loader, step=...)"
+            "give several by name: val_loader={'name': loader, ...}"
             if what == "val_loader"
             else "join the datasets (ConcatDataset), or zip prepared loaders in a loop of your own"
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from tp_trainer._metrics._evaluation import evaluate
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._steps._precision import RunStep, Step
 
-__all__ = ["Validation", "metric_for_scheduler", "without_metrics"]
+__all__ = ["Validation", "metric_for_scheduler", "numbers_in", "without_metrics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,13 @@ class Validation:
                 session, self.run, self.step, model, batches, self.metrics, between=count, most=most
             )
             before += latest
-            results |= {prefix + name: v for name, v in found.items() if isinstance(v, float)}
+            results |= {prefix + name: value for name, value in numbers_in(found).items()}
         return results
+
+
+def numbers_in(results: Mapping[str, Any]) -> dict[str, float]:
+    """Return those results of an evaluation that are numbers: a matrix is not for histories and loggers."""
+    return {name: float(value) for name, value in results.items() if isinstance(value, Real)}
 
 
 def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:

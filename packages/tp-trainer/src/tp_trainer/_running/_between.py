@@ -40,7 +40,7 @@ class Duties:
         validate: Returns the means of a validation, having called its argument between the batches with
             how many are done; the second argument limits them. ``None`` without a validation.
         check: Makes sure that what was trained may be kept.
-        advance: Moves on what moves every epoch, given the epoch's validation or training loss.
+        advance: Moves on what moves every epoch, given the epoch's means of training and validation.
         after_epoch: Called after every epoch.
         tolerates: Whether losses that are not finite are left out.
         counts: Whether the loop counts samples itself, of batches whose loss it does not see.
@@ -48,10 +48,14 @@ class Duties:
 
     validate: Callable[[Callable[[int], None], int | None], Mapping[str, float]] | None = None
     check: Callable[[], None] = _nothing
-    advance: Callable[[float], None] = _nothing
+    advance: Callable[[Mapping[str, float], Mapping[str, float]], None] = _nothing
     after_epoch: Callable[[], None] = _nothing
     tolerates: bool = False
     counts: bool = True
+
+
+class _CutShortError(Exception):
+    """A signal has come in a validation."""
 
 
 class Between(RunFacts):
@@ -102,6 +106,11 @@ class Between(RunFacts):
         self._open = ExitStack()
 
     # -- what callbacks and own loops see -------------------------------------------------------
+
+    @property
+    def loader(self) -> PreparedLoader:
+        """The prepared loader that is trained on."""
+        return self._train
 
     @property
     def ending(self) -> str | None:
@@ -270,15 +279,21 @@ class Between(RunFacts):
             return {}
         self._events.send("on_validation_start", self)
 
+        signals = self._signals
+
         def between(batches: int) -> None:
             # Several ranks may have different numbers of batches, and ask each other afterwards.
-            signals = self._signals
             if signals is not None and signals.seen and self.world_size == 1 and batches:
-                self._save(done, self.meter)
-                self._interrupt(signals.seen)
+                raise _CutShortError
 
-        with self._watchdog.watching():
-            found = dict(self._duties.validate(between, None))
+        try:
+            with self._watchdog.watching():
+                found = dict(self._duties.validate(between, None))
+        except _CutShortError:
+            # What callbacks have put in the place of the model's weights is not to be saved.
+            self._events.send("on_validation_end", self, {})
+            self._save(done, self.meter)
+            self._interrupt(0 if signals is None else signals.seen)
         state = self._run_state
         state.validated_at = self.step
         state.metrics = {

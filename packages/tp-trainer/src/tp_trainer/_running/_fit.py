@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.plugins import PreparedLoader, StepOutput
 
-from tp_trainer._metrics._evaluation import evaluate
+from tp_trainer._metrics._validation import Validation, metric_for_scheduler
 from tp_trainer._running._between import Duties
 from tp_trainer._running._events import Events
 from tp_trainer._running._loop import Loop
@@ -36,54 +36,39 @@ class Fit:
         settings: What is done with each batch.
         optimizer_step: Makes the optimizer steps.
         run: Runs the user's step where the session wants it.
-        run_validation: The same for the validation.
-        val: The prepared loader of the validation, or ``None``.
+        validation: What the run is evaluated on, or ``None``.
         after_epoch: Called after every epoch.
     """
 
     settings: FitSettings
     optimizer_step: OptimizerStep
     run: RunStep
-    run_validation: RunStep
-    val: PreparedLoader | None
+    validation: Validation | None
     after_epoch: Callable[[], None]
-
-
-class _EnoughError(Exception):
-    """So many batches of a validation were to be tried, and are."""
 
 
 def fit_duties(work: Fit, train: PreparedLoader) -> Duties:
     """Return what the loop has to have done for it between the batches of ``fit``."""
-    settings, optimizer_step, val = work.settings, work.optimizer_step, work.val
+    settings, optimizer_step, validation = work.settings, work.optimizer_step, work.validation
 
     def validate(between: Callable[[int], None], most: int | None) -> Mapping[str, float]:
-        if val is None:
+        if validation is None:
             return {}
+        epoch = max(train.next_epoch - 1, 0)
+        session, model = optimizer_step.session, optimizer_step.model
+        return validation.evaluate(session, model, epoch=epoch, between=between, most=most)
 
-        def look(done: int) -> None:
-            between(done)
-            if done == most:
-                raise _EnoughError
-
-        val.set_epoch(max(train.next_epoch - 1, 0))
-        step, model = settings.val_step or settings.step, optimizer_step.model
-        try:
-            return evaluate(optimizer_step.session, work.run_validation, step, model, val, between=look)
-        except _EnoughError:
-            return {}
-
-    def advance(loss: float) -> None:
+    def advance(trained: Mapping[str, float], found: Mapping[str, float]) -> None:
         scheduler = settings.scheduler
         if scheduler is None or settings.scheduler_every != "epoch":
             return
         if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(loss)
+            scheduler.step(metric_for_scheduler(settings.monitor, trained, found, validates=bool(found)))
         else:
             scheduler.step()
 
     return Duties(
-        validate=None if val is None else validate,
+        validate=None if validation is None else validate,
         check=optimizer_step.check_parameters,
         advance=advance,
         after_epoch=work.after_epoch,
@@ -114,7 +99,7 @@ def fit(loop: Loop, work: Fit, events: Events) -> History:
 
 def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, events: Events) -> None:
     """Train on the batches of an epoch. The hot path: what is not needed in a step is not in it."""
-    run, step, update, meter = work.run, work.settings.step, work.optimizer_step, loop.meter
+    run, step, update, meter = work.run, work.settings.training_step(), work.optimizer_step, loop.meter
     scheduler = work.settings.scheduler if work.settings.scheduler_every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish

@@ -168,7 +168,7 @@ class Loop(Between):
         duties.check()
         state.step = self.step
         record = self._record()
-        duties.advance((record.val or record.train).get("loss", math.nan))
+        duties.advance(record.train, record.val)
         state.records.append(record)
         self._reporter.done(record)
         duties.after_epoch()

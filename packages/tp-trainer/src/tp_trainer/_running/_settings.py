@@ -1,16 +1,20 @@
 """The arguments of one call of ``fit`` or ``loop``, gathered and checked."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.errors import ConfigError
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader
 from tp_trainer._checks._values import as_checkpoints, check_callable, check_seconds
+from tp_trainer._metrics._evaluation import named_loaders
+from tp_trainer._metrics._metric import Metric
+from tp_trainer._metrics._validation import without_metrics
 from tp_trainer._running._limits import Limits
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._precision import Step
@@ -96,7 +100,9 @@ class FitSettings:
 
     Attributes:
         step: The user's step.
-        val_loader: The user's loader of the validation, or ``None``.
+        val_loader: The user's loader of the validation, several by name, or ``None``.
+        metrics: Of the validation, by name.
+        monitor: The metric that a scheduler looks at which looks at one; ``None`` for the loss.
         val_step: The step for the validation; ``None`` for the same.
         scheduler: Moves the learning rate, or ``None``.
         scheduler_every: Whether it moves every "step" or every "epoch".
@@ -109,7 +115,9 @@ class FitSettings:
     """
 
     step: Step
-    val_loader: Iterable[Any] | None
+    val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None
+    metrics: Mapping[str, Metric]
+    monitor: str | None
     val_step: Step | None
     scheduler: Any
     scheduler_every: str
@@ -119,17 +127,38 @@ class FitSettings:
 
     def __post_init__(self) -> None:
         check_callable("step", self.step)
-        if self.val_loader is not None:
-            check_loader("val_loader", self.val_loader)
+        for loader in self.val_loaders().values():
+            check_loader("val_loader", loader)
+        if self.metrics and self.val_loader is None:
+            msg = "metrics= are those of a validation, and there is none: give val_loader"
+            raise ConfigError(msg)
+        if self.monitor is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            msg = f"monitor={self.monitor!r} is what ReduceLROnPlateau looks at, and the scheduler is none"
+            raise ConfigError(msg)
         if self.val_step is not None:
             check_callable("val_step", self.val_step)
             if self.val_loader is None:
                 msg = "val_step is for a validation, and there is none: give val_loader"
                 raise ConfigError(msg)
 
+    def val_loaders(self) -> dict[str, Iterable[Any]]:
+        """Return the user's loaders of the validation by what their results' names begin with.
+
+        Raises:
+            ConfigError: A name cannot be used.
+        """
+        return {} if self.val_loader is None else named_loaders("val_loader", self.val_loader)
+
+    def training_step(self) -> Step:
+        """Return the step to train with, without what it returns for the metrics of the validation."""
+        return without_metrics(self.step, self.metrics)
+
     def facts(self) -> dict[str, object]:
         """Return what all ranks must have been given alike, by its name in messages."""
         return {
+            "the validation's loaders": list(self.val_loaders()),
+            "metrics": list(self.metrics),
+            "monitor": self.monitor,
             "scheduler_every": self.scheduler_every,
             "clip_norm": self.gradients.clip_norm,
             "clip_value": self.gradients.clip_value,

@@ -1,0 +1,97 @@
+"""The end of a run that no longer gets better."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tp_core.errors import ConfigError
+from tp_core.plugins import Callback, RunView
+
+from tp_trainer._checks._values import check_positive
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose metric has not become better for a while.
+
+    A metric of the validation is looked at after each one, and one of the training after each epoch. NaN is
+    never better. All ranks see the same metrics, and decide alike.
+
+    Args:
+        metric: Its name in the history: "val_loss", "val_f1", "val_clean/loss", or "loss" of the training.
+        patience: After how many looks in a row without an improvement the run ends.
+        mode: Whether "min" or "max" of the metric is the best.
+        min_delta: By how much it must be better than the best before.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Example:
+        >>> EarlyStopping("val_f1", mode="max", patience=5).patience
+        5
+    """
+
+    def __init__(
+        self,
+        metric: str = "val_loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        check_positive("patience", patience)
+        if mode not in {"min", "max"}:
+            msg = f"EarlyStopping(mode=...) must be 'min' or 'max', got {mode!r}"
+            raise ConfigError(msg)
+        if not 0 <= min_delta < math.inf:
+            msg = f"EarlyStopping(min_delta=...) must be a finite number from 0, got {min_delta!r}"
+            raise ConfigError(msg)
+        self.metric = metric
+        self.patience = patience
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._min_delta = min_delta
+        self._best = math.inf
+        self._waited = 0
+
+    @property
+    def best(self) -> float:
+        """The best value so far; NaN before the first."""
+        return self._sign * self._best if self._best < math.inf else math.nan
+
+    def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """Look at a metric of the validation."""
+        if self.metric.startswith("val_") and metrics:
+            self._look(run, {f"val_{name}": value for name, value in metrics.items()})
+
+    def on_epoch_end(self, run: RunView) -> None:
+        """Look at a metric of the training."""
+        if not self.metric.startswith("val_"):
+            self._look(run, run.metrics)
+        elif self.metric not in run.metrics:
+            raise ConfigError(self._unknown(run.metrics))
+
+    def _look(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:
+            raise ConfigError(self._unknown(metrics))
+        value = self._sign * metrics[self.metric]
+        if value < self._best - self._min_delta:
+            self._best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            run.stop(f"{self.metric} was {self.best:g} at best, and no better {self._waited} times in a row")
+
+    def _unknown(self, metrics: Mapping[str, float]) -> str:
+        return (
+            f"EarlyStopping({self.metric!r}) looks at none of the metrics of the run, which are "
+            f"{', '.join(metrics) or 'none'}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long there has been none better."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._best, self._waited = float(state["best"]), int(state["waited"])

@@ -1,0 +1,103 @@
+"""Traces of a few steps, by torch's own profiler."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+from tp_core.plugins import Callback, RunView
+
+from tp_trainer._checks._values import check_positive
+
+__all__ = ["Profiler"]
+
+
+class Profiler(Callback):
+    """Writes a trace of some optimizer steps for each rank, to be opened in Perfetto or ``chrome://tracing``.
+
+    The step before them runs under the profiler and is not kept, if there is one: the first costs more. A run
+    that begins behind them writes none; one that ends within them writes what there is.
+
+    Args:
+        folder: Gets ``steps-10-12-rank-0.json`` and the like.
+        first_step: The first optimizer step of the trace, from 1.
+        steps: How many.
+        with_stack: Whether the trace has the lines of Python.
+        record_shapes: Whether it has the shapes of operators' inputs.
+        profile_memory: Whether it has allocations.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        first_step: int = 10,
+        steps: int = 3,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+    ) -> None:
+        check_positive("first_step", first_step)
+        check_positive("steps", steps)
+        self._folder = Path(folder)
+        self._first, self._last = first_step, first_step + steps - 1
+        self._with_stack, self._record_shapes = with_stack, record_shapes
+        self._profile_memory = profile_memory
+        self._profile: profile | None = None
+
+    def on_fit_start(self, run: RunView) -> None:
+        """Begin at once, where the steps are the run's first ones."""
+        self._begin(run)
+
+    def on_step_end(self, run: RunView) -> None:
+        """Begin, go on or end."""
+        if self._profile is None:
+            self._begin(run)
+            return
+        self._profile.step()
+        if run.step >= self._last:
+            self._end()
+
+    def on_fit_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
+        """End a trace that the run does not fill."""
+        self._end()
+
+    def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
+        """Keep what there is, up to the step that failed."""
+        self._end()
+
+    def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
+        """Keep what there is."""
+        self._end()
+
+    def _begin(self, run: RunView) -> None:
+        if not self._first - 2 <= run.step < self._last:
+            return
+        warm_up = 1 if run.step == self._first - 2 else 0
+        first, rank = run.step + 1 + warm_up, run.rank
+
+        def write(finished: profile) -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(self._folder / f"steps-{first}-{self._last}-rank-{rank}.json"))
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            # Without a step before them the profiler goes on until it is stopped.
+            schedule=schedule(wait=0, warmup=1, active=self._last - first + 1, repeat=1) if warm_up else None,
+            on_trace_ready=write,
+            with_stack=self._with_stack,
+            record_shapes=self._record_shapes,
+            profile_memory=self._profile_memory,
+        )
+        self._profile.start()
+
+    def _end(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

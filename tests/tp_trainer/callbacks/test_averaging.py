@@ -1,0 +1,158 @@
+"""The moving average is torch's own, on every backend, in validations, in files and after a resume."""
+
+import signal
+
+import cloudpickle
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
+from tp_trainer import Callback, Interrupted, Trainer
+from tp_trainer.callbacks import ExponentialMovingAverage
+
+from tests.tp_trainer import callback_run
+from tests.tp_trainer.callback_run import data, network, same, step, stop, train
+
+cloudpickle.register_pickle_by_value(callback_run)  # for ranks, which do not know this folder
+
+DECAY = 0.8
+
+
+class TorchAverage(Callback):
+    """Torch's own average, beside the run."""
+
+    def on_fit_start(self, run):
+        move = get_ema_multi_avg_fn(DECAY)
+        self.averaged = AveragedModel(run.model, multi_avg_fn=lambda a, p, _: move(a, p, 1))
+        self.averaged.n_averaged += 1  # the first update would only copy
+        self.val = []
+
+    def on_step_end(self, run):
+        self.averaged.update_parameters(run.model)
+
+    def on_validation_start(self, run):
+        batches = list(DataLoader(data(7), batch_size=7))
+        self.averaged.module.load_state_dict(dict(run.model.named_buffers()), strict=False)
+        self.averaged.eval()
+        with torch.no_grad():
+            self.val.append(step(self.averaged.module, batches[0]).item())
+
+
+def fused(model):
+    return torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("make_optimizer", [lambda _: None, fused], ids=["adamw", "fused"])
+@pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
+def test_the_average_is_that_of_torch_and_validations_see_it(backend, make_optimizer):
+    theirs, ours = TorchAverage(), ExponentialMovingAverage(DECAY)
+    model = network()
+    _, history = train([theirs, ours], backend=backend, model=model, optimizer=make_optimizer(model))
+    for name, average in ours.averages.items():
+        torch.testing.assert_close(average, theirs.averaged.module.get_parameter(name), rtol=1e-12, atol=0)
+    assert [record.val["loss"] for record in history] == pytest.approx(theirs.val, rel=1e-9)
+    plain = network()
+    train([], backend=backend, model=plain, optimizer=make_optimizer(plain))
+    assert same(model, plain)  # training has not seen the average
+
+
+def linear(state):
+    model = torch.nn.Linear(3, 1).double()
+    model.load_state_dict(state)
+    return model
+
+
+def on_a_rank(folder, state, averages):
+    ours = ExponentialMovingAverage(DECAY)
+    model, history = train([ours], backend="ddp", model=linear(state))
+    for name, average in ours.averages.items():
+        torch.testing.assert_close(average, averages[name], rtol=1e-9, atol=1e-12)
+    stop(7, [ExponentialMovingAverage(DECAY)], backend="ddp", folder=folder, model=linear(state))
+    again = ExponentialMovingAverage(DECAY)
+    resumed, _ = train([again], backend="ddp", folder=folder, model=linear(state))
+    assert same(resumed, model)
+    assert all(torch.equal(again.averages[name], average) for name, average in ours.averages.items())
+    return history[-1].val["loss"]
+
+
+def test_ranks_have_the_average_of_one_device_and_resume_it(tmp_path):
+    # No batch norm, of whose statistics each rank would have its own.
+    ours, model = ExponentialMovingAverage(DECAY), torch.nn.Linear(3, 1).double()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    _, history = train([ours], model=model)
+    losses = run_ranks(on_a_rank, 2, tmp_path, state, dict(ours.averages))
+    assert losses == pytest.approx([history[-1].val["loss"]] * 2, rel=1e-9)
+
+
+def test_a_resumed_average_is_the_same_bit_for_bit(tmp_path):
+    whole, part = (
+        ExponentialMovingAverage(DECAY, every_steps=2),
+        ExponentialMovingAverage(DECAY, every_steps=2),
+    )
+    model, history = train([whole])
+    stop(7, [part], folder=tmp_path)
+    again = ExponentialMovingAverage(DECAY, every_steps=2)
+    resumed, records = train([again], folder=tmp_path)
+    assert same(model, resumed)
+    assert all(torch.equal(again.averages[name], average) for name, average in whole.averages.items())
+    assert records[-1].val == history[-1].val
+
+
+def test_the_average_is_exported_on_demand(tmp_path):
+    average = ExponentialMovingAverage(DECAY, validate=False)
+    model, _ = train([average])
+    trained = {name: p.clone() for name, p in model.named_parameters()}
+    with Trainer(devices="cpu", progress=False) as trainer, average.in_place_of(model):
+        trainer.export(model, tmp_path / "average.safetensors")
+    stored = load_file(tmp_path / "average.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in average.averages.items())
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+
+
+def test_a_validation_that_fails_leaves_the_model_its_weights():
+    def fails(model, batch):
+        msg = "on purpose"
+        raise RuntimeError(msg)
+
+    average = ExponentialMovingAverage(DECAY)
+    model = network()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train([average], model=model, val_step=fails)
+    plain = network()
+    train([], model=plain, epochs=1)
+    assert same(model, plain)
+
+
+def test_a_signal_in_a_validation_saves_the_models_own_weights(tmp_path):
+    def interrupted(model, batch):
+        signal.raise_signal(signal.SIGTERM)
+        return step(model, batch)
+
+    whole, again = ExponentialMovingAverage(DECAY), ExponentialMovingAverage(DECAY)
+    with pytest.raises(Interrupted):
+        train([ExponentialMovingAverage(DECAY)], folder=tmp_path, val_step=interrupted)
+    model, _ = train([whole])
+    resumed, _ = train([again], folder=tmp_path)
+    assert same(resumed, model)
+    assert all(torch.equal(again.averages[name], average) for name, average in whole.averages.items())
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, "0.9"])
+def test_a_wrong_decay_is_refused(decay):
+    with pytest.raises(ConfigError, match="must be from 0 up to but not including 1"):
+        ExponentialMovingAverage(decay)
+
+
+def test_an_average_of_another_model_is_refused():
+    average = ExponentialMovingAverage()
+    with (
+        pytest.raises(ConfigError, match="there is no average of this model's weights"),
+        average.in_place_of(network()),
+    ):
+        pass
+    train([average])
+    with pytest.raises(ConfigError, match="one of another model's weights"):
+        train([average], model=torch.nn.Linear(3, 1).double())

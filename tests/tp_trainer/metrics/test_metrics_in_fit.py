@@ -1,0 +1,119 @@
+"""Metrics of the validation are in a run's history, and what looks at metrics can look at them."""
+
+import cloudpickle
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, FunctionMetric
+from tp_trainer.callbacks import EarlyStopping
+
+from tests.tp_trainer import callback_run
+from tests.tp_trainer.callback_run import data, network, train
+
+cloudpickle.register_pickle_by_value(callback_run)  # for ranks, which do not know this folder
+
+
+def step(model, batch):
+    x, y = batch
+    found = model(x)
+    return {"loss": (found - y).square().mean(), "auroc": (y[:, 0] > 0, found[:, 0]), "rows": x}
+
+
+def metrics():
+    return {"auroc": FunctionMetric(roc_auc_score), "rows": FunctionMetric(lambda x: x)}
+
+
+def fit(backend="single", **options):
+    return train([], step=step, metrics=metrics(), backend=backend, **options)
+
+
+def expected(model, samples=7):
+    x, y = data(samples).tensors
+    with torch.no_grad():
+        return roc_auc_score(y[:, 0] > 0, model.eval()(x)[:, 0])
+
+
+@pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
+def test_the_history_has_the_metrics_of_each_validation(backend):
+    model, history = fit(backend)
+    assert [sorted(record.val) for record in history] == [["auroc", "loss"]] * 2
+    assert sorted(history[-1].train) == ["loss"]
+    assert history[-1].val["auroc"] == pytest.approx(expected(model))
+
+
+def on_a_rank():
+    model, history = fit("ddp")
+    return history[-1].val["auroc"], expected(model)
+
+
+def test_ranks_have_the_metrics_of_the_whole_set():
+    for found, right in run_ranks(on_a_rank, 2):
+        assert found == pytest.approx(right)
+
+
+def several():
+    return {"few": DataLoader(data(7), batch_size=4), "many": DataLoader(data(19), batch_size=4)}
+
+
+def test_several_loaders_are_in_the_history_by_name(tmp_path):
+    model, history = fit(val_loader=several(), save_to=tmp_path / "model.pt")
+    assert sorted(history[-1].val) == ["few/auroc", "few/loss", "many/auroc", "many/loss"]
+    assert history[-1].val["few/auroc"] == pytest.approx(expected(model))
+    assert history[-1].val["many/auroc"] == pytest.approx(expected(model, 19))
+
+
+def test_the_best_checkpoint_and_early_stopping_look_at_a_metric(tmp_path):
+    best = Checkpoints(tmp_path, best="val_many/auroc", mode="max")
+    stopping = EarlyStopping("val_many/auroc", mode="max", patience=2)
+    _, history = train(
+        [stopping], step=step, metrics=metrics(), val_loader=several(), epochs=12, checkpoint=best
+    )
+    values = [record.val["many/auroc"] for record in history]
+    assert stopping.best == max(values)
+    assert len(history) == min(values.index(max(values)) + 3, 12)
+
+
+class Told(ReduceLROnPlateau):
+    """Keeps what it is told."""
+
+    def __init__(self, optimizer):
+        self.values = []
+        super().__init__(optimizer)
+
+    def step(self, metrics):
+        self.values.append(metrics)
+        super().step(metrics)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "value"),
+    [
+        ("val_auroc", lambda record: record.val["auroc"]),
+        ("loss", lambda record: record.train["loss"]),
+        (None, lambda record: record.val["loss"]),
+    ],
+)
+def test_a_scheduler_looks_at_what_was_named(monitor, value):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Told(optimizer)
+    _, history = fit(model=model, optimizer=optimizer, scheduler=scheduler, monitor=monitor)
+    assert scheduler.values == [value(record) for record in history]
+
+
+def test_a_scheduler_that_looks_at_nothing_says_so():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="the scheduler looks at 'val_loss', which is none of the metrics"):
+        fit(model=model, optimizer=optimizer, scheduler=Told(optimizer), val_loader=several())
+
+
+def test_a_resumed_run_has_the_same_metrics(tmp_path):
+    _, whole = fit()
+    fit(folder=tmp_path, epochs=1)
+    _, history = fit(folder=tmp_path)
+    assert [record.val for record in history] == [record.val for record in whole]
