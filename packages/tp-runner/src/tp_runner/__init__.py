@@ -44,6 +44,8 @@ from typing import TYPE_CHECKING
 
 from tp_core.internal import lazy_exports
 
+from tp_runner._platform import warn_of_platform
+
 if TYPE_CHECKING:
     from tp_runner import compat, errors
     from tp_runner._cfg import CfgNode
@@ -88,6 +90,8 @@ __all__ = [
     "register_joblib",
     "worker",
 ]
+
+warn_of_platform()
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(

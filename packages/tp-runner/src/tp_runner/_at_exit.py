@@ -1,6 +1,7 @@
 """Ending forgotten workers when the interpreter ends."""
 
 import atexit
+import os
 import weakref
 from typing import Any
 
@@ -8,6 +9,7 @@ __all__ = ["watch"]
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _last: list[Any] = []
+_owner = 0
 
 
 def watch(closable: Any, *, last: bool = False) -> None:
@@ -17,6 +19,10 @@ def watch(closable: Any, *, last: bool = False) -> None:
         closable: What to end.
         last: Whether to do so when all others have been; such a one is kept until then.
     """
+    global _owner  # noqa: PLW0603 - it is about the process
+    if _owner != os.getpid():  # a forked worker has none of its parent's, and may start runners, too
+        _owner = os.getpid()
+        atexit.register(_end_all)
     if last:
         _last.append(closable)
     else:
@@ -26,6 +32,3 @@ def watch(closable: Any, *, last: bool = False) -> None:
 def _end_all() -> None:
     for closable in [*_open, *_last]:
         closable.at_exit()
-
-
-atexit.register(_end_all)

@@ -11,6 +11,7 @@ from typing import Any
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings, make_settings
+from tp_runner._platform import require_processes
 from tp_runner._scheduling._pool import OpenRun, RunnerPool
 from tp_runner._stream import ResultStream
 
@@ -55,6 +56,7 @@ ENGINES = {
                 "log_level": "there is no worker",
                 "max_restarts": "there is no worker",
                 "max_wait_s": "the input is read in the caller's thread",
+                "preload": "there is no worker",
                 "resources": _RAY_ONLY,
                 "start_method": "there is no worker",
                 "start_timeout_s": "the caller's own thread cannot be stopped",
@@ -74,7 +76,7 @@ ENGINES = {
             "tp_runner._workers._ray._fleet:RayFleet",
             20,
             "one actor on a Ray cluster for each device",
-            unfit=_NOT_REPLACED | {"start_method": "Ray starts the workers"},
+            unfit=_NOT_REPLACED | dict.fromkeys(("preload", "start_method"), "Ray starts the workers"),
         ),
         EngineSpec(
             "thread",
@@ -86,6 +88,7 @@ ENGINES = {
             | {
                 "log_level": "records of threads are the parent's own",
                 "max_restarts": "threads do not die",
+                "preload": "threads share what is imported",
                 "resources": _RAY_ONLY,
                 "seed": "threads share one generator",
                 "start_method": "threads are not started by one",
@@ -138,6 +141,8 @@ class PoolFactory:
 
 def open_pool(spec: EngineSpec, program: Any, devices: tuple[str, ...], settings: Settings) -> RunnerPool:
     """Start workers on an engine of this package."""
+    if spec.name == "process":
+        require_processes()
     module, _, name = spec.fleet.partition(":")
     fleet = getattr(importlib.import_module(module), name)
     return RunnerPool(fleet(program, devices, settings), settings)

@@ -1,10 +1,10 @@
 """Any function on the workers of a runner: an executor of ``concurrent.futures``."""
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, DeviceError
 
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
@@ -62,6 +62,9 @@ class Executor(concurrent.futures.Executor):
             if options.get(name) is not None:
                 msg = f"an Executor has no use for {name}={options.get(name)!r}: it makes single calls"
                 raise ConfigError(msg)
+        if isinstance(max_workers, int) and max_workers < 1:
+            msg = f"max_workers must be greater than 0, got {max_workers!r}"
+            raise DeviceError(msg)
         names = resolve(devices, n_workers=max_workers, elsewhere=engine == "ray")
         if engine == "process" and options.get("max_restarts") is None:
             options["max_restarts"] = MAX_RESTARTS
@@ -78,6 +81,25 @@ class Executor(concurrent.futures.Executor):
         """
         future: concurrent.futures.Future[Any] = self._pool.submit((fn, args, kwargs), raise_original=True)
         return future
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+    ) -> Iterator[Any]:
+        """Return an iterator over the results of ``fn`` on the items of one or more iterables, in order.
+
+        Raises:
+            ConfigError: ``chunksize`` is less than 1. Beyond that it says nothing: how many calls travel
+                together follows from the time that they take.
+        """
+        if chunksize < 1:
+            msg = f"chunksize must be at least 1, got {chunksize!r}"
+            raise ConfigError(msg)
+        results: Iterator[Any] = super().map(fn, *iterables, timeout=timeout)
+        return results
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the workers when everything that was submitted is done.

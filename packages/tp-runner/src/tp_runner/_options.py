@@ -1,9 +1,11 @@
 """The options of a runner, typed and checked, so that none is misspelt, misused or ignored."""
 
+import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -33,6 +35,8 @@ class RunnerOptions(TypedDict, total=False):
         max_retries: How often a failed item is tried again; 0 by default.
         max_wait_s: How long an incomplete batch waits for more items; by default for as long as it takes.
         on_error: ``"raise"`` a failure, or ``"return"`` it in the item's place.
+        preload: Modules that the fork server imports once, before it forks workers, instead of each worker;
+            none that starts threads or touches a CUDA device when it is imported.
         resources: What one Ray actor takes of its cluster, by Ray's names.
         seed: Makes the random numbers of each item (Python's, numpy's and torch's) depend on it and the
             item's place alone, whatever worker takes it; of each batch, on its first item's place. By
@@ -56,6 +60,7 @@ class RunnerOptions(TypedDict, total=False):
     max_retries: int | None
     max_wait_s: float | None
     on_error: Literal["raise", "return"] | None
+    preload: Sequence[str] | None
     resources: Mapping[str, float] | None
     seed: int | None
     start_method: Literal["forkserver", "spawn", "fork"] | None
@@ -74,7 +79,7 @@ class Settings:
 
     Attributes:
         start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; processes only.
-        preload: What the fork server imports before it forks; found out, not asked for.
+        preload: What the fork server imports before it forks.
         threads: How many threads each worker may compute with.
         ordered: Whether results come in the order of the items.
         queue_scale: How many items may be on their way for each worker; ``None`` to adapt.
@@ -158,6 +163,7 @@ def make_settings(
     for name in ("timeout_s", "max_wait_s", "queue_scale", "start_timeout_s"):
         _check_positive(values, name)
     values["log_level"] = _log_level(values["log_level"])
+    values["preload"] = _preload(given.get("preload", ()), given.get("start_method"))
     _check_resources(given.get("resources", {}))
     return Settings(**values, batching=batching)
 
@@ -211,6 +217,27 @@ def _log_level(value: Any) -> int:
         msg = f"log_level must be a level of logging such as logging.INFO or 'INFO', got {value!r}"
         raise ConfigError(msg)
     return value
+
+
+def _preload(names: Any, start_method: str | None) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        msg = f"preload must be names of modules, such as ['transformers'], got {names!r}"
+        raise ConfigError(msg)
+    if names and start_method not in {None, "forkserver"}:
+        msg = f"preload={names!r} is what the fork server imports, and start_method={start_method!r} has none"
+        raise ConfigError(msg)
+    for name in names:
+        if name not in sys.modules and not _is_there(name):
+            msg = f"preload names the module {name!r}, and there is none of this name"
+            raise ConfigError(msg)
+    return tuple(names)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 def _check_resources(value: Any) -> None:

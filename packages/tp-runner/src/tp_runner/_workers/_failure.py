@@ -5,7 +5,8 @@ import itertools
 import pickle
 import signal
 import traceback
-from typing import Any, Self
+import types
+from typing import Any, NamedTuple, Self
 
 from tp_runner.errors import (
     ItemError,
@@ -87,7 +88,7 @@ class Failure:
             failure.traceback = "".join(traceback.format_exception(type(error), error, trace))
         except Exception:  # noqa: BLE001 - a user's __str__ may do anything
             failure.traceback = "".join(traceback.format_tb(trace)) + failure.summary
-        failure._exception = error
+        failure._exception = error.with_traceback(trace)
         kind_of = _original_type(error)
         failure.type_name = f"{kind_of.__module__}.{kind_of.__qualname__}".removeprefix("builtins.")
         return failure
@@ -141,36 +142,61 @@ def _original_type(error: BaseException) -> type[BaseException]:
     return getattr(error, "original_type", None) or type(error)
 
 
-def _chain_of(error: BaseException) -> list[tuple[bytes, bool]]:
-    """Return an exception and those below it, each by itself, and whether it was raised from the next."""
-    chain: list[tuple[bytes, bool]] = []
+class _Link(NamedTuple):
+    """One exception of a chain, by itself."""
+
+    data: bytes
+    is_cause: bool  # whether it was raised from the next
+    trace: dict[str, Any] | None
+
+
+def _chain_of(error: BaseException) -> list[_Link]:
+    """Return an exception and those below it."""
+    chain: list[_Link] = []
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen and len(chain) < _DEEPEST:
         seen.add(id(current))
         is_cause = current.__cause__ is not None
         below = current.__cause__ if is_cause or current.__suppress_context__ else current.__context__
-        chain.append((_pickled(current), is_cause))
+        chain.append(_Link(_pickled(current), is_cause, _dumped_traceback(current.__traceback__)))
         current = below
     return chain
 
 
-def _relinked(chain: list[tuple[bytes, bool]]) -> BaseException | None:
+def _relinked(chain: list[_Link]) -> BaseException | None:
     """Undo :func:`_chain_of`; those that cannot be rebuilt, and what is below them, are left out."""
     found: list[tuple[BaseException, bool]] = []
-    for data, is_cause in chain:
+    for data, is_cause, trace in chain:
         loaded = None
         with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
             loaded = pickle.loads(data) if data else None
         if not isinstance(loaded, BaseException):
             break
-        found.append((loaded, is_cause))
+        found.append((loaded.with_traceback(_loaded_traceback(trace)), is_cause))
     for (above, is_cause), (below, _) in itertools.pairwise(found):
         if is_cause:
             above.__cause__ = below
         else:
             above.__context__ = below
     return found[0][0] if found else None
+
+
+def _dumped_traceback(trace: types.TracebackType | None) -> dict[str, Any] | None:
+    """Return a traceback as plain values; ``None`` where tblib is not installed: the text is always kept."""
+    with contextlib.suppress(Exception):  # a frame may have anything in its names
+        import tblib
+
+        return tblib.Traceback(trace).to_dict() if trace is not None else None  # type: ignore[no-any-return]
+    return None
+
+
+def _loaded_traceback(trace: dict[str, Any] | None) -> types.TracebackType | None:
+    with contextlib.suppress(Exception):  # as above
+        import tblib
+
+        return tblib.Traceback.from_dict(trace).as_traceback() if trace else None  # type: ignore[no-any-return]
+    return None
 
 
 def _pickled(error: Any) -> bytes:

@@ -63,11 +63,13 @@ class ProcessFleet(Fleet):
             buffers: list[memoryview] = []
             with collect_descriptors(self._passed):
                 self._program = payload = dump_program(program, buffers)
+            found: tuple[str, ...] = ()
             if settings.seed is not None:
-                self._settings = dataclasses.replace(settings, preload=("numpy", "torch"))
+                found = ("numpy", "torch")
             elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
-                # Imported once by the fork server instead of once by each worker.
-                self._settings = dataclasses.replace(settings, preload=("torch",))
+                found = ("torch",)
+            # Imported once by the fork server instead of once by each worker.
+            self._settings = dataclasses.replace(settings, preload=(*settings.preload, *found))
         self._memory = SharedMemoryPool()
         if settings.start_method != "fork" and (buffers or len(payload) > LARGE):
             self._program = store_program(self._memory, payload, buffers)

@@ -2,9 +2,9 @@
 
 import array
 import contextlib
+import functools
 import importlib
 import os
-import pickle
 import select
 import signal
 import socket
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tp_runner._at_exit import watch
-from tp_runner._workers._process._spawn import Process, bootstrap, spawn
+from tp_runner._workers._process._spawn import Process, bootstrap, end_with, spawn
 
 __all__ = ["ForkServer", "fork_by_server", "serve"]
 
-_LENGTH = struct.Struct("<I")
 _STATUS = struct.Struct("<ii")
 _MOST_DESCRIPTORS = 250  # a little less than the kernel's own limit
 
@@ -38,13 +37,11 @@ class ForkServer:
 
     def fork(self, descriptors: Sequence[int]) -> Process:
         """Start a worker that shares ``descriptors``."""
-        with self._lock:
-            rights = array.array("i", descriptors)
-            data = pickle.dumps(len(descriptors))
-            self._socket.sendmsg(
-                [_LENGTH.pack(len(data)) + data],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
-            )
+        with self._lock, contextlib.ExitStack() as opened:
+            # Those of this moment: they may be other files than at the server's start.
+            standard = [_open_standard(descriptor, opened) for descriptor in (1, 2)]
+            rights = array.array("i", [*standard, *descriptors])
+            self._socket.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             # The server first tells of those that ended, then of the new one.
             while True:
                 pid, status = self._receive()
@@ -82,6 +79,16 @@ class ForkServer:
             data += more
         pid, status = _STATUS.unpack(data)
         return pid, status
+
+
+def _open_standard(descriptor: int, opened: contextlib.ExitStack) -> int:
+    """Return a standard descriptor, or one that goes nowhere if the program has closed it."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        opened.callback(os.close, descriptor)
+    return descriptor
 
 
 class _Grandchild(Process):
@@ -162,12 +169,10 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 parent.close()
                 os.close(wakeup)
                 os.close(wakeup_end)
-                status = 1
-                try:
-                    _worker.main(*descriptors)
-                    status = 0
-                finally:
-                    os._exit(status)
+                for standard, descriptor in zip((1, 2), descriptors, strict=False):
+                    os.dup2(descriptor, standard)
+                    os.close(descriptor)
+                end_with(functools.partial(_worker.main, *descriptors[2:]))
             for descriptor in descriptors:
                 os.close(descriptor)
             parent.sendall(_STATUS.pack(pid, _STARTED))
@@ -188,15 +193,11 @@ def _tell_of_ended(parent: socket.socket) -> None:
 def _receive_request(parent: socket.socket) -> list[int] | None:
     rights = array.array("i")
     try:
-        data, ancillary, _, _ = parent.recvmsg(
-            _LENGTH.size, socket.CMSG_SPACE(_MOST_DESCRIPTORS * rights.itemsize)
-        )
+        data, ancillary, _, _ = parent.recvmsg(1, socket.CMSG_SPACE(_MOST_DESCRIPTORS * rights.itemsize))
     except ConnectionResetError:
         return None
     if not data:
         return None
-    (length,) = _LENGTH.unpack(data)
-    parent.recv(length)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             rights.frombytes(content[: len(content) - len(content) % rights.itemsize])

@@ -1,17 +1,16 @@
 """Starting worker processes by fork, spawn or a fork server, and learning how they ended."""
 
 import abc
+import atexit
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["START_METHODS", "Process", "bootstrap", "fork", "spawn"]
-
-START_METHODS = ("forkserver", "spawn", "fork")
+__all__ = ["Process", "bootstrap", "end_with", "fork", "spawn"]
 
 
 class Process(abc.ABC):
@@ -61,11 +60,25 @@ def fork(child: Callable[[], None]) -> Process:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
-    if pid:
-        return _Child(pid)
+    if not pid:
+        end_with(child)
+    return _Child(pid)
+
+
+def end_with(child: Callable[[], None]) -> NoReturn:
+    """Run ``child`` in a process that was just forked; end it as multiprocessing ends one.
+
+    What it registered with ``atexit`` runs, and what it put into queues of multiprocessing is written.
+    """
     status = 1
     try:
-        child()
+        atexit._clear()  # as multiprocessing does: those are the parent's
+        try:
+            child()
+        finally:
+            if (util := sys.modules.get("multiprocessing.util")) is not None:
+                util._run_finalizers()
+            atexit._run_exitfuncs()
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may return into the parent's frames
         import traceback

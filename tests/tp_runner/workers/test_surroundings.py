@@ -1,0 +1,115 @@
+"""What a worker process shares with the program: its output, what is imported beforehand, how it ends."""
+
+import atexit
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+
+import pytest
+import tp_runner
+from tp_core.errors import ConfigError
+from tp_runner import Executor, _platform
+
+METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def _write(item):
+    atexit.register(os.write, 1, b"at the end\n")
+    os.write(1, f"item {item}\n".encode())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_write_where_their_runner_does_and_run_what_they_left_for_the_end(method, tmp_path):
+    for name in ("first", "second"):  # one fork server is behind both
+        before, file = os.dup(1), os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        try:
+            list(tp_runner.map(_write, [name], n_workers=1, start_method=method))
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+            os.close(file)
+        assert sorted((tmp_path / name).read_text().split("\n")) == ["", "at the end", f"item {name}"]
+
+
+def test_a_worker_ends_when_what_it_put_into_a_queue_is_written():
+    queue = multiprocessing.get_context("fork").Queue()
+    text = "x" * 1_000_000  # more than a pipe holds
+    results = tp_runner.map(queue.put, [text], n_workers=1, start_method="fork")
+    assert next(results) is None
+    assert queue.get(timeout=100) == text
+    results.close()
+
+
+def test_the_fork_server_imports_what_it_is_told_to(tmp_path, monkeypatch):
+    (tmp_path / "heavy_import.py").write_text("import os\npid = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def who_imported(_):
+        import heavy_import
+
+        return heavy_import.pid, os.getpid()
+
+    with Executor(2, preload=["heavy_import"]) as executor:
+        pairs = list(executor.map(who_imported, range(2)))
+    assert len({imported for imported, _ in pairs}) == 1
+    assert all(imported != own for imported, own in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preload": "json"}, "preload must be names of modules"),
+        ({"preload": ["no_such.module"]}, "preload names the module 'no_such.module', and there is none"),
+        ({"preload": ["json"], "start_method": "fork"}, "start_method='fork' has none"),
+        ({"preload": ["json"], "engine": "thread"}, "no use for preload"),
+    ],
+)
+def test_a_wrong_preload_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Executor(1, **options)
+
+
+def test_tracebacks_of_the_whole_chain_travel_where_tblib_is_installed():
+    pytest.importorskip("tblib")
+
+    def below(item):
+        raise KeyError(item)
+
+    def fails(item):
+        try:
+            below(item)
+        except KeyError as error:
+            raise ValueError("no") from error
+
+    with pytest.raises(ValueError, match="no") as caught:
+        list(tp_runner.map(fails, [1], n_workers=1, start_method="fork"))
+    names = []
+    for error in (caught.value.__cause__, caught.value.__cause__.__cause__):
+        trace = error.__traceback__
+        while trace is not None:
+            names.append(trace.tb_frame.f_code.co_name)
+            trace = trace.tb_next
+    assert names == ["fails", "fails", "below"]
+
+
+def test_windows_is_told_at_import_and_when_processes_are_asked_for(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _platform.warn_of_platform()  # nothing to say here
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.warns(RuntimeWarning, match="worker processes need Linux or macOS"):
+        _platform.warn_of_platform()
+    with pytest.raises(ConfigError, match="engine='thread'"):
+        Executor(1, start_method="fork")
+
+
+def test_an_executor_says_what_is_wrong_in_the_words_of_its_arguments():
+    with pytest.raises(ValueError, match="max_workers must be greater than 0"):
+        Executor(0)
+    with Executor(1, engine="thread") as executor:
+        with pytest.raises(ValueError, match="chunksize must be at least 1"):
+            executor.map(abs, [1], chunksize=0)
+        assert json.dumps(list(executor.map(abs, [-1], chunksize=5))) == "[1]"
