@@ -120,7 +120,7 @@ def test_results_are_not_kept_alive():
 def test_what_means_nothing_here_is_refused():
     with pytest.raises(ConfigError, match="an Executor has no use for batch=3"):
         Executor(1, batch=3)
-    with pytest.raises(DeviceError, match="n_workers must be a whole number of at least 1, got 0"):
+    with pytest.raises(DeviceError, match="max_workers must be greater than 0, got 0"):
         Executor(0)
 
 

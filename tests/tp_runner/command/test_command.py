@@ -67,6 +67,8 @@ def call(folder, name, *arguments):
     rows = []
     if (folder / "out.jsonl").exists():
         rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert re.fullmatch("[0-9a-f]{16}", row.pop("input"))
     return done, rows
 
 
@@ -108,7 +110,9 @@ def test_errors_end_the_run_or_stand_in_their_place(folder):
     done, rows = call(folder, "fussy", "--input", "lines.txt", "--keep-going")
     assert "1 done before, 2 now, 1 of them failed" in done.output
     assert [row["line"] for row in rows] == [1, 2, 3]
-    assert "no b" in rows[1]["error"]
+    error = rows[1]["error"]
+    assert (error["type"], error["message"]) == ("ValueError", "no b")
+    assert "in fussy" in error["traceback"]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +204,6 @@ def test_standard_input_goes_to_standard_output(folder):
         [*command, *arguments], input="a\nb\n", capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        {"source": "-", "line": 1, "result": "A"},
-        {"source": "-", "line": 2, "result": "B"},
-    ]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["source"], row["line"], row["result"]) for row in rows] == [("-", 1, "A"), ("-", 2, "B")]
     assert not (folder / "-").exists()

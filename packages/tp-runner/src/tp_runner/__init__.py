@@ -7,7 +7,7 @@ Example:
 
 The way of an item, and the files that it passes::
 
-    OrderedRunner.stream, map, submit        _runner, _map, _executor
+    OrderedRunner.stream, map, submit        _runner, _map, _executor, _pipeline
         |                                    _devices, _options (checked), _engines (which fleet)
         v
     _scheduling/                             whoever waits for results does all of this, for every run
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tp_runner._joblib import register_joblib
     from tp_runner._map import map as map
     from tp_runner._options import RunnerOptions
+    from tp_runner._pipeline import Pipeline, StageStats
     from tp_runner._runner import OrderedRunner, UnorderedRunner
     from tp_runner._stats import RunnerStats, WorkerStats
     from tp_runner._stream import ResultStream
@@ -75,11 +76,13 @@ __all__ = [
     "ItemTimeoutError",
     "NotPicklableError",
     "OrderedRunner",
+    "Pipeline",
     "ResultStream",
     "RunCancelledError",
     "RunnerClosedError",
     "RunnerOptions",
     "RunnerStats",
+    "StageStats",
     "UnorderedRunner",
     "WorkerDiedError",
     "WorkerError",
@@ -102,6 +105,7 @@ if not TYPE_CHECKING:
             "_joblib": ["register_joblib"],
             "_map": ["map"],
             "_options": ["RunnerOptions"],
+            "_pipeline": ["Pipeline", "StageStats"],
             "_runner": ["OrderedRunner", "UnorderedRunner"],
             "_stats": ["RunnerStats", "WorkerStats"],
             "_stream": ["ResultStream"],

@@ -9,6 +9,7 @@ from tp_core.errors import ConfigError, DeviceError
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
+from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
@@ -79,6 +80,9 @@ class Executor(concurrent.futures.Executor):
         Raises:
             RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
         """
+        if self._pool.closed:
+            msg = "cannot schedule new futures: this executor was shut down; make another one"
+            raise RunnerClosedError(msg)
         future: concurrent.futures.Future[Any] = self._pool.submit((fn, args, kwargs), raise_original=True)
         return future
 

@@ -1,9 +1,10 @@
 """A progress bar: items, rate, time left, how busy the workers are."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -12,11 +13,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 if TYPE_CHECKING:
+    from tp_runner._pipeline import StageStats
     from tp_runner._scheduling._pool import RunnerPool
 
-__all__ = ["with_progress"]
+__all__ = ["with_progress", "with_table"]
 
 PERIOD_S = 0.1
 
@@ -63,3 +66,22 @@ def with_progress(
             show()
             if isinstance(chunks, Generator):
                 chunks.close()
+
+
+def with_table(
+    chunks: Iterator[list[Any]], stages: "Sequence[StageStats]"
+) -> Generator[list[Any], None, None]:
+    """Yield lists of results, showing what has gone through each stage of a pipeline so far."""
+    began = time.monotonic()
+
+    def table() -> Table:
+        seconds = max(time.monotonic() - began, 1e-9)
+        shown = Table("stage", "workers", "taken", "given", "rate")
+        for stage in stages:
+            workers = f"{len(stage.devices)} {stage.devices[0]}{', shared' if stage.is_shared else ''}"
+            rate = f"{stage.given / seconds:.1f}/s"
+            shown.add_row(stage.name, workers, str(stage.taken), str(stage.given), rate)
+        return shown
+
+    with Live(get_renderable=table):
+        yield from chunks

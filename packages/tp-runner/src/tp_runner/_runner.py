@@ -171,6 +171,10 @@ class _Runner:
         """Write what each worker did when, for a trace viewer; needs ``timeline=True``."""
         self._running().write_timeline(path)
 
+    def draw_timeline(self, width: int = 72) -> str:
+        """Return a picture in text of how busy each worker was when; needs ``timeline=True``."""
+        return self._running().draw_timeline(width)
+
     # -- life ----------------------------------------------------------------------------------
 
     def activate(self) -> None:

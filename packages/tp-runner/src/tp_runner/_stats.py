@@ -13,6 +13,7 @@ from tp_runner._workers._events import Timing
 __all__ = ["RunnerStats", "StatsCollector", "WorkerStats"]
 
 MOST_EVENTS = 200_000
+BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,21 @@ class StatsCollector:
         )
         return RunnerStats(self.delivered, time.monotonic() - self._began, workers)
 
+    def draw_timeline(self, width: int) -> str:
+        """Draw how busy each worker was over time, from the first to the last of what was kept."""
+        if not self._events:
+            return ""
+        began = min(timing.began for *_, timing in self._events)
+        ended = max(timing.began + timing.worked_s for *_, timing in self._events)
+        step = max(ended - began, 1e-9) / width
+        busy = [[0.0] * width for _ in self.devices]
+        for worker, _, _, timing in self._events:
+            at, end = (timing.began - began) / step, (timing.began + timing.worked_s - began) / step
+            for column in range(int(at), min(int(end) + 1, width)):
+                busy[worker][column] += max(0.0, min(end, column + 1) - max(at, column))
+        head = f"{len(busy)} workers over {ended - began:.2f} s, how busy:"
+        return "\n".join([head, *(f"  {worker:3} {_bars(row)}" for worker, row in enumerate(busy))])
+
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what was kept in the Chrome trace format."""
         events: list[dict[str, Any]] = [
@@ -169,3 +185,7 @@ class StatsCollector:
                 }
             )
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _bars(shares: list[float]) -> str:
+    return "".join(BARS[min(round(share * (len(BARS) - 1)), len(BARS) - 1)] for share in shares)

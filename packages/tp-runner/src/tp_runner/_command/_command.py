@@ -1,5 +1,7 @@
 """The command ``tp run``: a batch of items through a runner, from files to a file, with resume."""
 
+import collections
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -8,8 +10,10 @@ from typing import Annotated, Any
 import typer
 from tp_core.errors import ConfigError
 
+from tp_runner._command._images import with_images
 from tp_runner._command._journal import Journal
 from tp_runner._command._readers import FORMATS, Record, read
+from tp_runner._command._tables import is_folder, journal_of, write_table
 from tp_runner._runner import OrderedRunner, UnorderedRunner
 
 __all__ = ["app"]
@@ -25,14 +29,15 @@ def run(
         typer.Option("--input", help="A file, a pattern, a directory, or - for standard input; repeatable."),
     ],
     output: Annotated[
-        Path, typer.Option(help="Where results go, one JSON object on each line; - for standard output.")
+        Path,
+        typer.Option(help="NAME.jsonl, NAME.csv, NAME.parquet, a folder for images, or - for JSON lines."),
     ],
     more: Annotated[
         list[str] | None, typer.Argument(help="More input files, as a shell expands a pattern.")
     ] = None,
     devices: Annotated[str, typer.Option(help="auto, a number of CPU workers, or cuda:0,cuda:1")] = "auto",
     form: Annotated[
-        str, typer.Option("--format", help="jsonl, lines or files; auto goes by the name.")
+        str, typer.Option("--format", help=f"{', '.join(FORMATS)}; auto goes by the name.")
     ] = "auto",
     batch: Annotated[int | None, typer.Option(help="Items that the runner gets at once.")] = None,
     max_retries: Annotated[int, typer.Option(help="How often a failed item is tried again.")] = 0,
@@ -41,24 +46,33 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Write errors in place of results and go on.")
     ] = False,
-    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Where to write what each worker did when, for a trace viewer.")
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar, and at the end a summary.")] = True,
 ) -> None:
     """Run every item of the input through a runner.
 
-    Each line of the output has the item's source and number and its result. Called again after an
-    interruption, the command goes on where it was: no item is lost or done twice in the output, and
-    items that failed are tried again. Its exit status is 1 if items failed.
+    Each line or row of the output has the item's source and number and its result. Called again after an
+    interruption, the command goes on where it was: no item is lost or done twice in the output. Items that
+    failed are tried again, those that are others now are done again. The exit status is 1 if items failed.
     """
     if form not in FORMATS:
         msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}"
         raise ConfigError(msg)
+    folder = output if is_folder(output) else None
+    if folder is not None and form not in {"images", "files"}:
+        msg = f"--output {output} is a folder, which takes one picture for each file: give --format images"
+        raise ConfigError(msg)
     kind = _load(runner)
-    paths = [*inputs, *(more or [])]
-    with Journal(output) as journal:
-        records: list[Record] = []  # those on their way, oldest first
+    if form == "images" or folder is not None:
+        kind = _of_images(kind, reads=form == "images", folder=folder, batched=batch is not None)
+    paths, file = [*inputs, *(more or [])], journal_of(output)
+    with Journal(file) as journal:
+        records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
 
         def items() -> Any:
-            for record in read(paths, form, output=output):
+            for record in read(paths, form, output=file if folder is None else output):
                 if not journal.has(record):
                     records.append(record)
                     yield record.item
@@ -71,18 +85,29 @@ def run(
             on_error="return" if keep_going else "raise",
             timeout_s=timeout_s,
             progress=progress,
+            timeline=True,
         ) as running:
-            n_failed = 0
             for result in running.stream(items()):
-                n_failed += journal.write(records.pop(0), result)
-        again = f" ({journal.n_again} had failed before)" if journal.n_again else ""
-        typer.echo(
-            f"{journal.n_before} done before, {journal.n_now} now{again}, "
-            f"{n_failed} of them failed: {output}",
-            err=True,
-        )
-    if n_failed:
+                journal.write(records.popleft(), result, keep_going=keep_going)
+            if timeline is not None:
+                running.write_timeline(timeline)
+            if progress and journal.n_now:
+                typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
+    write_table(file, output)
+    _report(journal, output)
+    if journal.n_failed:
         raise typer.Exit(1)
+
+
+def _report(journal: Journal, output: Path) -> None:
+    again = [
+        f"{count} had {what} before"
+        for count, what in ((journal.n_again, "failed"), (journal.n_replaced, "been others"))
+        if count
+    ]
+    note = f" ({', '.join(again)})" if again else ""
+    counts = f"{journal.n_before} done before, {journal.n_now} now{note}, {journal.n_failed} of them failed"
+    typer.echo(f"{counts}: {output}", err=True)
 
 
 def _load(name: str) -> type[OrderedRunner]:
@@ -110,6 +135,18 @@ def _load(name: str) -> type[OrderedRunner]:
         return type("Run", (OrderedRunner,), {"producer_work": work})
     msg = f"{name!r} is neither a runner class nor a function, but {found!r}"
     raise ConfigError(msg)
+
+
+def _of_images(
+    kind: type[OrderedRunner], *, reads: bool, folder: Path | None, batched: bool
+) -> type[OrderedRunner]:
+    """Return a runner like another one, which gets or makes pictures where this one has files."""
+
+    def work(device: str, cfg: Any, item: Any) -> Any:
+        inner = functools.partial(kind.producer_work, device, cfg)
+        return with_images(inner, reads=reads, folder=folder, batched=batched)(item)
+
+    return type("Run", (kind,), {"producer_work": staticmethod(work)})
 
 
 def _devices(text: str) -> Any:

@@ -2,8 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tp_core.errors import StateError
 
@@ -12,26 +13,39 @@ from tp_runner._command._readers import Record
 __all__ = ["Journal"]
 
 
+class _Line(NamedTuple):
+    """What a line of the file says, beside the result itself."""
+
+    key: tuple[str, int]
+    digest: str | None
+    is_done: bool
+
+
 class Journal:
-    """One JSON object on each line: source, line, and result or error.
+    """One JSON object on each line: source, line, a digest of the item, and result or error.
 
     The results are the record of what is done, so the two can never contradict each other. A line
     that an interruption cut off, and those of items that failed, are removed when the file is opened
-    again: such items are still to be done. With ``-`` results go to standard output, and nothing is
-    done before.
+    again: such items are still to be done. An item that is another one now is done again, and its old line
+    removed at the end. With ``-`` results go to standard output, and nothing is done before.
 
     Attributes:
         n_before: How many items were done before.
         n_again: How many had failed before, and are tried again.
+        n_replaced: How many were done before, and are others now.
         n_now: How many lines were written.
+        n_failed: How many of those are errors.
     """
 
     def __init__(self, path: Path) -> None:
         self.n_before = 0
         self.n_again = 0
+        self.n_replaced = 0
         self.n_now = 0
+        self.n_failed = 0
         self._path = path
-        self._done: set[tuple[str, int]] = set()
+        self._done: dict[tuple[str, int], str | None] = {}
+        self._has_stale = False
 
     def __enter__(self) -> Self:
         if str(self._path) == "-":
@@ -46,69 +60,99 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+        if self._has_stale:
+            self._keep(lambda line: line.digest in {None, self._done.get(line.key, line.digest)})
 
     def _read_back(self) -> None:
-        end, failed = 0, set[int]()
+        """Take note of what is done; leave only that in the file."""
+        end = 0
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
                     break
-                if not self._note(line, number):
-                    failed.add(number)
-                end += len(line)
+                line = self._parsed(text, number)
+                if line.is_done:
+                    self._has_stale |= line.key in self._done
+                    self._done[line.key] = line.digest
+                else:
+                    self.n_again += 1
+                end += len(text)
         os.truncate(self._path, end)
-        self.n_again = len(failed)
-        if failed:
-            kept = self._path.with_name(f".{self._path.name}.kept")
-            with self._path.open("rb") as file, kept.open("wb") as new:
-                new.writelines(line for number, line in enumerate(file, 1) if number not in failed)
-                new.flush()
-                os.fsync(new.fileno())
-            kept.replace(self._path)
+        if self.n_again:
+            self._keep(lambda line: line.is_done)
+
+    def _keep(self, is_kept: Callable[[_Line], bool]) -> None:
+        """Leave only some lines in the file, in one step."""
+        kept = self._path.with_name(f".{self._path.name}.kept")
+        with self._path.open("rb") as file, kept.open("wb") as new:
+            new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parsed(text, i)))
+            new.flush()
+            os.fsync(new.fileno())
+        kept.replace(self._path)
 
     def has(self, record: Record) -> bool:
         """Whether the result of a record is in the file."""
-        return _key(record.source, record.line) in self._done
+        key = _key(record.source, record.line)
+        if key not in self._done:
+            return False
+        if self._done[key] in {None, record.digest}:
+            return True
+        self.n_replaced += 1
+        return False
 
-    def write(self, record: Record, result: Any) -> bool:
-        """Add the result of a record; return whether it is an error.
+    def write(self, record: Record, result: Any, *, keep_going: bool) -> None:
+        """Add the result of a record, or the error in its place.
 
         Raises:
-            StateError: The result cannot be written as JSON.
+            StateError: The result cannot be written as JSON, and nothing is to stand in its place.
         """
-        entry: dict[str, Any] = {"source": record.source, "line": record.line}
-        failed = isinstance(result, BaseException)
-        entry["error" if failed else "result"] = str(result) if failed else result
-        try:
-            line = json.dumps(entry, default=_plain)
-        except (TypeError, ValueError) as error:
-            msg = (
-                f"the result of line {record.line} of {record.source} cannot be written as JSON: "
-                f"{error}; return numbers, text, lists, dictionaries, tensors or arrays"
-            )
-            raise StateError(msg) from error
+        entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
+        if isinstance(result, BaseException):
+            line = json.dumps({**entry, "error": _described(result)})
+            self.n_failed += 1
+        else:
+            try:
+                line = json.dumps({**entry, "result": result}, default=_plain, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                msg = (
+                    f"the result of line {record.line} of {record.source} cannot be written as JSON: "
+                    f"{error}; return finite numbers, text, lists, dictionaries, tensors or arrays"
+                )
+                if not keep_going:
+                    raise StateError(msg) from error
+                self.write(record, StateError(msg), keep_going=True)
+                return
         # One write of a whole line: a line is there or it is not, even if this process is killed.
         os.write(self._fd, line.encode() + b"\n")
         self.n_now += 1
-        return failed
+        key = _key(record.source, record.line)
+        if key in self._done:
+            self._done[key] = record.digest
+            self._has_stale = True
 
-    def _note(self, line: bytes, number: int) -> bool:
-        """Take note of a line; return whether its item is done."""
+    def _parsed(self, text: bytes, number: int) -> _Line:
         try:
-            entry = json.loads(line)
+            entry = json.loads(text)
             key = _key(entry["source"], entry["line"])
-            is_done = "error" not in entry
-        except (ValueError, KeyError, TypeError) as error:
+            return _Line(key, entry.get("input"), "error" not in entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             msg = f"line {number} of {self._path} was not written by this command; take another file"
             raise StateError(msg) from error
-        if is_done:
-            self._done.add(key)
-        return is_done
 
 
 def _key(source: str, line: int) -> tuple[str, int]:
     """Return what an item is known by, however its file is spelled."""
     return os.path.realpath(source), line
+
+
+def _described(error: BaseException) -> dict[str, str]:
+    """Return the type and the message of what the work raised, and where."""
+    cause = error.__cause__ or error
+    return {
+        "type": getattr(error, "type_name", "") or type(error).__name__,
+        "message": str(cause).partition("\n\nTraceback in the worker")[0],
+        "traceback": getattr(error, "remote_traceback", ""),
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -421,10 +421,21 @@ class RunnerPool:
         Raises:
             ConfigError: The pool was opened without ``timeline=True``.
         """
+        self._kept_timeline().write_timeline(path)
+
+    def draw_timeline(self, width: int = 72) -> str:
+        """Return a picture in text of how busy each worker was when.
+
+        Raises:
+            ConfigError: The pool was opened without ``timeline=True``.
+        """
+        return self._kept_timeline().draw_timeline(width)
+
+    def _kept_timeline(self) -> StatsCollector:
         if not self.settings.timeline:
             msg = "nothing was kept for a timeline; open the runner with timeline=True"
             raise ConfigError(msg)
-        self._collector.write_timeline(path)
+        return self._collector
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def _dumped_traceback(trace: types.TracebackType | None) -> dict[str, Any] | Non
     with contextlib.suppress(Exception):  # a frame may have anything in its names
         import tblib
 
-        return tblib.Traceback(trace).to_dict() if trace is not None else None  # type: ignore[no-any-return]
+        return tblib.Traceback(trace).to_dict() if trace is not None else None
     return None
 
 
@@ -195,7 +195,7 @@ def _loaded_traceback(trace: dict[str, Any] | None) -> types.TracebackType | Non
     with contextlib.suppress(Exception):  # as above
         import tblib
 
-        return tblib.Traceback.from_dict(trace).as_traceback() if trace else None  # type: ignore[no-any-return]
+        return tblib.Traceback.from_dict(trace).as_traceback() if trace else None
     return None
 
 

@@ -1,0 +1,309 @@
+"""Stages that pass items to each other, each on workers that they share or have for themselves."""
+
+import contextlib
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from tp_core.errors import ConfigError
+
+from tp_runner._batching import Batching
+from tp_runner._devices import resolve
+from tp_runner._engines import PoolFactory
+from tp_runner._options import RunnerOptions
+from tp_runner._scheduling._pool import OpenRun, RunnerPool
+from tp_runner._stream import ResultStream
+from tp_runner._workers._stages import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
+from tp_runner.errors import ItemError
+
+if TYPE_CHECKING:
+    from tp_core import DeviceSpec
+
+__all__ = ["Pipeline", "StageStats"]
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What went through one stage of a pipeline's newest stream.
+
+    Attributes:
+        name: Its name.
+        devices: The devices of its workers.
+        is_shared: Whether other stages use these workers, too.
+        taken: How many items it has taken.
+        given: How many results it has given.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    is_shared: bool
+    taken: int = 0
+    given: int = 0
+
+
+class Pipeline:
+    """Stages in a row: what one gives is what the next one takes, while all of them work.
+
+    Every stage reads only so far ahead as its workers need, so that a slow one holds up those before it,
+    down to the input. Stages that name no devices share one set of workers and take turns on it. A stage with
+    ``devices`` or ``n_workers`` has workers of its own. A pipeline is not changed by adding a stage: a longer
+    one is returned. The workers start with the first stream and end with :meth:`close`.
+
+    Args:
+        devices: Those of the workers that stages share, as for a runner.
+        n_workers: How many CPU workers, in place of ``devices``.
+        engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"`` or ``"ray"``.
+        ordered: Whether results come in the order of the items or as they come.
+        progress: Whether streams show a table of what is where.
+        options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
+            ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
+
+    Example:
+        >>> pipeline = Pipeline(n_workers=2, engine="thread").flat_map(range).filter(bool).map(str)
+        >>> with pipeline:
+        ...     list(pipeline.stream([3, 2]))
+        ['1', '2', '1']
+    """
+
+    def __init__(
+        self,
+        devices: "DeviceSpec" = None,
+        *,
+        n_workers: int | None = None,
+        engine: str = "process",
+        ordered: bool = True,
+        progress: bool = False,
+        **options: Unpack[RunnerOptions],
+    ) -> None:
+        for name in ("batch", "collate", "max_wait_s"):
+            if options.get(name) is not None:
+                msg = (
+                    f"{name}={options.get(name)!r} is given to the stage of a pipeline that works on batches"
+                )
+                raise ConfigError(msg)
+        self._engine = engine
+        self._ordered = ordered
+        self._progress = progress
+        self._options = options
+        self._devices = self._resolved(devices, n_workers)
+        self._stages: list[Stage] = []
+        self._stats: list[StageStats] = []
+        self._pools: dict[int, RunnerPool] = {}  # of each stage
+        self._lock = threading.Lock()
+
+    def _resolved(self, devices: Any, n_workers: int | None) -> tuple[str, ...]:
+        return resolve(devices, n_workers=n_workers, elsewhere=self._engine == "ray")
+
+    # -- stages --------------------------------------------------------------------------------
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *,
+        init: Callable[[str], Any] | None = None,
+        batch: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        devices: "DeviceSpec" = None,
+        n_workers: int | None = None,
+        name: str = "",
+    ) -> Self:
+        """Return this pipeline with one more stage, which gives one result for each item.
+
+        Args:
+            function: Applied to each item; with ``init``, to the worker's state and the item; with ``batch``,
+                to batches of items.
+            init: Makes the state of a worker, given its device as a string.
+            batch: How many items the function gets at once; the last batch may be smaller.
+            collate: Makes a batch of a list of items.
+            devices: Those of workers of its own.
+            n_workers: How many CPU workers of its own, in place of ``devices``.
+            name: What it is called; by default like the function.
+        """
+        batching = None
+        if batch is not None:
+            if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+                msg = f"batch must be a whole number of at least 1, got {batch!r}"
+                raise ConfigError(msg)
+            batching = Batching(batch, collate)
+        return self._with(MAP, function, init, batching, devices, n_workers, name)
+
+    def flat_map(
+        self,
+        function: Callable[..., Iterable[Any]],
+        *,
+        init: Callable[[str], Any] | None = None,
+        devices: "DeviceSpec" = None,
+        n_workers: int | None = None,
+        name: str = "",
+    ) -> Self:
+        """Return this pipeline with a stage whose function returns any number of results for an item."""
+        return self._with(FLAT_MAP, function, init, None, devices, n_workers, name)
+
+    def filter(
+        self,
+        function: Callable[..., Any],
+        *,
+        init: Callable[[str], Any] | None = None,
+        devices: "DeviceSpec" = None,
+        n_workers: int | None = None,
+        name: str = "",
+    ) -> Self:
+        """Return this pipeline with a stage that passes on the items for which the function is true."""
+        return self._with(FILTER, function, init, None, devices, n_workers, name)
+
+    def _with(
+        self,
+        kind: str,
+        function: Callable[..., Any],
+        init: Callable[[str], Any] | None,
+        batching: Batching | None,
+        devices: Any,
+        n_workers: int | None,
+        name: str,
+    ) -> Self:
+        own = None if devices is None and n_workers is None else self._resolved(devices, n_workers)
+        name = name or getattr(function, "__name__", type(function).__name__)
+        longer = copy.copy(self)
+        longer._stages = [*self._stages, Stage(name, kind, function, init, batching, own)]
+        longer._stats, longer._pools, longer._lock = [], {}, threading.Lock()
+        return longer
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def stream(self, items: Iterable[Any]) -> ResultStream:
+        """Return an iterator over what the last stage gives; closing it early ends all stages.
+
+        Raises:
+            WorkerError: The work on an item raised, or a worker's start; a note says in which stage.
+            WorkerDiedError: A worker died, and was not started again.
+        """
+        if not self._stages:
+            msg = "a pipeline needs a stage: add one with map, flat_map or filter"
+            raise ConfigError(msg)
+        self._open()
+        runs: list[OpenRun] = []
+        self._stats = stats = [
+            StageStats(stage.name, stage.devices or self._devices, stage.devices is None)
+            for stage in self._stages
+        ]
+        chunks: Iterator[list[Any]] = iter(())
+        taken: Iterable[Any] = items
+        for place, stage in enumerate(self._stages):
+            chunks = self._results(place, stage, taken, runs, stats[place])
+            taken = itertools.chain.from_iterable(chunks)
+        if self._progress:
+            from tp_runner._progress import with_table
+
+            chunks = with_table(chunks, stats)
+
+        def end() -> None:
+            for run in reversed(runs):
+                run.end()
+
+        def cancel() -> None:
+            for run in reversed(runs):
+                run.cancel()
+
+        def steps() -> Generator[list[Any], None, None]:
+            try:
+                yield from chunks
+            finally:
+                end()
+
+        generator = steps()
+
+        def close() -> None:
+            with contextlib.suppress(ValueError):  # another thread reads it, and notices
+                generator.close()
+            end()
+
+        return ResultStream.over(generator, close, cancel)
+
+    def _results(
+        self, place: int, stage: Stage, items: Iterable[Any], runs: list[OpenRun], stats: StageStats
+    ) -> Generator[list[Any], None, None]:
+        """Yield lists of what one stage gives, which starts to work when it is first asked."""
+        run = self._pools[place].open_run(_payloads(place, stage, items, stats), ordered=self._ordered)
+        runs.append(run)
+        try:
+            for answers in run.chunks:
+                given: list[Any] = []
+                for answer in answers:
+                    if isinstance(answer, ItemError):
+                        answer.add_note(_note(stage))
+                        given.append(answer)
+                    else:
+                        given += answer
+                stats.given += len(given)
+                yield given
+        except ItemError as error:
+            if not getattr(error, "__notes__", ()):  # it passes the later stages, too
+                error.add_note(_note(stage))
+            raise
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """Return what has gone through each stage of the newest stream so far."""
+        return tuple(copy.copy(entry) for entry in self._stats)
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._pools:
+                return
+            numbered = dict(enumerate(self._stages))
+            # Whoever asks does the work, where there are no workers: stages cannot take turns on one pool.
+            own = {p: s for p, s in numbered.items() if s.devices is not None or self._engine == "inline"}
+            shared = {place: stage for place, stage in numbered.items() if place not in own}
+            try:
+                for place, stage in own.items():
+                    self._pools[place] = self._pool({place: stage}, stage.devices or self._devices)
+                if shared:
+                    self._pools |= dict.fromkeys(shared, self._pool(shared, self._devices))
+            except BaseException:
+                self._close(timeout_s=0.0)
+                raise
+
+    def _pool(self, stages: dict[int, Stage], devices: tuple[str, ...]) -> Any:
+        return PoolFactory(self._engine, StagesProgram(stages), devices, self._options).open()
+
+    def close(self, *, timeout_s: float = 60.0) -> None:
+        """End the workers; the next stream starts new ones. Again, it does nothing."""
+        with self._lock:
+            self._close(timeout_s=timeout_s)
+
+    def _close(self, *, timeout_s: float) -> None:
+        pools, self._pools = self._pools, {}
+        with contextlib.ExitStack() as closing:  # all of them, whatever one raises
+            for pool in dict.fromkeys(pools.values()):
+                closing.callback(pool.close, timeout_s=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(timeout_s=60.0 if kind is None else 0.0)
+
+    def __del__(self) -> None:
+        for pool in dict.fromkeys(getattr(self, "_pools", {}).values()):
+            pool.drop()
+
+
+def _payloads(place: int, stage: Stage, items: Iterable[Any], stats: StageStats) -> Iterator[tuple[int, Any]]:
+    """Yield what travels to the workers of a stage."""
+    iterator = iter(items)
+    if stage.batching is None:
+        for item in iterator:
+            stats.taken += 1
+            yield place, item
+        return
+    while part := list(itertools.islice(iterator, stage.batching.size)):
+        stats.taken += len(part)
+        yield place, part
+
+
+def _note(stage: Stage) -> str:
+    return f"in the stage {stage.name!r} of the pipeline"

@@ -1,0 +1,75 @@
+"""What a worker of a pipeline runs: the work of every stage that it belongs to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_runner._batching import Batching
+from tp_runner.errors import ItemError
+
+__all__ = ["FILTER", "FLAT_MAP", "MAP", "Stage", "StagesProgram"]
+
+MAP, FLAT_MAP, FILTER = "map", "flat_map", "filter"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of a pipeline.
+
+    Attributes:
+        name: What it is called in tables and errors.
+        kind: ``MAP``, ``FLAT_MAP`` or ``FILTER``: how many results an item has.
+        function: The work.
+        init: Makes a worker's state, given its device.
+        batching: How items are put together.
+        devices: The devices of workers of its own; ``None`` for those that stages share.
+    """
+
+    name: str
+    kind: str
+    function: Callable[..., Any]
+    init: Callable[[str], Any] | None
+    batching: Batching | None
+    devices: tuple[str, ...] | None
+
+
+class StagesProgram:
+    """The work of one or more stages; an item says which of them it is for."""
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._stages = stages
+
+    def __call__(self, device: str) -> Callable[[tuple[int, Any]], list[Any]]:
+        """Start: make the states."""
+        works = {place: _bound(stage, device) for place, stage in self._stages.items()}
+
+        def work(payload: tuple[int, Any]) -> list[Any]:
+            place, item = payload
+            return works[place](item)
+
+        return work
+
+
+def _bound(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
+    """Return what makes the list of results of an item, or of a list of items that are a batch."""
+    function: Callable[[Any], Any] = stage.function
+    if stage.init is not None:
+        state, with_state = stage.init(device), stage.function
+        function = lambda item: with_state(state, item)  # noqa: E731 - it is the same as the one above
+    batching = stage.batching
+
+    def work(item: Any) -> list[Any]:
+        if isinstance(item, ItemError):
+            return [item]  # what failed before passes by
+        if stage.kind == FLAT_MAP:
+            return list(function(item))
+        if stage.kind == FILTER:
+            return [item] if function(item) else []
+        return [function(item)]
+
+    def work_on_batch(items: list[Any]) -> list[Any]:
+        good = [item for item in items if not isinstance(item, ItemError)]
+        results = iter(batching.split(function(batching.join(good)), len(good)) if batching and good else ())
+        return [item if isinstance(item, ItemError) else next(results) for item in items]
+
+    return work if batching is None else work_on_batch

@@ -1,0 +1,146 @@
+"""``tp run``: kinds of input and output, and input that is another one at the next run."""
+
+import csv
+import gzip
+import json
+
+import pytest
+from PIL import Image
+from tp_core.errors import ConfigError
+from tp_runner._command._command import app
+from tp_runner._command._readers import read
+from typer.testing import CliRunner
+
+MODULE = """
+from tp_runner import OrderedRunner
+
+def total(row):
+    return {"name": row["name"], "total": int(row["a"]) + int(row["b"])}
+
+def upper(line):
+    return line.upper()
+
+def half(number):
+    return float("nan") if number == 2 else number / 2
+
+def darker(picture):
+    assert picture.mode == "RGB"
+    return picture.point(lambda value: value // 2)
+
+class Sizes(OrderedRunner):
+    @staticmethod
+    def producer_work(device, cfg, pictures):
+        return [picture.size for picture in pictures]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    module = f"files_{abs(hash(tmp_path))}"  # each test's own
+    (tmp_path / f"{module}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def call(name, *arguments, exit_code=0):
+        always = ["--devices", "1", "--no-progress"]
+        done = CliRunner().invoke(app, [f"{module}:{name}", *arguments, *always])
+        assert done.exit_code == exit_code, (done.output, done.exception)
+        return done.output
+
+    return call
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_table_of_text_becomes_another(run, tmp_path):
+    (tmp_path / "in.csv").write_text('name,a,b\n"x, y",1,2\nz,3,4\n')
+    run("total", "--input", "in.csv", "--output", "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"source": "in.csv", "line": "1", "name": "x, y", "total": "3"},
+            {"source": "in.csv", "line": "2", "name": "z", "total": "7"},
+        ]
+    assert "2 done before, 0 now" in run("total", "--input", "in.csv", "--output", "out.csv")
+
+
+def test_parquet_is_read_and_written(run, tmp_path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    table = pyarrow.table({"name": ["x", "y"], "a": [1, 2], "b": [10, 20]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run("total", "--input", "in.parquet", "--output", "out.parquet")
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["line"], row["name"], row["total"]) for row in rows] == [(1, "x", 11), (2, "y", 22)]
+
+
+def test_compressed_lines_are_read(run, tmp_path):
+    with gzip.open(tmp_path / "in.txt.gz", "wt") as file:
+        file.write("a\nb\n")
+    run("upper", "--input", "in.txt.gz", "--output", "out.jsonl")
+    assert [row["result"] for row in rows_of(tmp_path / "out.jsonl")] == ["A", "B"]
+
+
+def test_workers_decode_pictures_and_encode_them(run, tmp_path):
+    (tmp_path / "in" / "more").mkdir(parents=True)
+    Image.new("L", (2, 3), 100).save(tmp_path / "in" / "a.png")
+    Image.new("RGB", (4, 5), (200, 0, 0)).save(tmp_path / "in" / "more" / "a.bmp")
+    (tmp_path / "in" / "notes.txt").write_text("no picture")
+    run("darker", "--input", "in", "--format", "images", "--output", "out")
+    with Image.open(tmp_path / "out" / "in" / "a.png") as picture:
+        assert picture.getpixel((0, 0)) == (50, 50, 50)
+    with Image.open(tmp_path / "out" / "in" / "more" / "a.bmp.png") as picture:
+        assert picture.getpixel((0, 0)) == (100, 0, 0)
+    again = run("darker", "--input", "in", "--format", "images", "--output", "out")
+    assert "2 done before, 0 now" in again
+    run("Sizes", "--input", "in", "--format", "images", "--output", "sizes.jsonl", "--batch", "8")
+    assert [row["result"] for row in rows_of(tmp_path / "sizes.jsonl")] == [[2, 3], [4, 5]]
+
+
+def test_replaced_input_is_done_again_and_nothing_else(run, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("a\nb\nc\n")
+    run("upper", "--input", "lines.txt", "--output", "out.jsonl")
+    path.write_text("a\nB2\nc\nd\n")
+    output = run("upper", "--input", "lines.txt", "--output", "out.jsonl")
+    assert "3 done before, 2 now (1 had been others before), 0 of them failed" in output
+    rows = sorted((row["line"], row["result"]) for row in rows_of(tmp_path / "out.jsonl"))
+    assert rows == [(1, "A"), (2, "B2"), (3, "C"), (4, "D")]
+    assert "4 done before, 0 now" in run("upper", "--input", "lines.txt", "--output", "out.jsonl")
+
+
+def test_a_result_that_is_not_json_is_a_failure_of_its_item(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text("1\n2\n3\n")
+    run("half", "--input", "in.jsonl", "--output", "out.jsonl", "--keep-going", exit_code=1)
+    one, two, three = rows_of(tmp_path / "out.jsonl")
+    assert (one["result"], three["result"]) == (0.5, 1.5)
+    assert "return finite numbers" in two["error"]["message"]
+
+
+def test_a_summary_and_a_timeline_are_there_at_the_end(run, tmp_path):
+    (tmp_path / "lines.txt").write_text("a\nb\n")
+    arguments = ["--input", "lines.txt", "--output", "out.jsonl", "--timeline", "trace.json"]
+    module = next(tmp_path.glob("files_*.py")).stem
+    done = CliRunner().invoke(app, [f"{module}:upper", *arguments, "--devices", "1"])
+    assert "2 results in" in done.output
+    assert "1 workers over" in done.output
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("out.xml", r"must end in .jsonl, .csv or .parquet"), ("pictures", r"give --format images")],
+)
+def test_an_output_of_no_known_kind_is_refused(tmp_path, monkeypatch, output, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("a\n")
+    done = CliRunner().invoke(app, ["json:dumps", "--input", "in.txt", "--output", output])
+    assert isinstance(done.exception, ConfigError)
+    assert message.replace("\\", "") in str(done.exception)
+
+
+def test_files_of_a_missing_extra_say_which(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    (tmp_path / "in.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pip install tp-runner\[files\]"):
+        list(read([str(tmp_path / "in.parquet")], "auto", output=tmp_path / "out"))

@@ -1,0 +1,173 @@
+"""Pipelines: several stages at work at once, with none or several results for an item."""
+
+import io
+import itertools
+import os
+import threading
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from tp_core.errors import ConfigError
+from tp_runner import Pipeline, RunCancelledError, WorkerDiedError, WorkerError
+
+ENGINES = [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}]
+IDS = ["process", "thread", "inline"]
+
+
+def _fails_at_3(item):
+    if item == 3:
+        raise ValueError("no three")
+    return item
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_stages_give_none_one_or_several_results_in_order(options):
+    pipeline = Pipeline(n_workers=2, **options).flat_map(range).filter(lambda x: x % 2).map(str)
+    expected = [str(x) for n in range(30) for x in range(n) if x % 2]
+    with pipeline:
+        assert list(pipeline.stream(range(30))) == expected
+        assert list(pipeline.stream(iter([4]))) == ["1", "3"]
+    assert list(pipeline.stream([2])) == ["1"]  # it starts again
+    pipeline.close()
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_a_stage_works_on_batches_with_a_state_on_workers_of_its_own(options):
+    def model(device):
+        return lambda batch: batch.sum(1)
+
+    def predict(state, batch):
+        assert batch.shape[0] in {1, 4}
+        return state(batch)
+
+    pipeline = (
+        Pipeline(n_workers=1, **options)
+        .map(lambda i: torch.full((3,), float(i)))
+        .map(predict, init=model, batch=4, n_workers=1)
+        .map(float)
+    )
+    with pipeline:
+        assert list(pipeline.stream(range(9))) == [3.0 * i for i in range(9)]
+        _, predicting, last = pipeline.stats()
+    assert (predicting.name, predicting.taken, predicting.given) == ("predict", 9, 9)
+    assert not predicting.is_shared
+    assert last.devices == ("cpu",)
+
+
+def test_a_slow_stage_holds_up_the_input():
+    def numbers():
+        for taken[0] in itertools.count(1):
+            yield taken[0]
+
+    taken = [0]
+    pipeline = Pipeline(n_workers=2, engine="thread", queue_scale=2).map(abs).map(abs).map(abs)
+    with pipeline:
+        results = pipeline.stream(numbers())
+        assert next(results) == 1
+        before = -1
+        while before != taken[0]:  # until it stands still, and it would not without a bound
+            before = taken[0]
+            assert before < 500
+            time.sleep(0.3)
+        results.close()
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_an_error_says_in_which_stage_and_ends_all(options):
+    pipeline = Pipeline(n_workers=2, **options).map(abs).map(_fails_at_3, name="check").map(abs)
+    with pipeline:
+        with pytest.raises(ValueError, match="no three") as caught:
+            list(pipeline.stream(range(10)))
+        assert caught.value.__notes__ == ["in the stage 'check' of the pipeline"]
+        assert list(pipeline.stream([1])) == [1]
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_a_returned_error_passes_by_the_later_stages(options):
+    pipeline = Pipeline(n_workers=2, on_error="return", **options)
+    pipeline = pipeline.map(_fails_at_3).filter(lambda x: True).map(lambda xs: [x * 2 for x in xs], batch=2)
+    with pipeline:
+        results = list(pipeline.stream(range(6)))
+    assert [r for r in results if isinstance(r, int)] == [0, 2, 4, 8, 10]
+    assert isinstance(results[3], WorkerError)
+    assert results[3].__notes__ == ["in the stage '_fails_at_3' of the pipeline"]
+
+
+def test_deaths_are_mended_where_that_is_allowed_and_told_otherwise(tmp_path):
+    def dies_once(path):
+        if not path.exists():
+            path.touch()
+            os._exit(3)
+        return path.name
+
+    def go(name, **options):
+        with Pipeline(n_workers=1, start_method="fork", **options).map(same).map(dies_once) as pipeline:
+            return list(pipeline.stream([name]))
+
+    def same(path):
+        return path
+
+    assert go(tmp_path / "a", max_restarts=3) == ["a"]
+    with pytest.raises(WorkerDiedError, match="exit status 3") as caught:
+        go(tmp_path / "b")
+    assert caught.value.__notes__ == ["in the stage 'dies_once' of the pipeline"]
+
+
+def test_a_pipeline_is_cancelled_from_another_thread():
+    def endless():
+        yield 1
+        block.wait(200)
+
+    block = threading.Event()
+    with Pipeline(n_workers=1, engine="thread").map(abs).map(abs) as pipeline:
+        results = pipeline.stream(endless())
+        assert next(results) == 1
+        canceller = threading.Timer(0.05, results.cancel)
+        canceller.start()
+        with pytest.raises(RunCancelledError):
+            next(results)
+        block.set()
+        canceller.join()
+
+
+def test_errors_of_the_input_come_after_the_results():
+    def items():
+        yield 1
+        raise OSError("the disk")
+
+    with Pipeline(n_workers=1, engine="thread").map(abs).map(abs) as pipeline:
+        results = pipeline.stream(items())
+        assert next(results) == 1
+        with pytest.raises(OSError, match="the disk"):
+            next(results)
+
+
+def test_results_may_come_as_they_are_ready():
+    with Pipeline(n_workers=2, engine="thread", ordered=False).flat_map(range).map(str) as pipeline:
+        assert sorted(pipeline.stream([3, 2, 1])) == ["0", "0", "0", "1", "1", "2"]
+
+
+def test_a_table_shows_the_stages(monkeypatch):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80)
+    monkeypatch.setattr("rich.live.get_console", lambda: console)
+    with Pipeline(n_workers=2, engine="thread", progress=True).map(abs).filter(bool, name="keep") as pipeline:
+        assert list(pipeline.stream([0, 1, 2])) == [1, 2]
+    assert "keep" in text.getvalue()
+    assert "2 cpu, shared" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pipeline(batch=2), "batch=2 is given to the stage"),
+        (lambda: Pipeline(engine="thread").map(abs, batch=0), "batch must be a whole number"),
+        (lambda: Pipeline(engine="thread").stream([1]), "a pipeline needs a stage"),
+        (lambda: Pipeline(engine="thread", timeout_s=1).map(abs).stream([1]), "no use for timeout_s"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
