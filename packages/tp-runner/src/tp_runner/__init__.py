@@ -13,7 +13,7 @@ The way of an item, and the files that it passes::
     _scheduling/                             whoever waits for results does all of this, for every run
         Source.take                          _source: lists at once, anything else through a thread
         Run.next_chunk                       _run: bounds, order;  _chunking: how many items travel together
-        RunnerPool._dispatch                 _pool: the runs take turns;  _assignments: who has what
+        Scheduler.dispatch                   _scheduler: the runs take turns;  _assignments: who has what
         |  ^
         v  |  Chunk  /  Done, Ready, Died    _workers/_events: all that passes between the two rooms
     _workers/                                _fleet: what every kind of worker can do
@@ -29,7 +29,7 @@ The way of an item, and the files that it passes::
             ReplyWriter                      _replies: results, log records, failures
         |  ^
         v  |
-    RunnerPool._on_events
+    Scheduler._on_events
         a failure, death or timeout          _retries: a pure policy; facts in, a decision out
         a worker that has done enough        _recycling
         Run.next_finished                    in order, or as it comes
@@ -40,11 +40,10 @@ The way of an item, and the files that it passes::
 ``tp run`` is in :mod:`tp_runner._command`; easycore's spellings are in :mod:`tp_runner.compat`.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from tp_core.internal import lazy_exports
-
-from tp_runner._platform import warn_of_platform
 
 if TYPE_CHECKING:
     from tp_runner import compat, errors
@@ -94,7 +93,10 @@ __all__ = [
     "worker",
 ]
 
-warn_of_platform()
+if sys.platform == "win32":
+    from tp_runner._platform import warn_of_platform
+
+    warn_of_platform()
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(

@@ -1,17 +1,13 @@
 """Workers that are processes: two pipes each, one loop, one piece of shared memory."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import pickle
 import select
 import signal
-import sys
 import time
 from typing import Any
-
-from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
 from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
@@ -21,22 +17,15 @@ from tp_runner._workers._logging import handle_record
 from tp_runner._workers._process import _fd_inheritance, _wire
 from tp_runner._workers._process._codec import Codec
 from tp_runner._workers._process._handle import WorkerHandle
-from tp_runner._workers._process._inheritance import collect_descriptors
+from tp_runner._workers._process._limits import check_start
 from tp_runner._workers._process._replies import HELD
 from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool
-from tp_runner._workers._process._stored_program import store_program
+from tp_runner._workers._process._stored_program import pack_program
 from tp_runner._workers._process._vitals import count_oom_kills, private_memory
-from tp_runner._workers._program import dump_program
-from tp_runner._workers._program_pickle import LARGE
-from tp_runner._workers._setup import depth
 from tp_runner._workers._work import IDLE
 from tp_runner.errors import ItemError
 
 __all__ = ["ProcessFleet"]
-
-
-DEEPEST = 10
-"""Workers that start runners whose workers start runners ... are refused from here on."""
 
 
 class ProcessFleet(Fleet):
@@ -47,32 +36,13 @@ class ProcessFleet(Fleet):
     """
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
-        _require_forkable(devices, settings)
-        if depth() >= DEEPEST:
-            msg = (
-                f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
-                "starts runners at import time does that without an end: put it under "
-                "if __name__ == '__main__'"
-            )
-            raise ConfigError(msg)
+        check_start(devices, settings)
+        packed = pack_program(program, devices, settings)
         self.devices = devices
-        self._settings = settings
-        self._program = program
-        self._passed: list[int] = []
-        if settings.start_method != "fork":
-            buffers: list[memoryview] = []
-            with collect_descriptors(self._passed):
-                self._program = payload = dump_program(program, buffers)
-            found: tuple[str, ...] = ()
-            if settings.seed is not None:
-                found = ("numpy", "torch")
-            elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
-                found = ("torch",)
-            # Imported once by the fork server instead of once by each worker.
-            self._settings = dataclasses.replace(settings, preload=(*settings.preload, *found))
+        self._settings = packed.settings
+        self._passed = packed.descriptors
         self._memory = SharedMemoryPool()
-        if settings.start_method != "fork" and (buffers or len(payload) > LARGE):
-            self._program = store_program(self._memory, payload, buffers)
+        self._program = packed.stored_in(self._memory)
         self._heartbeats = Heartbeats(len(devices))
         self._wake = _fd_inheritance.pipe()
         for fd in self._wake:
@@ -313,15 +283,3 @@ class ProcessFleet(Fleet):
             self._memory.free(block)
         timing = Timing(reply.began, reply.waited_s, reply.worked_s, reply.sent_s)
         return Done(handle.worker, reply.seq, results, failed, timing, nbytes)
-
-
-def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
-    if settings.start_method == "fork" and any(device.startswith("cuda") for device in devices):
-        import torch
-
-        if torch.cuda.is_initialized():
-            msg = (
-                "start_method='fork' with CUDA devices needs a parent that has not used CUDA, and "
-                "this one has; take 'forkserver' or 'spawn'"
-            )
-            raise ConfigError(msg)

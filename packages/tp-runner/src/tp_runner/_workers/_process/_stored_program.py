@@ -1,13 +1,62 @@
 """A program in shared memory: every worker maps it, and has for itself only the pages that it writes to."""
 
+import dataclasses
 import mmap
 import pickle
+import sys
 from typing import Any, NamedTuple
 
+from tp_runner._options import Settings
+from tp_runner._workers._process._inheritance import collect_descriptors
 from tp_runner._workers._process._shared_memory import SharedMemoryPool
 from tp_runner._workers._process._wire import align
+from tp_runner._workers._program import dump_program
+from tp_runner._workers._program_pickle import LARGE
 
-__all__ = ["StoredProgram", "load_program", "store_program"]
+__all__ = ["PackedProgram", "StoredProgram", "load_program", "pack_program"]
+
+
+class PackedProgram(NamedTuple):
+    """A program that is ready to travel.
+
+    Attributes:
+        program: Its pickle, or for a fork itself.
+        buffers: The large arrays and tensors in it, in order.
+        descriptors: The files that workers must be started with.
+        settings: The runner's, with what is imported once for all workers.
+    """
+
+    program: Any
+    buffers: list[memoryview]
+    descriptors: list[int]
+    settings: Settings
+
+    def stored_in(self, memory: SharedMemoryPool) -> Any:
+        """Return what a worker is sent: where it is in shared memory, if it is large."""
+        if self.buffers or (isinstance(self.program, bytes) and len(self.program) > LARGE):
+            return _store_program(memory, self.program, self.buffers)
+        return self.program
+
+
+def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> PackedProgram:
+    """Pickle a program, unless workers are forked and have it; see what is worth importing once.
+
+    Raises:
+        NotPicklableError: Something that it refers to cannot travel.
+    """
+    descriptors: list[int] = []
+    buffers: list[memoryview] = []
+    if settings.start_method == "fork":
+        return PackedProgram(program, buffers, descriptors, settings)
+    with collect_descriptors(descriptors):
+        payload = dump_program(program, buffers)
+    found: tuple[str, ...] = ()
+    if settings.seed is not None:
+        found = ("numpy", "torch")
+    elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
+        found = ("torch",)
+    settings = dataclasses.replace(settings, preload=(*settings.preload, *found))
+    return PackedProgram(payload, buffers, descriptors, settings)
 
 
 class StoredProgram(NamedTuple):
@@ -24,7 +73,7 @@ class StoredProgram(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-def store_program(memory: SharedMemoryPool, payload: bytes, buffers: list[memoryview]) -> StoredProgram:
+def _store_program(memory: SharedMemoryPool, payload: bytes, buffers: list[memoryview]) -> StoredProgram:
     """Put a pickle and its buffers into shared memory, where they stay."""
     places: list[tuple[int, int]] = []
     end = 0

@@ -1,0 +1,278 @@
+"""What whoever waits for results does for all runs of a pool: hands out chunks, takes in answers.
+
+There is no thread that schedules. One of those who wait sleeps on the workers' pipes, with the lock open; the
+others wait for its word.
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from tp_core.errors import TpError
+
+from tp_runner._options import Settings
+from tp_runner._scheduling._assignments import Assignments
+from tp_runner._scheduling._recycling import Recycling
+from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
+from tp_runner._scheduling._run import Run
+from tp_runner._scheduling._source import Source
+from tp_runner._stats import StatsCollector
+from tp_runner._workers._events import Chunk, Died, Done, Event
+from tp_runner._workers._fleet import Fleet
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Runs that take turns on a fleet of workers.
+
+    Attributes:
+        lock: Guards everything here. Waiting for the workers happens outside of it, in one thread.
+        runs: Those that are open.
+        collector: What the workers did.
+        is_paused: Whether no more items are handed out.
+    """
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.is_paused = False
+        self.collector = StatsCollector(fleet.devices, settings.timeline)
+        self.runs: collections.deque[Run] = collections.deque()
+        self.lock = threading.RLock()
+        self._assignments = Assignments(fleet)
+        self._recycling = Recycling(fleet, settings)
+        self._restarts_left = settings.max_restarts
+        self._failed_starts: collections.Counter[int] = collections.Counter()  # of each worker, in a row
+        self._late: dict[int, float] = {}  # workers killed for a slow item, and when that one began
+        self._n_runs = 0
+        self._changed = threading.Condition(self.lock)
+        self._waiter: int | None = None
+        self._needs_start = False
+        self._on_events(fleet.start())
+
+    def new_run(
+        self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
+    ) -> Run:
+        """Open a run, with all workers started."""
+        with self.lock:
+            self._on_events(self.fleet.poll())
+            self._on_events(self.fleet.start())
+            self._n_runs += 1
+            run = Run(
+                source,
+                self.fleet,
+                self._assignments,
+                self.settings,
+                number=self._n_runs,
+                ordered=ordered,
+                numbered=numbered,
+                on_error=on_error or self.settings.on_error,
+            )
+            self.runs.append(run)
+            return run
+
+    def steps(self, open_one: Callable[[], Run]) -> Generator[list[Any], None, None]:
+        """Yield lists of neighboring results of a run, which is opened when the first is asked for."""
+        run, clock = open_one(), time.monotonic
+        given: list[Any] = []
+        try:
+            while True:
+                step = self._step(run)
+                if step is None:
+                    return
+                given, error = step
+                step = None
+                if given:
+                    began = clock()
+                    yield given
+                    run.chunking.consumed(clock() - began)
+                if error is not None:
+                    raise error
+                given = []
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException:
+            # An interrupt may have come between reading a message and acting on it.
+            self.reset()
+            raise
+        finally:
+            given.clear()  # whoever holds a list that was not read to its end reads no further
+            with self.lock:
+                run.end()
+                if run in self.runs:
+                    self.runs.remove(run)
+                self.wake_all()
+
+    def _step(self, run: Run) -> tuple[list[Any], BaseException | None] | None:
+        """Return the next results of a run, and what to raise after them; ``None`` at its end."""
+        with self.lock:
+            while True:
+                run.check()
+                if self._needs_start:
+                    self._needs_start = False
+                    self._on_events(self.fleet.start())
+                chunk = run.next_finished()
+                if chunk is not None:
+                    if not self.fleet.direct and not run.is_stopping:
+                        self._on_events(self.fleet.poll())
+                        self.dispatch()
+                    given, error = run.outcome(chunk)
+                    self.collector.delivered += len(given)
+                    return given, error
+                if run.is_over():
+                    return None
+                self.dispatch()
+                if not run.has_finished() and run.awaits_results():
+                    self._wait()
+
+    def dispatch(self) -> None:
+        """Hand out chunks, one of each run in turn, as long as workers take more."""
+        fleet, assignments, runs = self.fleet, self._assignments, self.runs
+        most = fleet.most_credits
+        idle = 0  # so many runs in a row had nothing to hand out
+        while idle < len(runs) and not self.is_paused:
+            run = runs[0]
+            runs.rotate(-1)
+            idle += 1
+            if run.is_stopping:
+                continue
+            worker = assignments.idlest(run.number, min(run.credits(), most))
+            chunk = run.next_chunk(self._recycling.left(worker)) if worker is not None else None
+            if worker is None or chunk is None:
+                continue
+            idle = 0
+            before = chunk.nbytes
+            try:
+                assignments.send(worker, chunk)
+            except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
+                run.on_pickling_error(chunk, error)
+            else:
+                run.on_sent(chunk, before)
+                self._recycling.on_sent(worker, len(chunk.items))
+
+    def _wait(self) -> None:
+        """Wait until something may have happened, with the lock open."""
+        timeout_s = self._due_in()
+        if self._waiter is None:
+            self._waiter = threading.get_ident()
+            self.lock.release()
+            try:
+                self.fleet.wait(timeout_s)
+            finally:
+                self.lock.acquire()
+                self._waiter = None
+                self._changed.notify_all()
+        else:
+            self._changed.wait(timeout_s)
+        self._on_events(self.fleet.poll())
+        self._check_timeouts()
+
+    def wake_all(self) -> None:
+        """Have everybody who waits look again."""
+        self._changed.notify_all()
+        if self._waiter is not None:
+            self.fleet.wake()
+
+    def _on_events(self, events: list[Event]) -> None:
+        if not events:
+            return
+        runs = {run.number: run for run in self.runs}
+        for event in events:
+            if isinstance(event, Done):
+                chunk = self._assignments.arrived(event)
+                if chunk is not None:
+                    self._recycling.on_done(event.worker)
+                    self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
+                    if chunk.run in runs:  # or it was ended, and nobody wants this any more
+                        runs[chunk.run].on_done(chunk, event)
+            elif isinstance(event, Died):
+                self._on_death(event)
+        self.wake_all()
+
+    def _on_death(self, died: Died) -> None:
+        """Start a dead worker again, if that is allowed; tell the runs."""
+        worker = died.worker
+        self._recycling.on_end(worker)
+        if died.is_retired and died.failure is None:
+            self.fleet.revive(worker)
+            return
+        chunks = self._assignments.lost(worker)
+        self.collector.died(worker)
+        began = self._late.pop(worker, None)
+        if died.failure is not None:  # it was started again, and its start raised
+            for run in self.runs:
+                run.on_failed_start(_of(run, chunks), died, died.failure)
+            return
+        self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
+        may_start = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
+        is_revived = began is not None or may_start
+        if is_revived:
+            self._restarts_left -= began is None
+            self.fleet.revive(worker)
+        # The item for which a late worker was killed may just have ended: nobody is to blame then.
+        is_blameless = began is not None and died.began != began
+        death = Death(
+            died,
+            current=None if is_blameless else died.current,
+            is_timeout=began is not None,
+            is_revived=is_revived,
+            any_alive=is_revived or self._assignments.any_alive(),
+            held=(),
+        )
+        for run in self.runs:
+            run.on_worker_death(_of(run, chunks), death)
+
+    def _due_in(self) -> float | None:
+        """Return in how many seconds somebody must look, whatever happens."""
+        waits = [run.source.due_in() for run in self.runs]
+        limit = self.settings.timeout_s
+        if limit is not None and (busy := self._assignments.busy()):
+            now = time.monotonic()
+            waits.append(limit)
+            for worker in busy:
+                started = self.fleet.started(worker)
+                if started is not None and worker not in self._late:
+                    waits.append(max(started[1] + limit - now, 0.001))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _check_timeouts(self) -> None:
+        """Kill workers whose item has taken too long."""
+        limit = self.settings.timeout_s
+        if limit is None:
+            return
+        now = time.monotonic()
+        for worker in self._assignments.busy():
+            started = self.fleet.started(worker)
+            if started is not None and worker not in self._late and now - started[1] > limit:
+                self._late[worker] = started[1]
+                self.fleet.kill(worker)
+
+    def reset(self) -> None:
+        """Throw away what is on its way; runs other than the interrupted one start over with it."""
+        with self.lock:
+            self.fleet.reset()
+            self._late.clear()
+            chunks = self._assignments.all_lost()
+            for run in self.runs:
+                for chunk in _of(run, chunks):
+                    run.requeue(chunk)
+            self._needs_start = True
+            self.wake_all()
+
+    def close(self, reason: Callable[[], TpError], *, timeout_s: float) -> None:
+        """End every run and the workers."""
+        with self.lock:
+            for run in self.runs:
+                run.end(reason())
+            while self._waiter not in {None, threading.get_ident()}:
+                self.wake_all()
+                self._changed.wait(0.1)
+            self.wake_all()
+            self.fleet.close(timeout_s=timeout_s)
+
+
+def _of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
+    return [chunk for chunk in chunks if chunk.run == run.number]
