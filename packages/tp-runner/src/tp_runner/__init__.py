@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from tp_runner._joblib import register_joblib
     from tp_runner._map import map as map
     from tp_runner._options import RunnerOptions
-    from tp_runner._pipeline import Pipeline, StageStats
+    from tp_runner._pipeline import Pipeline
     from tp_runner._runner import OrderedRunner, UnorderedRunner
-    from tp_runner._stats import RunnerStats, WorkerStats
+    from tp_runner._stats import RunnerStats, StageStats, WorkerStats
     from tp_runner._stream import ResultStream
     from tp_runner._workers._identity import WorkerInfo, worker
     from tp_runner.errors import (
@@ -107,9 +107,9 @@ if not TYPE_CHECKING:
             "_joblib": ["register_joblib"],
             "_map": ["map"],
             "_options": ["RunnerOptions"],
-            "_pipeline": ["Pipeline", "StageStats"],
+            "_pipeline": ["Pipeline"],
             "_runner": ["OrderedRunner", "UnorderedRunner"],
-            "_stats": ["RunnerStats", "WorkerStats"],
+            "_stats": ["RunnerStats", "StageStats", "WorkerStats"],
             "_stream": ["ResultStream"],
             "_workers._identity": ["WorkerInfo", "worker"],
             "compat": [],

@@ -5,7 +5,6 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tp_core.errors import ConfigError
@@ -15,6 +14,7 @@ from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._pool import OpenRun, RunnerPool
+from tp_runner._stats import StageStats
 from tp_runner._stream import ResultStream
 from tp_runner._workers._stages import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
 from tp_runner.errors import ItemError
@@ -22,26 +22,7 @@ from tp_runner.errors import ItemError
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
 
-__all__ = ["Pipeline", "StageStats"]
-
-
-@dataclass(slots=True)
-class StageStats:
-    """What went through one stage of a pipeline's newest stream.
-
-    Attributes:
-        name: Its name.
-        devices: The devices of its workers.
-        is_shared: Whether other stages use these workers, too.
-        taken: How many items it has taken.
-        given: How many results it has given.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    is_shared: bool
-    taken: int = 0
-    given: int = 0
+__all__ = ["Pipeline"]
 
 
 class Pipeline:

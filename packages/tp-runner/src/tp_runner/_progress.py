@@ -16,8 +16,8 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tp_runner._pipeline import StageStats
     from tp_runner._scheduling._pool import RunnerPool
+    from tp_runner._stats import StageStats
 
 __all__ = ["with_progress", "with_table"]
 

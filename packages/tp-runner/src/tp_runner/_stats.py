@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_runner._workers._events import Timing
 
-__all__ = ["RunnerStats", "StatsCollector", "WorkerStats"]
+__all__ = ["RunnerStats", "StageStats", "StatsCollector", "WorkerStats"]
 
 MOST_EVENTS = 200_000
 BARS = " ▁▂▃▄▅▆▇█"
@@ -75,6 +75,25 @@ class RunnerStats:
             for w in self.workers
         ]
         return "\n".join([head, *lines])
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What went through one stage of a pipeline's newest stream.
+
+    Attributes:
+        name: Its name.
+        devices: The devices of its workers.
+        is_shared: Whether other stages use these workers, too.
+        taken: How many items it has taken.
+        given: How many results it has given.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    is_shared: bool
+    taken: int = 0
+    given: int = 0
 
 
 @dataclass(slots=True)
