@@ -13,6 +13,7 @@ from tp_runner import (
     ItemTimeoutError,
     NotPicklableError,
     OrderedRunner,
+    Pipeline,
     UnorderedRunner,
     WorkerDiedError,
     WorkerError,
@@ -180,3 +181,11 @@ def test_the_loss_of_a_node_is_mended_on_the_other(cluster, caplog):
         assert sum(1 for _ in stream) == 250
     assert "worker" in caplog.text
     assert "room for 4 of 5 actors" in caplog.text
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_pipeline_is_the_same_code_on_a_cluster():
+    pipeline = Pipeline(n_workers=1, engine="ray", max_restarts=3).flat_map(range).filter(lambda x: x % 2)
+    pipeline = pipeline.map(lambda batch: [x * 10 for x in batch], batch=4, n_workers=1)
+    with pipeline:
+        assert list(pipeline.stream([3, 6])) == [10, 10, 30, 50]
