@@ -12,7 +12,7 @@ The way of a finished model that is split and trained, and the files that it pas
         |   a plan                _plans/_styles: {"name": Column(), ...}
         v
     verify                        _verify/: the whole model beside the split one, on ranks that are threads
-        |                         (_simulate, _runs), compared step by step (_judge)
+        |                         (_simulate, _runs), compared step by step (_compare)
         v
     parallelize                   _plans/: which modules (_choose), how they are cut (_cuts), what becomes of
         |                         each (_maker); modules of others get a mixin or hooks (_partial, _gathered)

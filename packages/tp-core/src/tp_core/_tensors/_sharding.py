@@ -1,6 +1,11 @@
 """Whether a tensor is one rank's shard of a larger one."""
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["SHARDED_ATTRIBUTE", "is_dtensor", "is_sharded"]
 
@@ -8,7 +13,7 @@ SHARDED_ATTRIBUTE = "tp_sharded"
 """A parameter with this attribute set to true holds one shard of a larger one."""
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Return whether a tensor is a DTensor; without importing them, which takes a while."""
     return hasattr(tensor, "device_mesh")
 

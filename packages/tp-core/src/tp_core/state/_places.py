@@ -24,7 +24,7 @@ def slice_of(cut: Cut, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice
     """
     if not is_dtensor(value):
         return cut(parameter, value)
-    return _within(cut, parameter, value, value.to_local())  # type: ignore[attr-defined]  # a DTensor's
+    return _within(cut, parameter, value, value.to_local())
 
 
 def is_cut(cut: Cut, parameter: Tensor) -> bool:
@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
 
     Collectives: those of ``DTensor.full_tensor``.
     """
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # as above
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 class Place:
@@ -52,7 +52,7 @@ class Place:
     def __init__(self, cut: Cut, like: Tensor, dtype: torch.dtype) -> None:
         self._like = like
         if is_dtensor(like):
-            self._memory = torch.empty(like.to_local().shape, dtype=dtype)  # type: ignore[attr-defined]  # as above
+            self._memory = torch.empty(like.to_local().shape, dtype=dtype)
             self.target: Tensor | TensorSlice = _within(cut, like, like, self._memory)
         else:
             self._memory = torch.empty(like.shape, dtype=dtype)

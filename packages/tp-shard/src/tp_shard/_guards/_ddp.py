@@ -24,6 +24,7 @@ from tp_shard._shards._marks import get_parallel_dim, holds_shard
 
 __all__ = ["register_ddp_parameters_to_ignore", "teach_ddp"]
 
+# Private: where DDP looks for names to leave alone. The tests of data parallelism notice its loss.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _hooks = WeakTensorKeyDictionary()
 

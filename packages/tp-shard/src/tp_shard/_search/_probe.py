@@ -79,10 +79,10 @@ class _Probe:
             except Exception as error:  # noqa: BLE001 - whatever the block needs, it was not given
                 finding = finding if finding.reason else Finding(False, _first_line(error))
                 continue
-            return self._judge(copied, arguments, whole, x)
+            return self._compare(copied, arguments, whole, x)
         return finding
 
-    def _judge(
+    def _compare(
         self, copied: nn.Module, arguments: dict[str, Any], whole: Tensor | None, x: Tensor
     ) -> Finding:
         size = self._block.get_submodule(self._row).in_features

@@ -12,8 +12,8 @@ from tp_shard._plans._styles import Column, Row, Style
 from tp_shard._search._trace import Flow, Region, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._call import Call, cast, first_alone
+from tp_shard._verify._compare import Fault, compare
 from tp_shard._verify._copies import probe_copy, repeated_blocks
-from tp_shard._verify._judge import Fault, judge
 from tp_shard._verify._report import tolerance_of
 from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_somehow
 from tp_shard.nn._kinds import widths
@@ -173,7 +173,7 @@ def _tried(
         runs = run_split(module, plan, call, ranks)
     except TpError as error:
         return Fault("", "cannot be split so", str(error))
-    return judge(whole, runs, tolerance=tolerance_of(dtype)).fault
+    return compare(whole, runs, tolerance=tolerance_of(dtype)).fault
 
 
 def _repeat_names(model: nn.Module) -> dict[str, str]:

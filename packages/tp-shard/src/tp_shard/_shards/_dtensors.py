@@ -5,23 +5,15 @@ nothing. Layers put their marks on them again; see :class:`tp_shard._shards._lay
 """
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
+from tp_core.internal import is_dtensor
 
 from tp_shard._groups._group import Group
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-__all__ = ["check_data_mesh", "is_dtensor", "local", "part_of", "reshard", "sharded_over"]
-
-
-def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether it is a DTensor, without importing what they are made of."""
-    return hasattr(tensor, "device_mesh")
+__all__ = ["check_data_mesh", "local", "part_of", "reshard", "sharded_over"]
 
 
 def local(tensor: Tensor) -> Tensor:

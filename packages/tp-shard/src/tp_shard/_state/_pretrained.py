@@ -7,10 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from tp_core.errors import StateError
+from tp_core.internal import is_dtensor
 from tp_core.plugins import TensorSlice
 from tp_core.state import plain_name
 
-from tp_shard._shards._dtensors import is_dtensor, part_of, reshard
+from tp_shard._shards._dtensors import part_of, reshard
 from tp_shard._shards._pieces import slice_of
 from tp_shard._shards._table import Shard, ShardTable, unwrap
 from tp_shard._state._safetensors import TensorFiles

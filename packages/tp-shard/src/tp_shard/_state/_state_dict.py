@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
+from tp_core.internal import is_dtensor
 from tp_core.state import Place, fill_from_whole, whole
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group
-from tp_shard._shards._dtensors import is_dtensor
 from tp_shard._shards._pieces import slice_of
 from tp_shard._shards._table import Shard, ShardTable
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tp_core.errors import DisagreementError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._shards._dtensors import local
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import holds_shard
 
@@ -82,8 +83,7 @@ def _described(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros(3, dtype=torch.float64, device=parameter.device)
-    if hasattr(grad, "to_local"):  # a DTensor of a sharding beside ours
-        grad = grad.to_local()
+    grad = local(grad)  # of a sharding beside ours
     if grad.is_sparse:
         grad = grad.coalesce().values()
     values = torch.view_as_real(grad) if grad.is_complex() else grad

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import is_dtensor
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._choose import choose
@@ -16,8 +17,8 @@ from tp_shard._plans._describe import words
 from tp_shard._plans._styles import Plan
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._verify._call import Call, Loss, cast
+from tp_shard._verify._compare import Comparison, Fault, compare
 from tp_shard._verify._copies import parameter_count, probe_copy
-from tp_shard._verify._judge import Fault, Verdict, judge
 from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
 
@@ -182,7 +183,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    merged = Verdict()
+    merged = Comparison()
     modes: list[str] = []
     for mode in ("evaluation", "training"):
         modes.append(mode)
@@ -192,9 +193,9 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error
-        verdict = judge(whole, run_split(copied, mine, tried, ranks), tolerance=tolerance_of(dtype))
-        _merge(merged, verdict)
-        if verdict.fault is not None:
+        comparison = compare(whole, run_split(copied, mine, tried, ranks), tolerance=tolerance_of(dtype))
+        _merge(merged, comparison)
+        if comparison.fault is not None:
             break
     note = "; blocks that are built alike as one" if share else ""
     return Report(
@@ -210,25 +211,25 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     )
 
 
-def _modules(model: nn.Module, plan: Plan, verdict: Verdict) -> list[ModuleReport]:
+def _modules(model: nn.Module, plan: Plan, comparison: Comparison) -> list[ModuleReport]:
     found = []
     for name, module in model.named_modules():
         own = [f"{name}.{p}" if name else p for p in module._parameters]
-        gradients = [verdict.gradients[p] for p in own if p in verdict.gradients]
-        if name not in plan and not gradients and verdict.forward.get(name, 0.0) == 0.0:
+        gradients = [comparison.gradients[p] for p in own if p in comparison.gradients]
+        if name not in plan and not gradients and comparison.forward.get(name, 0.0) == 0.0:
             continue
         style = words(plan[name]) if name in plan else ""
-        found.append(ModuleReport(name, style, verdict.forward.get(name), max(gradients, default=None)))
+        found.append(ModuleReport(name, style, comparison.forward.get(name), max(gradients, default=None)))
     return found
 
 
-def _merge(into: Verdict, verdict: Verdict) -> None:
-    for mine, other in ((into.forward, verdict.forward), (into.gradients, verdict.gradients)):
+def _merge(into: Comparison, comparison: Comparison) -> None:
+    for mine, other in ((into.forward, comparison.forward), (into.gradients, comparison.gradients)):
         for name, apart in other.items():
             mine[name] = max(mine.get(name, 0.0), apart)
-    into.outputs = max((v for v in (into.outputs, verdict.outputs) if v is not None), default=None)
-    into.loss = max((v for v in (into.loss, verdict.loss) if v is not None), default=None)
-    into.fault = verdict.fault
+    into.outputs = max((v for v in (into.outputs, comparison.outputs) if v is not None), default=None)
+    into.loss = max((v for v in (into.loss, comparison.loss) if v is not None), default=None)
+    into.fault = comparison.fault
 
 
 def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
@@ -260,7 +261,7 @@ def _refuse_split(model: nn.Module) -> None:
     if any(isinstance(m, ParallelLayer) and m.group.size > 1 for m in model.modules()):
         msg = "the model is split already; a plan is verified on the whole model, before parallelize()"
         raise ModelError(msg)
-    if any(hasattr(p, "to_local") for p in model.parameters()):
+    if any(map(is_dtensor, model.parameters())):
         msg = (
             "the model's parameters are DTensors; a plan is verified on the plain model, before fully_shard()"
         )

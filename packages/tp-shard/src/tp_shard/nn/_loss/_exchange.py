@@ -38,7 +38,7 @@ def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
         # Private: torch has no public assertion that does not wait. Tests of compiled losses notice its loss.
         torch._assert_async(~wrong.any(), "a target is none of the classes")  # type: ignore[no-untyped-call,unused-ignore]  # torch leaves it so
     if group.size == 1:
-        _judge([header], options)
+        _refuse_wrong([header], options)
         return found.unsqueeze(0)
     if _debug.state.enabled:
         _debug.check("all_gather", found, group, options.layer or "the loss")
@@ -46,7 +46,7 @@ def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
     everyones = mine.new_empty(group.size, mine.numel())
     all_gather_flat(everyones, mine, group)
     if can_ask:
-        _judge(everyones[:, :_HEADER].tolist(), options)
+        _refuse_wrong(everyones[:, :_HEADER].tolist(), options)
     return everyones[:, _HEADER:].view(group.size, *found.shape)
 
 
@@ -62,7 +62,7 @@ def _check_targets(rows: Rows, options: LossOptions) -> list[float]:
     return [wrong, float(options.num_classes % _EXACT), total]
 
 
-def _judge(headers: list[list[float]], options: LossOptions) -> None:
+def _refuse_wrong(headers: list[list[float]], options: LossOptions) -> None:
     classes = [int(h[1]) for h in headers]
     if len(set(classes)) > 1:
         msg = (

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tp_core.internal import is_dtensor
 
 from tp_shard._groups._autograd import apply
 from tp_shard._groups._collectives import reduce
@@ -46,7 +47,7 @@ class SummedGradients:
         own = {
             id(p): p for m, n in self.owners if (p := m._parameters.get(n)) is not None and p.requires_grad
         }
-        if len(own) > 1 and not any(hasattr(p, "to_local") for p in own.values()):
+        if len(own) > 1 and not any(map(is_dtensor, own.values())):
             through = apply(_SumAll, self.group, *own.values())
             self._passed.update(zip(own, through, strict=True))
 

@@ -10,7 +10,7 @@ from tp_core.errors import ModelError, TpError
 from tp_shard._split import Split
 from tp_shard._verify._runs import Run
 
-__all__ = ["Fault", "Verdict", "judge"]
+__all__ = ["Comparison", "Fault", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Comparison:
     """The differences between two runs, each relative to the largest number of its kind.
 
     Attributes:
@@ -50,7 +50,7 @@ class Verdict:
     fault: Fault | None = None
 
 
-def judge(whole: Run, runs: list[Run], *, tolerance: float) -> Verdict:
+def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
     """Compare what the ranks of a split model did with what the whole one did.
 
     Args:
@@ -58,22 +58,22 @@ def judge(whole: Run, runs: list[Run], *, tolerance: float) -> Verdict:
         runs: Those of the ranks.
         tolerance: What may differ by rounding, relative to the largest number of its kind.
     """
-    verdict = Verdict()
-    found = next((f for f in _faults(whole, runs, verdict, tolerance) if f is not None), None)
-    verdict.fault = found
-    return verdict
+    comparison = Comparison()
+    found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
+    comparison.fault = found
+    return comparison
 
 
-def _faults(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Iterator[Fault | None]:
-    forward = _forward(whole, runs, verdict, tolerance)
+def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Iterator[Fault | None]:
+    forward = _forward(whole, runs, comparison, tolerance)
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
         yield forward  # what went wrong before explains more
         yield _raised(failed)
         return
     yield forward
-    yield _outputs(whole, runs, verdict, tolerance)
-    yield _gradients(whole, runs, verdict, tolerance)
+    yield _outputs(whole, runs, comparison, tolerance)
+    yield _gradients(whole, runs, comparison, tolerance)
     yield _inputs(whole, runs, tolerance)
 
 
@@ -95,7 +95,7 @@ def _raised(run: Run) -> Fault:
     )
 
 
-def _forward(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
     numbered = [dict(_numbered(run.steps)) for run in runs]
     given = dict(_numbered(whole.given))
     first: Fault | None = None
@@ -108,7 +108,7 @@ def _forward(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) ->
             if right.shape != got.shape:
                 continue  # what a rank has of the features inside a block is not known from outside
             apart = _apart(right, got)
-            verdict.forward[name] = max(verdict.forward.get(name, 0.0), apart)
+            comparison.forward[name] = max(comparison.forward.get(name, 0.0), apart)
             if apart > tolerance and first is None:
                 reason = "it computes something else on a rank than in one piece"
                 if (name, nth) in given:
@@ -135,7 +135,7 @@ def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
     return "what reaches it is not as wide as what reaches it in one piece"
 
 
-def _outputs(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
     worst, where = 0.0, ""
     for name, expected in whole.outputs.items():
         got = [run.outputs.get(name) for run in runs]
@@ -145,13 +145,13 @@ def _outputs(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) ->
         apart = _apart_of_ranks(expected, tensors)
         if apart > worst:
             worst, where = apart, name
-    verdict.outputs = worst
+    comparison.outputs = worst
     if worst > tolerance:
         return Fault("", f"{where} of its output differs by {worst:.2g}", "and no module inside before it")
     for rank, run in enumerate(runs):
         if whole.loss is not None and run.loss is not None:
             apart = _apart(whole.loss, run.loss)
-            verdict.loss = max(verdict.loss or 0.0, apart)
+            comparison.loss = max(comparison.loss or 0.0, apart)
             if apart > tolerance and all(
                 r.outputs[n].shape == t.shape for r in runs for n, t in whole.outputs.items()
             ):
@@ -179,7 +179,7 @@ def _apart_of_ranks(expected: Tensor, got: list[Tensor]) -> float:
     return _apart(expected, torch.cat(got, cut[0]))
 
 
-def _gradients(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) -> Fault | None:
+def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
     last = {name: i for i, (name, _) in enumerate(whole.steps)}
     scales: dict[str, float] = {}
     for name, gradient in whole.gradients.items():
@@ -197,7 +197,7 @@ def _gradients(whole: Run, runs: list[Run], verdict: Verdict, tolerance: float) 
             _gradient_apart(expected, g, run.splits.get(name), r, scale)
             for r, (g, run) in enumerate(zip(shards, runs, strict=True))
         )
-        verdict.gradients[name] = apart
+        comparison.gradients[name] = apart
         if apart > tolerance:
             fault = Fault(
                 owner, f"the gradient of {name} differs by {apart:.2g}", _why(expected, shards, split, scale)
