@@ -50,6 +50,23 @@ def tp_prepare(trainer: Trainer, batches: Iterable) -> Way:
     return lambda: own_loop(model, optimizer, loader, trainer.backward)
 
 
+def tp_loop(trainer: Trainer, batches: Iterable, steps: int) -> Way:
+    model, optimizer, loader = trainer.prepare(*make(), batches, shard=False)
+
+    def way() -> float:
+        with (
+            contextlib.redirect_stderr(io.StringIO()),  # its progress is on, as by default
+            trainer.loop(loader, state={"model": model, "optimizer": optimizer}) as loop,
+        ):
+            for batch in loop:
+                optimizer.zero_grad()
+                trainer.backward(step(model, batch))
+                optimizer.step()
+        return loop.history[0].seconds / steps
+
+    return way
+
+
 def tp_fit(trainer: Trainer, batches: Iterable, steps: int) -> Way:
     model, optimizer = make()
 

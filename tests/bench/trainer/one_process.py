@@ -17,6 +17,7 @@ from tests.bench.trainer.loops import (
     measure,
     note,
     tp_fit,
+    tp_loop,
     tp_prepare,
 )
 
@@ -39,6 +40,7 @@ def run(results: Results) -> None:
             "hand-written": hand_written(loader),
             "hand-written, again": hand_written(loader),
             "tp prepare": tp_prepare(trainer, loader),
+            "tp loop": tp_loop(trainer, loader, STEPS),
             "tp fit": tp_fit(trainer, loader, STEPS),
         }
         if is_installed("accelerate"):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,12 @@ if TYPE_CHECKING:
 # What only runs and files need is imported there: a trainer is made in programs that do not train, too.
 
 __all__ = ["Trainer"]
+
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
 
 
 class Trainer:
@@ -221,6 +227,30 @@ class Trainer:
         return self.environment.is_main if self._session is None else self._session.is_main
 
     # -- one's own loop -----------------------------------------------------------------------
+
+    @overload
+    def prepare(self, one: T1, /, *, shard: bool = ..., training: bool = ...) -> T1: ...
+
+    @overload
+    def prepare(self, one: T1, two: T2, /, *, shard: bool = ..., training: bool = ...) -> tuple[T1, T2]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3, T4]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+
+    @overload
+    def prepare(self, *objects: Any, shard: bool = ..., training: bool = ...) -> Any: ...
 
     def prepare(self, *objects: Any, shard: bool = True, training: bool = True) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the backend.
@@ -779,7 +809,7 @@ class Trainer:
             ...         optimizer.step()
             ...         loop.log(loss=loss)  # doctest: +SKIP
         """
-        from tp_trainer._running._between import Duties
+        from tp_trainer._running._duties import Duties
         from tp_trainer._running._limits import Limits
         from tp_trainer._running._settings import LoopSettings
         from tp_trainer._running._starting import sort_state, start_loop

@@ -1,11 +1,11 @@
 """What a run does between two optimizer steps: it agrees, validates, saves, logs, and may end."""
 
+import logging
 import math
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._running._duties import Duties, nothing
 from tp_trainer._running._events import Events
 from tp_trainer._running._log import LogBuffer
+from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
 from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._saving import Saving
 from tp_trainer._running._settings import LoopSettings
@@ -25,33 +27,9 @@ from tp_trainer._running._view import RunFacts
 from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._meter import Meter
 
-__all__ = ["Between", "Duties"]
+__all__ = ["Between"]
 
-
-def _nothing(*_: object) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duties:
-    """What a loop has to have done for it between batches, besides what it does itself.
-
-    Attributes:
-        validate: Returns the means of a validation, having called its argument between the batches with
-            how many are done; the second argument limits them. ``None`` without a validation.
-        check: Makes sure that what was trained may be kept.
-        advance: Moves on what moves every epoch, given the epoch's means of training and validation.
-        after_epoch: Called after every epoch.
-        tolerates: Whether losses that are not finite are left out.
-        counts: Whether the loop counts samples itself, of batches whose loss it does not see.
-    """
-
-    validate: Callable[[Callable[[int], None], int | None], Mapping[str, float]] | None = None
-    check: Callable[[], None] = _nothing
-    advance: Callable[[Mapping[str, float], Mapping[str, float]], None] = _nothing
-    after_epoch: Callable[[], None] = _nothing
-    tolerates: bool = False
-    counts: bool = True
+log = logging.getLogger("tp_trainer")
 
 
 class _CutShortError(Exception):
@@ -104,6 +82,7 @@ class Between(RunFacts):
         self._epoch_batches: Generator[Any, None, None] | None = None
         self._signals: SignalWatch | None = None
         self._open = ExitStack()
+        self._tell_of_lost_state: Callable[[], None] = nothing
 
     # -- what callbacks and own loops see -------------------------------------------------------
 
@@ -239,6 +218,14 @@ class Between(RunFacts):
             self._duties.check()
         with self._watchdog.paused():
             self._saved(lambda: saving.save(done, meter))
+        self._tell_of_lost_state()
+
+    def _watch_for_lost_state(self) -> None:
+        """Point out state of known kinds that no checkpoint will have: now, or at the first checkpoint."""
+        optimizers = self.optimizers.values()
+        for words in unsaved_averages(optimizers, [*self.state.values(), *self.models.values()]):
+            log.warning("no checkpoint will have %s: name it in state={...}", words)
+        self._tell_of_lost_state = self._open.enter_context(watching_optimizers(optimizers))
 
     def _saved(self, save: Callable[[], None]) -> None:
         """Save, and tell of a checkpoint that is whole since."""
@@ -309,7 +296,7 @@ class Between(RunFacts):
         validate, most = self._duties.validate, self._limits.sanity_val_batches
         if most and validate is not None and not self._run_state.step:
             with self._without_trace(), self._watchdog.watching():
-                validate(_nothing, most)
+                validate(nothing, most)
 
     def _without_trace(self) -> ExitStack:
         """Return a context after which the random generators are where they were."""

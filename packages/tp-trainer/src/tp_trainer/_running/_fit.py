@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.plugins import PreparedLoader, StepOutput
 
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler
-from tp_trainer._running._between import Duties
+from tp_trainer._running._duties import Duties
 from tp_trainer._running._events import Events
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._progress import History

@@ -48,6 +48,8 @@ class Loop(Between):
         wishes = self._limits.max_time is not None or (self.world_size > 1 and self._has_wishes())
         if saving is not None or wishes:
             self._signals = open_.enter_context(SignalWatch(self._session, catches=saving is not None))
+        if saving is not None:
+            self._watch_for_lost_state()
         self._try_validation()
         self._events.send("on_fit_start", self)
 

@@ -12,7 +12,7 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checks._values import check_positive
 from tp_trainer._opening._agreement import check_same
-from tp_trainer._running._between import Duties
+from tp_trainer._running._duties import Duties
 from tp_trainer._running._events import Events
 from tp_trainer._running._kept import Kept
 from tp_trainer._running._limits import Limits
