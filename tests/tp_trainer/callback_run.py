@@ -55,14 +55,16 @@ def step(model, batch):
     return (model(x) - y).square().mean()
 
 
-def train(callbacks, *, backend="single", epochs=2, folder=None, model=None, optimizer=None, **options):
+def train(
+    callbacks, *, backend="single", accumulate=1, epochs=2, folder=None, model=None, optimizer=None, **options
+):
     """Train and return the model and the history; with ``folder`` saved in each step, and resumed."""
     model = network() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05) if optimizer is None else optimizer
     options = {"step": step, "val_loader": DataLoader(data(7), batch_size=4)} | options
     if folder is not None:
         options |= {"checkpoint": Checkpoints(folder, every_steps=1), "resume": "auto"}
-    with Trainer(**BACKENDS[backend], seed=3, progress=False) as trainer:
+    with Trainer(**BACKENDS[backend], seed=3, accumulate=accumulate, progress=False) as trainer:
         loader = DataLoader(data(), batch_size=4, shuffle=True)
         history = trainer.fit(model, optimizer, loader, epochs=epochs, callbacks=callbacks, **options)
     return model, history

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
+from tp_trainer import Callback
 from tp_trainer.callbacks import GradientNorm, LearningRateMonitor, Profiler, Throughput
 
 from tests.tp_trainer import callback_run
@@ -129,3 +130,33 @@ def test_a_run_that_ends_before_the_steps_leaves_no_trace(tmp_path):
 def test_a_run_that_fails_within_the_steps_leaves_what_there_is(tmp_path):
     stop(3, [Profiler(tmp_path, first_step=2, steps=5)])
     assert [path.name for path in tmp_path.iterdir()] == ["steps-2-6-rank-0.json"]
+
+
+class LogsAll(Callback):
+    """Logs the step that each event is about, and keeps what is logged."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_fit_start(self, run):
+        run._logs.add = lambda numbers, *, step, epoch: self.rows.append((step, epoch, numbers))
+
+    def on_optimizer_step(self, run, grad_norm):
+        run.log(step=run.step + 1)
+
+    def on_step_end(self, run):
+        run.log(step=run.step)
+
+    def on_epoch_end(self, run):
+        run.log(step=run.step, epoch=run.epoch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_numbers_are_logged_under_the_step_that_they_are_about(accumulate):
+    logs = LogsAll()
+    train([logs], accumulate=accumulate)
+    rows = [row for row in logs.rows if "step" in row[2]]
+    assert [step for step, _, _ in rows] == [numbers["step"] for _, _, numbers in rows]
+    ends = [(step, epoch) for step, epoch, numbers in rows if "epoch" in numbers]
+    assert ends == ([(5, 1), (10, 2)] if accumulate == 1 else [(3, 1), (6, 2)])
+    assert len(rows) == 2 * ends[-1][0] + 2

@@ -77,7 +77,7 @@ class Between(RunFacts):
         self._wants_save = False
         self._ending: str | None = None  # all ranks know
         self._is_due = False
-        self._is_over = self._is_open = False
+        self._is_over = self._is_open = self._is_in_step = False
         self._began = self._began_epoch = time.monotonic()
         self._epoch_batches: Generator[Any, None, None] | None = None
         self._signals: SignalWatch | None = None
@@ -126,7 +126,8 @@ class Between(RunFacts):
         """
         if self._duties.counts:
             self.meter.log(numbers)
-        self._logs.add(numbers, step=self.step + 1, epoch=self.epoch)
+        step = self.step + (self._is_in_step and not self._is_over)
+        self._logs.add(numbers, step=step, epoch=self.epoch)
 
     def _new_meter(self) -> Meter:
         return Meter(
@@ -148,7 +149,7 @@ class Between(RunFacts):
         if done >= ticker.next_update and done:
             ticker.update(done, self.meter.last_loss)
         step, wants = self.step, [math.inf, ticker.next_update]
-        self._run_state.step = step
+        self._run_state.step, self._is_in_step = step, False
         if events.has("on_step_end"):
             if ended_step:
                 events.send("on_step_end", self)
@@ -177,6 +178,7 @@ class Between(RunFacts):
             self._save_if(done, is_due=is_due, signalled=answer.signal)
             if left is not None:
                 wants.append(self._batch_after(left))
+        self._is_in_step = True
         return min(wants)
 
     def _ask(self, done: int) -> Answer:
