@@ -22,8 +22,9 @@ PUBLIC = {
         CollateAdapter Command Contribution Engine HookSpecs Job Logger LoggerFactory LossReduction
         ModelTraits NameConflict NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool
         Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
-        Session Share StepOutput TensorSlice Verdict combine_outputs count_samples hookimpl is_sharded
-        join_process_group read_weight registry restore_order select split_weight
+        Session Share StepOutput TensorSlice Verdict build_deferred combine_outputs count_samples hookimpl
+        initial_value is_deferred is_sharded join_process_group materialize read_weight registry
+        restore_order select split_weight
     """,
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state

@@ -249,6 +249,33 @@ def test_an_optimizer_may_be_made_after_the_model_was_prepared(pool):
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
 
 
+def out_of_memory(options):
+    found = []
+    with trainer_of(options=options) as trainer:
+        model, batches = trainer.prepare(Net(), loader(8))
+
+        def full(*_):
+            raise torch.OutOfMemoryError("the device is full")
+
+        first, second = batches
+        with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
+            trainer.run(full, model, first)
+        found += caught.value.__notes__
+        loss = trainer.run(step, model, second)
+        loss.register_hook(full)
+        with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
+            trainer.backward(loss)
+        found += caught.value.__notes__
+    return found
+
+
+@pytest.mark.slow
+def test_where_memory_is_not_enough_the_error_says_what_helps(pool):
+    for first, second in pool.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
+        assert first == second
+        assert "more ranks; reshard_after_forward=True; activation_checkpointing=True; offload=True" in first
+
+
 # -- what torch has besides -----------------------------------------------------------------------
 
 

@@ -323,6 +323,32 @@ class Trainer:
             self._lazy.note_fitting(prepared)
         return prepared
 
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model that ``make`` builds, prepared, without ever holding all of it where no rank has to.
+
+        Its initial values are those that ``make()`` would draw on one device, element by element. A backend
+        that splits parameters gives each rank its slices alone.
+
+        Args:
+            make: Builds the model on the CPU, ``lambda: Model(config)``; called once, on every rank.
+
+        Returns:
+            The model: for :meth:`fit`, for optimizers, for :meth:`load_model`.
+
+        Example:
+            >>> model = trainer.build(lambda: nn.Linear(4, 1))
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+        """
+        from tp_core.plugins import build_deferred, materialize
+
+        is_low = self._precision == "bf16-true"
+        model = build_deferred(lambda: make().to(torch.bfloat16) if is_low else make())
+        check_model("build()", model)
+        if not self._open(model, by="build()").takes_deferred_models:
+            materialize(model)
+        self._prepare_model(model)
+        return model
+
     def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
         """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in one's own loop.
 

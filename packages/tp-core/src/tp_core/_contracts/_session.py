@@ -48,10 +48,13 @@ class Session:
         evaluates_together: Whether ranks exchange something in a step without gradients, such as parts of
             parameters. Then all data ranks have to evaluate as many batches: loaders that are prepared for
             evaluation give a rank that has none a stand-in, whose share has no samples.
+        takes_deferred_models: Whether :meth:`prepare_model` takes a model that was built without memory
+            (`tp_core.plugins.build_deferred`), and gives its parameters and buffers theirs, or a rank's part.
     """
 
     runs_step_in_parts: bool = False
     evaluates_together: bool = False
+    takes_deferred_models: bool = False
 
     def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
         self.job = job

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         restore_order,
         split_weight,
     )
+    from tp_core._tensors._deferred import build_deferred, initial_value, is_deferred, materialize
     from tp_core._tensors._sharding import SHARDED_ATTRIBUTE, is_sharded
     from tp_core._tensors._slices import TensorSlice
     from tp_core.plugins._conflicts import NameConflict
@@ -77,11 +78,15 @@ __all__ = [
     "StepOutput",
     "TensorSlice",
     "Verdict",
+    "build_deferred",
     "combine_outputs",
     "count_samples",
     "hookimpl",
+    "initial_value",
+    "is_deferred",
     "is_sharded",
     "join_process_group",
+    "materialize",
     "read_weight",
     "registry",
     "restore_order",
@@ -113,6 +118,7 @@ if not TYPE_CHECKING:
                 "restore_order",
                 "split_weight",
             ],
+            "._tensors._deferred": ["build_deferred", "initial_value", "is_deferred", "materialize"],
             "._tensors._sharding": ["SHARDED_ATTRIBUTE", "is_sharded"],
             "._tensors._slices": ["TensorSlice"],
             "_conflicts": ["NameConflict"],

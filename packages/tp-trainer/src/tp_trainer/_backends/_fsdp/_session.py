@@ -30,6 +30,7 @@ class FsdpSession(ProcessGroupSession):
     """
 
     evaluates_together = True  # units are gathered there, too
+    takes_deferred_models = True  # unit by unit
 
     def __init__(self, job: Job, options: FsdpOptions, *, leave: Callable[[], None]) -> None:
         super().__init__(job, leave=leave)
@@ -108,6 +109,9 @@ class FsdpSession(ProcessGroupSession):
         """
         try:
             return self._sharding.run(model, lambda: step(model, batch))
+        except torch.OutOfMemoryError as error:
+            error.add_note(self._remedies())
+            raise
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -117,6 +121,26 @@ class FsdpSession(ProcessGroupSession):
                 "forward), or leave it out of the option units: what is in none is there in all of the step"
             )
             raise StepError(msg) from error
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the loss over the whole global batch, to this rank's slices."""
+        try:
+            super().backward(loss)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self._remedies())
+            raise
+
+    def _remedies(self) -> str:
+        """Return what may help where memory was not enough."""
+        options = self.options
+        ways = [
+            "more ranks" if options.replicas == 1 else "fewer replicas",
+            *(["reshard_after_forward=True"] if not options.reshard_after_forward else []),
+            *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
+            *(["offload=True"] if not options.offload else []),
+            "smaller units, or a smaller batch with accumulate=",
+        ]
+        return f"On backend 'fsdp' less memory is needed with: {'; '.join(ways)}."
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.internal import is_dtensor
-from tp_core.plugins import Job, StepOutput
+from tp_core.plugins import Job, StepOutput, initial_value, materialize
 
 from tp_trainer._backends._fsdp._activations import checkpoint_activations
 from tp_trainer._backends._fsdp._given import given_mesh, sharded_modules
@@ -114,14 +114,21 @@ class Sharding:
 
     @torch.no_grad()
     def _share_weights(self, module: nn.Module) -> None:
-        """Bring what is not sharded to the device, with the values of rank 0.
+        """Bring what is not sharded to the device, with the values of rank 0; or give it memory there.
 
         Collectives: a broadcast of each.
         """
+        materialize(module, self._first_value)
         for tensor in [*module.parameters(), *module.buffers()]:
             if not is_dtensor(tensor):
                 tensor.data = tensor.data.to(self._device)
                 dist.broadcast(tensor.data, src=0)
+
+    def _first_value(self, tensor: Tensor) -> Tensor:
+        """Return the value of a tensor without memory on rank 0, and room for it on the others."""
+        if dist.get_rank() == 0:
+            return initial_value(tensor).to(self._device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
     def _prefetch(self, units: list[Any]) -> None:
         ahead = self._options.prefetch
