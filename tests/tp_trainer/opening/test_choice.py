@@ -280,11 +280,22 @@ def fully_sharded():
     return model
 
 
+def distributed():
+    """Return a model that no backend takes over, as it does one of fully_shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Linear(3, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    return model
+
+
 def dtensor_models():
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    messages = [refused(fully_sharded, ModelError), refused(fully_sharded, ModelError, backend="ddp")]
+    messages = [refused(distributed, ModelError), refused(fully_sharded, ModelError, backend="ddp")]
     with Trainer(devices="cpu", progress=False) as trainer:
         assert trainer.session
         for use in (fit, lambda trainer, model: trainer.session.prepare_model(model)):
