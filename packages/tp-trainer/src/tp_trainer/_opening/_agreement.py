@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -43,7 +44,7 @@ def check_same_at_start(
     if environment.world_size == 1:
         return seed
     store = PrefixStore(f"tp/handshake/{round_}", rendezvous_store(environment, timeout_s=timeout_s))
-    store.set(f"facts/{environment.rank}", json.dumps(facts, sort_keys=True, default=repr))
+    store.set(f"facts/{environment.rank}", json.dumps(facts, sort_keys=True, default=_plain))
     # Rank 0 compares and tells: every rank reading every other's would be quadratic.
     if environment.rank == 0:
         missing = None
@@ -119,6 +120,15 @@ def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> No
     if environment.rank == 0:
         with suppress(RuntimeError):  # a rank that never came does not read either
             store.wait([f"read/{r}" for r in range(environment.world_size)], timedelta(seconds=5))
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can say of a value, the same on ranks that mean the same."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in fields(value)}
+    if callable(value) and hasattr(value, "__qualname__"):  # whose repr may have its address
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
 
 
 def _first_difference(everyones: list[dict[str, Any]]) -> str | None:

@@ -1,7 +1,7 @@
 """The session of a rank whose parameters are shards: torch's ``fully_shard`` under the trainer's contract."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,8 +107,24 @@ class FsdpSession(ProcessGroupSession):
         Raises:
             StepError: The step computed with a parameter of a unit, outside of the unit's forward pass.
         """
+        return self.run_several(step, [model], batch)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as the forward pass of each of the models.
+
+        Raises:
+            StepError: As in :meth:`run`.
+        """
+
+        def within(outer: Sequence[nn.Module]) -> StepOutput:
+            if not outer:
+                return step(*models, batch)
+            return self._sharding.run(outer[0], lambda: within(outer[1:]))
+
         try:
-            return self._sharding.run(model, lambda: step(model, batch))
+            return within(models)
         except torch.OutOfMemoryError as error:
             error.add_note(self._remedies())
             raise
@@ -122,10 +138,10 @@ class FsdpSession(ProcessGroupSession):
             )
             raise StepError(msg) from error
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of the loss over the whole global batch, to this rank's slices."""
         try:
-            super().backward(loss)
+            super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
         except torch.OutOfMemoryError as error:
             error.add_note(self._remedies())
             raise
