@@ -33,10 +33,10 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        KNOWN_BACKENDS LEFT_KEY Container PerType SampleRows backward_of_nothing check_backend_name
-        containers device_of_rank exports_of_stub has_left is_dtensor join_rows lazy_exports
-        rendezvous_store row_count seed_of seeded split_evenly sync_folder whole_matrix_optimizer
-        write_atomically
+        KNOWN_BACKENDS LEFT_KEY Container PerType Progress SampleRows backward_of_nothing
+        check_backend_name containers device_of_rank exports_of_stub has_left is_dtensor join_rows
+        lazy_exports rendezvous_store row_count seed_of seeded shows_progress split_evenly sync_folder
+        whole_matrix_optimizer write_atomically
     """,
 }
 

@@ -83,7 +83,8 @@ def test_the_bar_shows_items_rate_and_how_busy_the_workers_are(monkeypatch, size
     out = io.StringIO()
 
     class Bar(rich.progress.Progress):
-        def __init__(self, *columns):
+        def __init__(self, *columns, console):
+            assert console.stderr
             super().__init__(*columns, console=Console(file=out, force_terminal=True, width=120))
 
     monkeypatch.setattr(_progress, "Progress", Bar)

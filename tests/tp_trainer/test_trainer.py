@@ -260,4 +260,7 @@ def test_long_epochs_say_how_far_they_are(monkeypatch, capsys):
     monkeypatch.setattr("tp_trainer._running._progress._LINE_INTERVAL_S", 0.0)
     with Trainer(seed=0) as trainer:
         fit(trainer, epochs=1)
+    assert len(capsys.readouterr().err.splitlines()) == 1, "the epoch's"
+    with Trainer(seed=0, progress=True) as trainer:
+        fit(trainer, epochs=1)
     assert re.search(r"epoch 1/1  step \d/5  loss=\S+  [\d,.]+ steps/s", capsys.readouterr().err)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+from tp_core.internal import shows_progress
+
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
@@ -13,6 +15,7 @@ from tp_runner._workers._program import FunctionProgram
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
+    from tp_core.internal import Progress
 
 __all__ = ["map", "stream"]
 
@@ -42,7 +45,7 @@ def map(
     init: Callable[[str], Any] | None = None,
     queue_scale: float | None = None,
     engine: str = "process",
-    progress: bool = False,
+    progress: "Progress" = "auto",
     **options: Unpack[RunnerOptions],
 ) -> ResultStream:
     """Apply a function to each item on several workers; return a lazy iterator over the results.
@@ -58,7 +61,7 @@ def map(
         init: Makes the state of a worker, given its device as a string.
         queue_scale: The most items on their way for each worker.
         engine: What the workers are.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, on standard error; "auto" where that is a terminal.
         options: As for a runner: ``batch``, ``on_error``, ``max_retries``, ``timeout_s``, ...
 
     Returns:
@@ -80,12 +83,13 @@ def map(
         {**options, "ordered": ordered, "queue_scale": queue_scale},
     )
     opened: list[OpenRun] = []
+    shows_bar = shows_progress(progress)
 
     def chunks() -> Generator[list[Any], None, None]:
         pool = factory.open()
         timeout_s = 0.0
         try:
-            run = _open_run(pool, items, progress=progress)
+            run = _open_run(pool, items, progress=shows_bar)
             opened.append(run)
             yield from run.chunks
             timeout_s = 60.0

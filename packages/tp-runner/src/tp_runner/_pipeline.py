@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tp_core.errors import ConfigError
+from tp_core.internal import shows_progress
 
 from tp_runner._batching import Batching
 from tp_runner._devices import resolve
@@ -21,6 +22,7 @@ from tp_runner.errors import ItemError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
+    from tp_core.internal import Progress
 
 __all__ = ["Pipeline"]
 
@@ -38,7 +40,8 @@ class Pipeline:
         n_workers: How many CPU workers, in place of ``devices``.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"`` or ``"ray"``.
         ordered: Whether results come in the order of the items or as they come.
-        progress: Whether streams show a table of what is where.
+        progress: Whether streams show a table of what is where, on standard error; "auto" where that is a
+            terminal.
         options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
             ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
 
@@ -56,7 +59,7 @@ class Pipeline:
         n_workers: int | None = None,
         engine: str = "process",
         ordered: bool = True,
-        progress: bool = False,
+        progress: "Progress" = "auto",
         **options: Unpack[RunnerOptions],
     ) -> None:
         for name in ("batch", "collate", "max_wait_s"):
@@ -67,7 +70,7 @@ class Pipeline:
                 raise ConfigError(msg)
         self._engine = engine
         self._ordered = ordered
-        self._progress = progress
+        self._progress = shows_progress(progress)
         self._options = options
         self._devices = self._resolved(devices, n_workers)
         self._stages: list[Stage] = []

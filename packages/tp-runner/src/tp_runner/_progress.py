@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -39,7 +40,7 @@ def with_progress(
     began = time.monotonic()
     before = pool.stats()
     n_items, shown_at = 0, began
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total, rate="", workers="")
 
         def show() -> None:
@@ -83,5 +84,5 @@ def with_table(
             shown.add_row(stage.name, workers, str(stage.taken), str(stage.given), rate)
         return shown
 
-    with Live(get_renderable=table):
+    with Live(get_renderable=table, console=Console(stderr=True)):
         yield from chunks

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
+from tp_core.internal import shows_progress
+
 from tp_runner._cfg import copy_cfg
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
@@ -16,6 +18,7 @@ from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
+    from tp_core.internal import Progress
 
     from tp_runner._scheduling._pool import RunnerPool
 
@@ -35,7 +38,7 @@ class _Runner:
             bound itself: as few as keep the workers busy.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"``, ``"ray"`` or the
             name of an engine that a plugin brings.
-        progress: Whether calls show a progress bar.
+        progress: Whether calls show a progress bar, on standard error; "auto" where that is a terminal.
         n_workers: How many CPU workers, in place of ``devices``.
         options: What :class:`RunnerOptions` lists.
 
@@ -66,11 +69,11 @@ class _Runner:
         *,
         n_workers: int | None = None,
         engine: str = "process",
-        progress: bool = False,
+        progress: "Progress" = "auto",
         **options: Unpack[RunnerOptions],
     ) -> None:
         self._cfg = copy_cfg(cfg)
-        self._progress = progress
+        self._progress = shows_progress(progress)
         self._factory = PoolFactory(
             engine,
             ClassProgram(type(self), self._cfg),

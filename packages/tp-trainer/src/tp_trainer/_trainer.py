@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import device_of_rank
+from tp_core.internal import Progress, device_of_rank, shows_progress
 from tp_core.plugins import (
     Job,
     LossReduction,
@@ -96,7 +96,8 @@ class Trainer:
         compile: Whether models are compiled, in place, where the backend gains most from it.
         options: Options of backends, used if that one is chosen: ``DdpOptions(static_graph=True)``, a list
             of such objects, or a dict by backends' names, ``{"ddp": {"static_graph": True}}``.
-        progress: Whether rank 0 shows a progress bar, or plain lines where there is no terminal.
+        progress: Whether rank 0 shows how far a run is. "auto" is a bar on a terminal, and elsewhere a
+            line for each epoch; with ``True`` there are lines in between, too; ``False`` shows nothing.
         plugins: The registry to choose from; that of the process by default.
 
     Raises:
@@ -122,7 +123,7 @@ class Trainer:
         accumulate: int = 1,
         compile: bool = False,
         options: Options | None = None,
-        progress: bool = True,
+        progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
         check_loss(loss)
@@ -131,6 +132,7 @@ class Trainer:
         check_positive("accumulate", accumulate)
         check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
+        shows_progress(progress)  # which checks it
         self.progress = progress
         self._seed = seed
         self._precision: Precision = precision

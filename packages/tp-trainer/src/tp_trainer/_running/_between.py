@@ -64,7 +64,7 @@ class Between(RunFacts):
         self._logs, self._watchdog = logs, watchdog
         self.state = state_values
         self._reporter = Reporter(
-            enabled=settings.progress and session.is_main, epochs=settings.limits.epochs
+            progress=settings.progress if session.is_main else False, epochs=settings.limits.epochs
         )
         checkpoints = settings.checkpoints()
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)

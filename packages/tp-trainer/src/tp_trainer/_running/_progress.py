@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tp_core.internal import Progress as Shown
+from tp_core.internal import shows_progress
+
 __all__ = ["EpochRecord", "History", "Reporter"]
 
 log = logging.getLogger("tp_trainer")
@@ -75,21 +78,22 @@ class Reporter:
     """Shows how far an epoch is, and its record.
 
     Args:
-        enabled: Whether to show anything; the other ranks' reporters are silent.
+        progress: Whether to show how far it is; with ``False``, as on all ranks but one, nothing is shown.
         epochs: How many epochs there will be; ``None`` where that is not known.
     """
 
-    def __init__(self, *, enabled: bool, epochs: int | None) -> None:
-        self._enabled = enabled
+    def __init__(self, *, progress: Shown, epochs: int | None) -> None:
+        self._enabled = progress is not False
+        self._has_lines = shows_progress(progress)
         self._of = "" if epochs is None else f"/{epochs}"
-        self._on_terminal = enabled and sys.stderr.isatty()
+        self._on_terminal = self._has_lines and sys.stderr.isatty()
 
     @contextmanager
     def epoch(self, number: int, steps: int) -> "Iterator[Ticker]":
         """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block."""
         label = f"epoch {number}{self._of}"
         if not self._on_terminal:
-            yield Ticker(label, steps, _LINE_INTERVAL_S if self._enabled else math.inf)
+            yield Ticker(label, steps, _LINE_INTERVAL_S if self._has_lines else math.inf)
             return
         from rich.console import Console
         from rich.progress import (

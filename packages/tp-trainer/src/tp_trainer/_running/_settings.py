@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.errors import ConfigError
+from tp_core.internal import Progress
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader
@@ -47,7 +48,7 @@ class LoopSettings:
     checkpoint: Checkpoints | str | os.PathLike[str] | None
     resume: str | os.PathLike[str] | None
     accumulate: int
-    progress: bool
+    progress: Progress
     backend: str = ""
 
     def __post_init__(self) -> None:
