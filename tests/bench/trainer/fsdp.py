@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
@@ -101,6 +101,9 @@ def accelerate(batches: list, size: tuple[int, int]) -> Way:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     plain = make(size)
     model, optimizer = accelerator.prepare(plain, adam(plain))
+    if not isinstance(model, FSDPModule):  # on the CPU it may leave the plugin out
+        msg = f"it has made a {type(model).__name__} of the model, which is not sharded"
+        raise TypeError(msg)
     return lambda: loop(model, optimizer, batches, accelerator.backward)
 
 
