@@ -73,9 +73,10 @@ def join_process_group(
     def leave() -> None:
         # Another one may have left for us, and joined again.
         if dist.is_initialized() and dist.group.WORLD is group:
-            # A DDP module keeps the group alive, and its end joins gloo's threads while it holds
-            # the interpreter's lock. A thread that has yet to release a tensor of the last
-            # collective needs that lock: a deadlock. Asleep, we let it finish.
+            # A DDP module's reducer keeps the group alive. Where Python held a group last, torch gives
+            # the interpreter's lock away while it joins gloo's threads; where the reducer did, it keeps
+            # it. A thread that has yet to release a tensor of the last collective needs that lock: a
+            # deadlock. Torch has no event for "released"; asleep, we let the thread finish.
             time.sleep(0.05)
             dist.destroy_process_group()
 
