@@ -33,7 +33,9 @@ def main(peer, *arguments):
                 sys.exit(f"{sys.executable} has no test.test_concurrent_futures; take one that has")
             what = ["--pyargs", "test.test_concurrent_futures"]
         else:
-            what = ["tests/test_process_executor_spawn.py"]
+            # Its settings end pytest itself after a minute; --timeout ends the test.
+            own = ["faulthandler_timeout=0", "faulthandler_exit_on_timeout=false"]
+            what = ["tests/test_process_executor_spawn.py", *(f"-o{setting}" for setting in own)]
             environment["TP_PEERS_LOKY"] = "1"
             folder = tests_of_loky(folder)
         report = folder / "report.xml"
