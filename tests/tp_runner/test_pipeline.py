@@ -116,7 +116,7 @@ def test_deaths_are_mended_where_that_is_allowed_and_told_otherwise(tmp_path):
 def test_a_pipeline_is_cancelled_from_another_thread():
     def endless():
         yield 1
-        block.wait(200)
+        block.wait(800)
 
     block = threading.Event()
     with Pipeline(n_workers=1, engine="thread").map(abs).map(abs) as pipeline:

@@ -39,7 +39,7 @@ def test_a_worker_ends_when_what_it_put_into_a_queue_is_written():
     text = "x" * 1_000_000  # more than a pipe holds
     results = tp_runner.map(queue.put, [text], n_workers=1, start_method="fork")
     assert next(results) is None
-    assert queue.get(timeout=100) == text
+    assert queue.get(timeout=800) == text
     results.close()
 
 

@@ -59,7 +59,7 @@ def test_a_thread_that_was_given_up_touches_nothing_of_the_next_run(tmp_path, mo
 
     def late(*args):
         begun.set()
-        assert may_go_on.wait(300)
+        assert may_go_on.wait(800)
         return write(*args)
 
     monkeypatch.setattr(_writer, "write_whole", late)
@@ -73,14 +73,14 @@ def test_a_thread_that_was_given_up_touches_nothing_of_the_next_run(tmp_path, mo
             target=first.write, args=(own, values, {"x": torch.ones(1)}), kwargs={"together": False}
         )
         thread.start()
-        assert begun.wait(300)
+        assert begun.wait(800)
         first.give_up()
         first.close()
         second.open()
         next_one = second.begin(1, together=False)
         own.mkdir()  # the sweep of the next run has deleted it; now the thread's writing succeeds
         may_go_on.set()
-        thread.join(300)
+        thread.join(800)
         assert not thread.is_alive()
         second.close()
     assert first.last is None

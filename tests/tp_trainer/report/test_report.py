@@ -128,7 +128,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path):
         [sys.executable, "-m", "tp_core.cli", "report", folder, "--png", tmp_path / "png"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=True,
     )
     assert done.stdout.split()[0] == str(folder / "report.html")
@@ -137,7 +137,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path):
         [sys.executable, "-m", "tp_core.cli", "report", tmp_path / "no"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     assert lost.returncode == 1
