@@ -23,6 +23,7 @@ SOURCES = [
 ]
 
 REASONS = {
+    "torch._C.DisableTorchFunction": "operators are recorded below what subclasses of tensors make of them",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks of the caller's",
     "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the caller's",
     "torch._C._get_function_stack_at": "whether the caller is in a mode, which only its own thread has",
@@ -31,8 +32,10 @@ REASONS = {
     "torch._C._nn": "random operators that have no public name",
     "torch._ops.OpOverload": "the type of an operator, which says whether it is random",
     "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",
+    "torch.ops.aten._local_scalar_dense.default": "the operator that reads a number off a device",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
+    "torch.utils._python_dispatch.TorchDispatchMode": "how all operators of a forward are seen",
 }
 MEMBERS = {
     nn.Module: [
