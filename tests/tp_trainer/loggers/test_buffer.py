@@ -67,12 +67,13 @@ def test_numbers_of_one_step_are_one_row_and_come_in_order():
 def test_a_number_is_that_of_the_moment_it_was_added_at():
     logger = Listed()
     buffer = LogBuffer([logger])
+    buffer.open(RunInfo())
     total = torch.zeros(())
     for step in (1, 2):
         total += 1
         buffer.add({"total": total}, step=step, epoch=1)
     buffer.close("finished")
-    assert logger.calls == [(1, 1, {"total": 1.0}), (2, 1, {"total": 2.0}), "finished"]
+    assert logger.calls == ["open", (1, 1, {"total": 1.0}), (2, 1, {"total": 2.0}), "finished"]
 
 
 def test_events_states_and_the_end_come_after_the_numbers_before_them():
@@ -94,25 +95,27 @@ def test_states_go_to_the_loggers_of_their_name_in_order():
         name = "other"
 
     saved = LogBuffer([Listed(), Other(), Listed()])
+    saved.open(RunInfo())
     saved.event("one", {}, step=1, epoch=1)
     state = saved.state_dict()
     state["loggers"][0]["state"] = {"calls": "first"}
     loggers = [Other(), Listed(), Listed(), Listed()]
     LogBuffer(loggers).load_state_dict(state)
-    assert [logger.state for logger in loggers] == [{"calls": 1}, {"calls": "first"}, {"calls": 1}, {}]
+    assert [logger.state for logger in loggers] == [{"calls": 2}, {"calls": "first"}, {"calls": 2}, {}]
 
 
 def test_a_logger_that_breaks_is_named_and_left_out_and_the_others_go_on(caplog):
     good, bad = Listed(), Broken(at=2)
     buffer = LogBuffer([bad, good])
     buffer.load_state_dict({"loggers": [{"name": "broken", "state": {"calls": 7}}]})
+    buffer.open(RunInfo())
     with caplog.at_level(logging.ERROR, logger="tp_trainer"):
         for step in (1, 2, 3):
             buffer.add({"loss": 1.0}, step=step, epoch=1)
             buffer.flush()
     assert "the logger 'broken' failed and gets no more of this run" in caplog.text
     assert "no room" in caplog.text
-    assert [row[0] for row in good.calls] == [1, 2, 3]
+    assert [row[0] for row in good.calls[1:]] == [1, 2, 3]
     assert [row[0] for row in bad.calls] == [1]
     assert buffer.state_dict()["loggers"][0]["state"] == {"calls": 7}
 

@@ -59,9 +59,11 @@ if TYPE_CHECKING:
 
     from tp_trainer._running._events import Events
     from tp_trainer._running._fit import Scheduler
+    from tp_trainer._running._log import RunLog
     from tp_trainer._running._loop import Loop
     from tp_trainer._running._progress import History
     from tp_trainer._running._settings import FitSettings, LoopSettings
+    from tp_trainer.loggers._named import LogSpec
 
 # What only runs and files need is imported there: a trainer is made in programs that do not train, too.
 
@@ -586,6 +588,9 @@ class Trainer:
         sanity_val_batches: int = 0,
         overfit_batches: int | None = None,
         callbacks: Iterable["Callback | str"] = (),
+        log: "LogSpec" = None,
+        log_every_steps: int = 50,
+        hyperparameters: Mapping[str, Any] | None = None,
         state: dict[str, Any] | None = None,
         shard: bool = True,
     ) -> "History":
@@ -628,6 +633,12 @@ class Trainer:
             sanity_val_batches: On how many batches to try the validation before the first step.
             overfit_batches: Train on so many batches alone, the same ones in every epoch.
             callbacks: What takes part in the run, or names of installed ones.
+            log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow"), or
+                loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record is kept in its
+                folder, too: ``tp report`` reads it.
+            log_every_steps: After how many optimizer steps the mean loss is logged, and what callbacks have
+                logged is read from the device.
+            hyperparameters: What loggers are to know of the run, besides what the trainer knows itself.
             state: What else is saved and restored, by name: anything with ``state_dict`` and
                 ``load_state_dict``, and plain values, lists and dicts, which are put back into this dict.
             shard: Whether the loaders are split over the data ranks.
@@ -689,7 +700,41 @@ class Trainer:
         )
         check_scheduler(scheduler, scheduler_every, optimizer)
         values, events = self._state_and_events(state, callbacks)
-        return self._fit(model, optimizer, train_loader, settings, looped, values, events)
+        self._open(model, by="fit()")
+        logs = self._run_log(log, log_every_steps, looped, [optimizer], hyperparameters)
+        return self._fit(model, optimizer, train_loader, settings, looped, values, events, logs)
+
+    def _run_log(
+        self,
+        spec: "LogSpec",
+        every_steps: int,
+        looped: "LoopSettings",
+        optimizers: Iterable[Optimizer],
+        hyperparameters: Mapping[str, Any] | None,
+    ) -> "RunLog":
+        from tp_trainer._running._log import of_optimizer, plan_log
+
+        checkpoints, limits = looped.checkpoints(), looped.limits
+        known = {
+            "epochs": limits.epochs,
+            "max_steps": limits.max_steps,
+            "precision": self._precision,
+            "accumulate": self._accumulate,
+            "seed": self._seed,
+            "world_size": self.session.world_size,
+            "backend": self.selection.chosen.name,
+        }
+        for optimizer in optimizers:
+            known |= of_optimizer(optimizer)
+        return plan_log(
+            self.session,
+            spec,
+            plugins=self._lazy.plugins,
+            every_steps=every_steps,
+            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
+            selection=self.selection,
+            hyperparameters={**known, **(hyperparameters or {})},
+        )
 
     def _state_and_events(
         self, state: dict[str, Any] | None, callbacks: Iterable["Callback | str"]
@@ -709,6 +754,7 @@ class Trainer:
         looped: "LoopSettings",
         values: dict[str, Any],
         events: "Events",
+        logs: "RunLog",
     ) -> "History":
         from tp_trainer._running._fit import Fit, fit, fit_duties
         from tp_trainer._running._starting import sort_state, start_loop
@@ -769,6 +815,7 @@ class Trainer:
             events=events,
             facts=settings.facts(),
             watchdog=watchdog,
+            logs=logs,
             optimizer_step=optimizer_step,
         )
         self._may_step = True
@@ -795,6 +842,9 @@ class Trainer:
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
         callbacks: Iterable["Callback | str"] = (),
+        log: "LogSpec" = None,
+        log_every_steps: int = 50,
+        hyperparameters: Mapping[str, Any] | None = None,
         shard: bool = True,
     ) -> "Loop":
         """Return the loop that :meth:`fit` is built on, for training of one's own.
@@ -818,6 +868,9 @@ class Trainer:
             checkpoint: As in :meth:`fit`; what it saves is ``state``, and how far the run is.
             resume: As in :meth:`fit`.
             callbacks: What takes part in the run, or names of installed ones.
+            log: As in :meth:`fit`; it gets what ``loop.log(...)`` is given.
+            log_every_steps: After how many optimizer steps that is read from the device and written.
+            hyperparameters: As in :meth:`fit`.
             shard: Whether the loader is split over the data ranks.
 
         Returns:
@@ -867,6 +920,7 @@ class Trainer:
             raise ConfigError(msg)
         values, events = self._state_and_events(state, callbacks)
         session = self._open(by="loop()")
+        optimizers = [value for value in values.values() if isinstance(value, Optimizer)]
         return start_loop(
             session,
             replace(settings, backend=self.selection.chosen.name),
@@ -877,6 +931,7 @@ class Trainer:
             events=events,
             facts={},
             watchdog=Watchdog(session.job.environment, step_timeout_s),
+            logs=self._run_log(log, log_every_steps, settings, optimizers, hyperparameters),
         )
 
     def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Callable[[], None]:

@@ -76,7 +76,9 @@ def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
     Args:
         runs: What to call each run, and its record.
     """
-    names = dict.fromkeys(name.removeprefix("val_") for _, run in runs for name in run.names)
+    names = dict.fromkeys(
+        name.removeprefix("val_").removeprefix("epoch_") for _, run in runs for name in run.names
+    )
     order = sorted(names, key=lambda n: _FIRST.index(n) if n in _FIRST else len(_FIRST))
     return [
         Chart(name, list(_curves(name, runs)), [mark for _, run in runs for mark in _marks(run)])
@@ -87,10 +89,11 @@ def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
 def _curves(name: str, runs: Sequence[tuple[str, LoggedRun]]) -> Iterator[Curve]:
     several = len(runs) > 1
     for number, (label, run) in enumerate(runs):
-        for full in (name, f"val_{name}"):
+        trained = name if name in run.names else f"epoch_{name}"  # the finer of the two
+        for full in (trained, f"val_{name}"):
             steps, values = run.series(full)
             if steps:
-                is_val = full != name
+                is_val = full != trained
                 color = number if several else int(is_val)
                 text = (f"{label} " if several else "") + ("validation" if is_val else "training")
                 plain = several and f"val_{name}" not in run.names

@@ -16,7 +16,7 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._running._duties import Duties, nothing
 from tp_trainer._running._events import Events
-from tp_trainer._running._log import LogBuffer
+from tp_trainer._running._log import RunLog
 from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
 from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._saving import Saving
@@ -55,7 +55,7 @@ class Between(RunFacts):
         duties: Duties,
         events: Events,
         state_values: dict[str, Any],
-        logs: LogBuffer,
+        logs: RunLog,
         steps: int,
         watchdog: Watchdog,
     ) -> None:
@@ -70,6 +70,7 @@ class Between(RunFacts):
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         self._ticker = Ticker("", 0, math.inf)
         self.meter = self._new_meter()
+        self._logged = (0.0, 0.0)  # the meter's totals when the loss was logged
         self.ends_step = True
         self._next_call: float = 0
         self._ask_at = 0.0
@@ -235,6 +236,7 @@ class Between(RunFacts):
         before = None if saving is None else saving.last
         save()
         if saving is not None and saving.last is not None and saving.last != before:
+            self._logs.event("checkpoint", {"name": saving.last.name}, step=self.step, epoch=self.epoch)
             self._events.send("on_checkpoint_saved", self, Path(saving.last))
 
     def _interrupt(self, number: int) -> None:
@@ -248,7 +250,11 @@ class Between(RunFacts):
         if saving is not None:
             self._saved(saving.finish)
             saved = saving.last
-        self._logs.flush()
+        facts = {
+            "signal": signal.Signals(number).name,
+            "saved": "nothing" if saved is None else saved.name,
+        }
+        self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
         self._events.send("on_interruption", self, number)
         end = interrupted(number, self._session, step=self.step, saved=saved)
         if number == signal.SIGUSR1 and self.is_main:
@@ -310,10 +316,17 @@ class Between(RunFacts):
     # -- numbers for loggers --------------------------------------------------------------------
 
     def _log_loss(self) -> None:
-        if self._duties.counts is False and self.meter.last_loss is not None:
+        """Log the mean loss of the steps since the last time, of this rank's samples."""
+        if not self._duties.counts:
+            losses, weight = self.meter.totals()
+            before, self._logged = self._logged, (losses, weight)
+            numbers = {}
+            if weight > before[1]:
+                numbers["loss"] = (losses - before[0]) / (weight - before[1])
             optimizer = next(iter(self.optimizers.values()), None)
-            rate = {} if optimizer is None else {"learning_rate": float(optimizer.param_groups[0]["lr"])}
-            self._logs.add({"loss": self.meter.last_loss, **rate}, step=self.step, epoch=self.epoch)
+            if optimizer is not None:
+                numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+            self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._logs.flush()
 
     def _log_now(self, numbers: Mapping[str, float]) -> None:

@@ -1,53 +1,158 @@
-"""Numbers on their way to loggers: kept as they come, tensors on their device, and read together."""
+"""The loggers of a run: opened, fed and closed by the first rank, with the same calls on all."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch.optim import Optimizer
+from tp_core.errors import ConfigError
+from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selection, Session
 
-__all__ = ["LogBuffer", "Sink"]
+from tp_trainer.loggers._buffer import LogBuffer
+from tp_trainer.loggers._facts import candidates, environment, versions
+from tp_trainer.loggers._jsonl import JsonLinesLogger
+from tp_trainer.loggers._named import LogSpec, make_loggers
 
-Sink = Callable[[Mapping[str, float], int, int], None]
-"""``sink(numbers, step, epoch)`` writes the numbers of one step."""
+__all__ = ["RunLog", "of_optimizer", "plan_log"]
+
+log = logging.getLogger("tp_trainer")
 
 
-class LogBuffer:
-    """Keeps numbers until they are written.
+class RunLog:
+    """What a run says to its loggers.
 
     Args:
-        sink: Where they go to; ``None`` where nobody wants them.
-        every: How many optimizer steps are read together.
+        session: Whose run it is.
+        loggers: Where it goes; none for a run that logs nothing.
+        every_steps: After how many optimizer steps numbers are read.
+        folder: The folder of the run's checkpoints, or ``None``.
+        facts: Returns what is known of the run, by fields of `RunInfo`; asked on the first rank alone.
+
+    Attributes:
+        is_asked: Whether the run logs anything, on all ranks alike.
+        every: After how many optimizer steps numbers are read.
+
+    Raises:
+        ConfigError: ``every_steps`` is not a whole number from 1.
     """
 
-    def __init__(self, sink: Sink | None, *, every: int = 50) -> None:
-        self._sink = sink
-        self.every = every
-        self._pending: list[tuple[int, int, str, Any]] = []
+    def __init__(
+        self,
+        session: Session,
+        loggers: Iterable[Logger] = (),
+        *,
+        every_steps: int = 50,
+        folder: Path | None = None,
+        facts: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        asked = list(loggers)
+        self.is_asked = bool(asked)
+        self.every = every_steps
+        self._session, self._folder, self._facts = session, folder, facts
+        self._buffer = LogBuffer(asked if session.is_main else [], every_steps=every_steps)
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody wants the numbers."""
-        return self._sink is not None
+        """Whether this rank has somebody who wants the numbers."""
+        return bool(self._buffer)
+
+    def open(self, *, resumed: bool, step: int, epoch: int) -> None:
+        """Open the loggers.
+
+        Raises:
+            TpError: One cannot be opened; on all ranks.
+
+        Collectives: one broadcast, if the run logs anything.
+        """
+        if not self.is_asked:
+            return
+        failure: Exception | None = None
+        if self.is_on:
+            try:
+                where: dict[str, Any] = {
+                    "folder": self._folder,
+                    "resumed": resumed,
+                    "step": step,
+                    "epoch": epoch,
+                }
+                self._buffer.open(RunInfo(**where, **self._facts()))
+            except Exception as error:  # noqa: BLE001 - all ranks raise it together
+                failure = error
+        told = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
+        if failure is not None:
+            raise failure
+        if told is not None:
+            msg = f"the first rank could not open a logger: {told}"
+            raise ConfigError(msg)
 
     def add(self, numbers: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Keep numbers of a step; tensors are not waited for."""
-        if self._sink is not None:
-            self._pending += [
-                (step, epoch, name, value.detach().reshape(()) if isinstance(value, Tensor) else value)
-                for name, value in numbers.items()
-            ]
+        """Keep numbers of a step; an accelerator is not waited for."""
+        self._buffer.add(numbers, step=step, epoch=epoch)
 
     def flush(self) -> None:
-        """Read and write what is kept, one step after the other."""
-        if self._sink is None or not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        tensors = [value.double() for *_, value in pending if isinstance(value, Tensor)]
-        read = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else [])
-        rows: dict[tuple[int, int], dict[str, float]] = {}
-        for step, epoch, name, value in pending:
-            number = next(read) if isinstance(value, Tensor) else float(value)
-            rows.setdefault((step, epoch), {})[name] = number
-        for (step, epoch), numbers in rows.items():
-            self._sink(numbers, step, epoch)
+        """Hand over what was kept."""
+        self._buffer.flush()
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
+        """Note what happened."""
+        self._buffer.event(kind, facts, step=step, epoch=epoch)
+
+    def close(self, status: RunStatus) -> None:
+        """Hand over what is left and close the loggers; what goes wrong is said, and ends nothing."""
+        try:
+            self._buffer.close(status)
+        except Exception:
+            log.exception("the last numbers of the run could not be logged")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the loggers need to go on, the same on all ranks.
+
+        Collectives: one broadcast over several ranks.
+        """
+        state = self._buffer.state_dict()
+        found: dict[str, Any] = self._session.broadcast(state) if self._session.world_size > 1 else state
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the loggers what they left in a checkpoint."""
+        self._buffer.load_state_dict(state)
+
+
+def plan_log(
+    session: Session,
+    spec: LogSpec,
+    *,
+    plugins: PluginRegistry,
+    every_steps: int,
+    folder: Path | None,
+    selection: Selection,
+    hyperparameters: Mapping[str, Any],
+) -> RunLog:
+    """Return the log of a run; one that logs into a folder of checkpoints keeps its record there, too.
+
+    Raises:
+        ConfigError: There is no logger of a name, or what it needs is not installed.
+        PluginError: The plugin that brings it is broken or blocked.
+    """
+    loggers = make_loggers(spec, plugins)
+    if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
+        loggers.append(JsonLinesLogger())
+
+    def facts() -> dict[str, Any]:
+        return {
+            "hyperparameters": dict(hyperparameters),
+            "environment": environment(),
+            "selection": str(selection),
+            "candidates": candidates(selection),
+            "versions": versions(),
+        }
+
+    return RunLog(session, loggers, every_steps=every_steps, folder=folder, facts=facts)
+
+
+def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the kind of an optimizer, and its first group's settings that are numbers or words."""
+    group = optimizer.param_groups[0]
+    plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+    return {"optimizer": type(optimizer).__name__, **plain}

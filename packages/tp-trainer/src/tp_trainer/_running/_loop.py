@@ -7,10 +7,11 @@ from itertools import islice
 from typing import Any, Self
 
 from tp_core.errors import ConfigError, LoaderError
+from tp_core.plugins import RunStatus
 
 from tp_trainer._running._between import Between
 from tp_trainer._running._progress import EpochRecord
-from tp_trainer._running._signals import Answer, SignalWatch
+from tp_trainer._running._signals import Answer, Interrupted, SignalWatch
 
 __all__ = ["Loop"]
 
@@ -51,6 +52,7 @@ class Loop(Between):
         if saving is not None:
             self._watch_for_lost_state()
         self._try_validation()
+        self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
         self._events.send("on_fit_start", self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -60,6 +62,7 @@ class Loop(Between):
             if error is not None and not isinstance(error, SystemExit | GeneratorExit):
                 self._events.send("on_exception", self, error)
         finally:
+            self._logs.close(_status(error))
             self._is_open = False
             self._open.close()
 
@@ -114,6 +117,7 @@ class Loop(Between):
         if state.meter_state is not None:
             self.meter.load_state_dict(state.meter_state)
             state.meter_state = None
+        self._logged = self.meter.totals()
         self._is_over, self._ask_at = False, 0.0
         if not state.first:
             self._events.send("on_epoch_start", self)
@@ -162,8 +166,10 @@ class Loop(Between):
         train = self.meter.means()
         found = self._validate(self._done)
         state.metrics = train | {f"val_{name}": value for name, value in found.items()}
-        self._log_now({**train, "learning_rate": rate, "epoch_seconds": seconds})
-        return EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, found)
+        record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, found)
+        means = {f"epoch_{name}": value for name, value in train.items()}
+        self._log_now({**means, "learning_rate": rate, "samples_per_s": record.samples_per_s})
+        return record
 
     def _end_epoch(self) -> None:
         state, duties, saving = self._run_state, self._duties, self._saving
@@ -205,3 +211,9 @@ class Loop(Between):
         self._save(done, self.meter)
         state.records.append(record)
         self._reporter.done(record)
+
+
+def _status(error: BaseException | None) -> RunStatus:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -16,7 +16,7 @@ from tp_trainer._running._duties import Duties
 from tp_trainer._running._events import Events
 from tp_trainer._running._kept import Kept
 from tp_trainer._running._limits import Limits
-from tp_trainer._running._log import LogBuffer
+from tp_trainer._running._log import RunLog
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import LoopSettings
 from tp_trainer._running._state import RunState, Trained
@@ -25,6 +25,10 @@ from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._precision import LossScaler
 
 __all__ = ["Sorted", "check_state", "sort_state", "start_loop"]
+
+
+LOG_STATE = "run:loggers"
+"""The name under which checkpoints keep what loggers need to go on; no callback can have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +133,8 @@ def start_loop(
     events: Events,
     facts: Mapping[str, object],
     watchdog: Watchdog,
+    logs: RunLog,
     optimizer_step: OptimizerStep | None = None,
-    logs: LogBuffer | None = None,
 ) -> Loop:
     """Return a loop that is ready to begin, once all ranks have been found to mean the same.
 
@@ -142,9 +146,12 @@ def start_loop(
     Collectives: one gather of objects.
     """
     steps = _steps_in(train, settings.limits)
-    kept = Kept(session, state, found.others, callbacks=events.states())
+    logged = {LOG_STATE: logs} if logs.is_asked else {}
+    kept = Kept(session, state, found.others, callbacks={**events.states(), **logged})
     kinds = {
         "callbacks": sorted(events.states()),
+        "log": logs.is_asked,
+        "log_every_steps": logs.every,
         "state": sorted(state),
         "models": sorted(found.trained.models),
         "optimizers": sorted(found.trained.optimizers),
@@ -158,7 +165,7 @@ def start_loop(
         duties=duties,
         events=events,
         state_values=state,
-        logs=LogBuffer(None) if logs is None else logs,
+        logs=logs,
         steps=steps,
         watchdog=watchdog,
     )

@@ -208,6 +208,11 @@ class Meter:
         if self.tolerates:
             self.samples, self._losses, self._weight, self._others = self._before
 
+    def totals(self) -> tuple[float, float]:
+        """Return the sum of this rank's losses so far, and of their weights."""
+        self.flush()
+        return self._losses, self._weight
+
     def flush(self) -> None:
         """Look at the losses that are still on the device."""
         if self._pending:

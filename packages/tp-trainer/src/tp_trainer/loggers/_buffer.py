@@ -43,6 +43,7 @@ class LogBuffer:
         self._failed: set[int] = set()
         self._rows: list[tuple[int, int, dict[str, Number]]] = []
         self._last_states: dict[int, dict[str, Any]] = {}
+        self._is_open = False
 
     def __bool__(self) -> bool:
         return bool(self._loggers)
@@ -54,6 +55,7 @@ class LogBuffer:
             for logger in self._loggers:
                 logger.open(info)
                 opened.append(logger)
+            self._is_open = True
         except BaseException:
             for logger in opened:
                 logger.close("failed")
@@ -97,17 +99,19 @@ class LogBuffer:
         self._each(lambda logger: logger.event(kind, facts, step=step, epoch=epoch))
 
     def close(self, status: RunStatus) -> None:
-        """Hand over what is left and close every logger."""
-        self.flush()
-        self._each(lambda logger: logger.close(status))
-        self._loggers = []
+        """Hand over what is left and close every logger that is open."""
+        if self._is_open:
+            self.flush()
+            self._each(lambda logger: logger.close(status))
+        self._is_open, self._loggers = False, []
 
     def state_dict(self) -> dict[str, Any]:
         """Hand over what is left, and return what the loggers need to go on; for a checkpoint."""
-        self.flush()
-        states: dict[int, dict[str, Any]] = {}
-        self._each(lambda logger: states.update({self._position(logger): logger.state_dict()}))
-        self._last_states |= states  # one that failed goes on where it was, in the next part of the run
+        if self._is_open:
+            self.flush()
+            states: dict[int, dict[str, Any]] = {}
+            self._each(lambda logger: states.update({self._position(logger): logger.state_dict()}))
+            self._last_states |= states  # one that failed goes on where it was, in the next part of the run
         return {
             "loggers": [
                 {"name": logger.name, "state": self._last_states.get(position, {})}
