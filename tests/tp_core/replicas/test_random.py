@@ -204,6 +204,8 @@ def test_a_checkpoint_that_keeps_no_state_is_left_alone():
     torch.cat(outputs).sum().backward()
 
 
+# torch 2.11 cannot close a checkpoint that failed half-way: its own generator raises as it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_whose_state_is_not_found_is_an_error(monkeypatch):
     monkeypatch.setattr("torch.get_rng_state", lambda: None)
     monkeypatch.setattr("torch.random.get_rng_state", lambda: None)
