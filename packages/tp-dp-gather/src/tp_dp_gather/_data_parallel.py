@@ -138,6 +138,8 @@ class DataParallel(ReplicaWrapper):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
+            # What torch.compile wraps a module in has names of its own, which it gives this wrapper, too.
+            module = getattr(module, "_orig_mod", module)
             if module is None or not hasattr(module, name):
                 raise
         value = getattr(module, name)
