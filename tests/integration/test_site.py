@@ -38,5 +38,6 @@ def test_the_reference_of_a_package_has_its_public_names(site, package):
         "plugins",
         "tuning",
     }  # they have pages or sections of their own
+    elsewhere = {"Callback", "RunView"} if package == "tp_trainer" else set()  # tp_core.plugins has them
     aliases = {"DeviceSpec", "LossReduction", "Precision", "ReduceOp", "StepOutput", "Step"}
-    assert set(public) - set(documented) - modules - aliases == set()
+    assert set(public) - set(documented) - modules - elsewhere - aliases == set()

@@ -856,7 +856,7 @@ class Trainer:
                 anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
                 are put back into this dict.
             validate: Returns the results of a validation, as :meth:`evaluate` does; called after every epoch.
-                Those that are numbers are known as "val_..." to checkpoints and callbacks.
+                Those that are numbers are known as ``"val_..."`` to checkpoints and callbacks.
             steps_per_epoch: How many batches make an epoch; needed for a loader without length.
             max_steps: After how many optimizer steps the run ends, those before a resume included; a step is
                 as many batches as the trainer accumulates.
