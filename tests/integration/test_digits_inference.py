@@ -44,7 +44,7 @@ def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("1797 scans on 2 workers, accuracy=")
     assert float(last.rpartition("=")[2]) > 0.85
-    assert "1797/1797" in done.stdout
+    assert "1797/1797" in done.stderr
     assert (tmp_path / "digits_inference.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "digits_inference.json").read_text())["traceEvents"]
     assert sum(event["args"].get("items", 0) for event in events if "args" in event) == 1797
