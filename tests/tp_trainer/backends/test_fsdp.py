@@ -1,5 +1,6 @@
 """The backend over ``fully_shard`` does what every backend must do."""
 
+import pytest
 from tp_core.testing import BackendConformance
 from tp_trainer._backends._fsdp._backend import FsdpBackend
 from tp_trainer.testing import TrainingConformance
@@ -10,6 +11,7 @@ class TestFsdp(BackendConformance):
     processes = 2
 
 
+@pytest.mark.slow
 class TestTrainingOnFsdp(TrainingConformance):
     backend = FsdpBackend
     processes = 2

@@ -1,5 +1,6 @@
 """A model that the trainer builds is the one of a single device, of which each rank holds its slices."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
 WIDTH, BLOCKS = 192, 3
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Net(nn.Module):
@@ -87,6 +89,8 @@ def resident(field):
 def memory_of_building(width, blocks):
     """Return the most memory that building took, that of this rank's slices, and of the largest unit."""
     torch.set_num_threads(1)
+    # What is freed goes back to the system at once: the peak is that of what is held, not of malloc's habits.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     with Trainer(backend="fsdp", devices="cpu", seed=0, progress=False) as trainer:
         trainer.build(lambda: Net(16, 2))  # what is imported and started once is not the model's
         Path("/proc/self/clear_refs").write_text("5")
@@ -103,4 +107,4 @@ def memory_of_building(width, blocks):
 def test_building_takes_little_more_memory_than_the_slices_and_a_unit():
     for peak, slices, unit in run_ranks(memory_of_building, 2, 1024, 12):
         assert slices > 150 * 10**6
-        assert peak < 1.15 * slices + 2 * unit + 20 * 10**6, (peak, slices, unit)
+        assert peak < 1.15 * slices + unit, (peak, slices, unit)
