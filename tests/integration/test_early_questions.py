@@ -65,6 +65,7 @@ def train_after_questions():
     return results
 
 
+@pytest.mark.slow
 def test_a_split_model_is_trained_the_same_whatever_was_asked_before():
     with Trainer(seed=0, progress=False, devices="cpu") as trainer:
         _, expected = train(trainer, make_model(split=False))

@@ -258,6 +258,7 @@ def test_a_closed_runner_leaves_no_process_and_no_descriptor(run_script):
     assert out.strip() == "1"  # the fork server, which serves the next runner
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_is_replaced(run_script):
     out = run_script(
         """

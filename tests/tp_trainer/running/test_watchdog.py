@@ -52,6 +52,7 @@ def _run(tmp_path: Path, hang: str, *launch: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_the_process_with_its_stack(tmp_path):
     done = _run(tmp_path, "time.sleep(600)")
     assert done.returncode == 124

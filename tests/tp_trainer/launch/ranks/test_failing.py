@@ -75,6 +75,7 @@ def test_the_rank_that_died_by_itself_is_named(tp, death, status, first_line, to
     assert list(tp.tmp.glob("tp-launch-*")) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_before_the_job_starts_is_named_at_once(tp):
     script = tp.script(
         """
