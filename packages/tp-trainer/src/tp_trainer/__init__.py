@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tp_trainer._metrics._metric import FunctionMetric, Metric
     from tp_trainer._metrics._predictions import Predictions
     from tp_trainer._running._callbacks import Callback, RunView
+    from tp_trainer._running._history import EpochRecord, History
     from tp_trainer._running._loop import Loop
-    from tp_trainer._running._progress import EpochRecord, History
     from tp_trainer._running._signals import Interrupted
     from tp_trainer._steps._precision import Step
     from tp_trainer._trainer import Trainer
@@ -61,7 +61,7 @@ if not TYPE_CHECKING:
             "tuning": [],
             "_running._callbacks": ["Callback", "RunView"],
             "_running._loop": ["Loop"],
-            "_running._progress": ["EpochRecord", "History"],
+            "_running._history": ["EpochRecord", "History"],
             "_trainer": ["Trainer"],
         },
     )

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
     from tp_trainer._running._events import Events
     from tp_trainer._running._fit import Scheduler
+    from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
     from tp_trainer._running._loop import Loop
-    from tp_trainer._running._progress import History
     from tp_trainer._running._settings import FitSettings, LoopSettings
     from tp_trainer.loggers._named import LogSpec
 

@@ -108,8 +108,8 @@ def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
             yield int(line["step"]), _MARKS[line["event"]]
 
 
-def draw(chart: Chart, *, png: bool = False) -> "Figure":
-    """Return the figure of a chart.
+def draw(*charts: Chart, png: bool = False) -> "Figure":
+    """Return the figure of one chart or several, two beside each other.
 
     Raises:
         ConfigError: Matplotlib is not installed.
@@ -119,12 +119,20 @@ def draw(chart: Chart, *, png: bool = False) -> "Figure":
     except ImportError as error:
         msg = "curves are drawn by matplotlib, which is not installed: pip install 'tp-trainer[report]'"
         raise ConfigError(msg) from error
-    ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
-    colors = _PNG_COLORS if png else _COLORS
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    columns = min(len(charts), 2)
+    rows = -(-len(charts) // columns)
+    width, height = _SIZE_INCHES
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     if not png:
         figure.patch.set_alpha(0)
-    axes: Any = figure.add_subplot()
+    for place, chart in enumerate(charts, start=1):
+        _draw(figure.add_subplot(rows, columns, place), chart, png=png)
+    return figure
+
+
+def _draw(axes: Any, chart: Chart, *, png: bool) -> None:
+    ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
+    colors = _PNG_COLORS if png else _COLORS
     axes.patch.set_alpha(0)
     for curve in chart.curves:
         steps, values = _thinned(curve.steps, curve.values)
@@ -151,16 +159,15 @@ def draw(chart: Chart, *, png: bool = False) -> "Figure":
         axes.spines[side].set_color(grid)
     if len(chart.curves) > 1:
         axes.legend(fontsize=8, labelcolor=ink, frameon=False)
-    return figure
 
 
 def svg(chart: Chart) -> str:
     """Return the chart as an SVG element whose colors are variables of the page."""
+    figure, out = draw(chart), io.StringIO()
     from matplotlib import rc_context
 
-    out = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
-        draw(chart).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
     for color, variable in _VARIABLES.items():

@@ -1,7 +1,7 @@
 """The page itself."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tp_core.errors import ConfigError
@@ -9,9 +9,9 @@ from tp_core.internal import write_atomically
 
 from tp_trainer._report._figures import charts, png, svg
 from tp_trainer._report._story import labels, tell
-from tp_trainer.loggers._reading import read_run
+from tp_trainer.loggers._reading import LoggedRun, read_run
 
-__all__ = ["render", "write_pictures", "write_report"]
+__all__ = ["render", "write_page", "write_pictures", "write_report"]
 
 _TEMPLATE = Path(__file__).parent / "page.html.j2"
 
@@ -24,10 +24,13 @@ def render(paths: Iterable[str | os.PathLike[str]]) -> str:
         FileNotFoundError: A folder has no record of a run.
         StateError: A file is not such a record.
     """
+    return _render([read_run(path) for path in paths])
+
+
+def _render(runs: Sequence[LoggedRun]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
-    runs = [read_run(path) for path in paths]
     if not runs:
         msg = "a report needs at least one run: give its folder"
         raise ConfigError(msg)
@@ -50,7 +53,17 @@ def write_report(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         StateError: A file is not such a record.
         OSError: The file cannot be written.
     """
-    text, out = render(paths), Path(out)
+    return write_page([read_run(path) for path in paths], out)
+
+
+def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
+    """Write the page of ``runs`` to ``out``, and return its path.
+
+    Raises:
+        ConfigError: No run is given, or matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    text, out = _render(runs), Path(out)
     write_atomically(lambda part: _write(part, text), out)
     return out
 

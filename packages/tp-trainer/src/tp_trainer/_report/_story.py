@@ -62,12 +62,13 @@ def tell(label: str, run: LoggedRun) -> Story:
 
 def _summary(run: LoggedRun) -> dict[str, str]:
     rows, starts = run.of_type("numbers"), run.of_type("run")
-    found = {"status": run.status}
+    found = {"status": run.status} if starts else {}
     if rows:
         found["steps"] = f"{max(int(row['step']) for row in rows):,}"
         found["epoch"] = str(rows[-1]["epoch"])
-    found["started"] = _when(run.lines[0]["time"])
-    found["time"] = _duration(_seconds_of_work(run))
+    if starts:
+        found["started"] = _when(run.lines[0]["time"])
+        found["time"] = _duration(_seconds_of_work(run))
     if len(starts) > 1:
         found["restarts"] = str(len(starts) - 1)
     for name in ("loss", "val_loss"):

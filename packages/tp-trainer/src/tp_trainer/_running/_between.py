@@ -59,14 +59,21 @@ class Between(RunFacts):
         steps: int,
         watchdog: Watchdog,
     ) -> None:
-        super().__init__(session, state, settings.limits, steps=steps, accumulate=settings.accumulate)
+        checkpoints = settings.checkpoints()
+        super().__init__(
+            session,
+            state,
+            settings.limits,
+            steps=steps,
+            accumulate=settings.accumulate,
+            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
+        )
         self._settings, self._train, self._duties, self._events = settings, train, duties, events
         self._logs, self._watchdog = logs, watchdog
         self.state = state_values
         self._reporter = Reporter(
             progress=settings.progress if session.is_main else False, epochs=settings.limits.epochs
         )
-        checkpoints = settings.checkpoints()
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         self._ticker = Ticker("", 0, math.inf)
         self.meter = self._new_meter()

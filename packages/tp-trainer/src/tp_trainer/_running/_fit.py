@@ -11,8 +11,8 @@ from tp_core.plugins import PreparedLoader, StepOutput
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler
 from tp_trainer._running._duties import Duties
 from tp_trainer._running._events import Events
+from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
-from tp_trainer._running._progress import History
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._meter import loss_of
 from tp_trainer._steps._optimizer_step import OptimizerStep

@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import RunStatus
 
 from tp_trainer._running._between import Between
-from tp_trainer._running._progress import EpochRecord
+from tp_trainer._running._history import EpochRecord
 from tp_trainer._running._signals import Answer, Interrupted, SignalWatch
 
 __all__ = ["Loop"]

@@ -1,17 +1,18 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere; and its records."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from tp_core.internal import Progress as Shown
 from tp_core.internal import shows_progress
 
-__all__ = ["EpochRecord", "History", "Reporter"]
+from tp_trainer._running._history import EpochRecord
+
+__all__ = ["Reporter", "Ticker"]
 
 log = logging.getLogger("tp_trainer")
 
@@ -19,59 +20,6 @@ Show = Callable[[int, float | None], None]
 
 _BAR_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class EpochRecord:
-    """The record of one epoch.
-
-    Attributes:
-        epoch: Its number, from 1.
-        steps: Optimizer steps so far, over all epochs.
-        samples: Samples trained on in it, over all ranks.
-        seconds: How long its training took; validation is not in it.
-        learning_rate: That of the first parameter group, at the end of it.
-        train: Means over its samples of what the step returned, by name, with "loss".
-        val: The same over the validation samples; empty without a validation loader.
-    """
-
-    epoch: int
-    steps: int
-    samples: int
-    seconds: float
-    learning_rate: float
-    train: Mapping[str, float]
-    val: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Training throughput over all ranks."""
-        return self.samples / self.seconds if self.seconds else math.inf
-
-    def __str__(self) -> str:
-        values = [f"{name}={value:.4g}" for name, value in self.train.items()]
-        values += [f"val_{name}={value:.4g}" for name, value in self.val.items()]
-        return f"{'  '.join(values)}  lr={self.learning_rate:.3g}  {self.samples_per_s:,.0f} samples/s"
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The records of all epochs of a run.
-
-    Attributes:
-        epochs: One record for each epoch, in order.
-    """
-
-    epochs: tuple[EpochRecord, ...]
-
-    def __len__(self) -> int:
-        return len(self.epochs)
-
-    def __getitem__(self, index: int) -> EpochRecord:
-        return self.epochs[index]
-
-    def __iter__(self) -> Iterator[EpochRecord]:
-        return iter(self.epochs)
 
 
 class Reporter:

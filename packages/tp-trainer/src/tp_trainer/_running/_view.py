@@ -1,6 +1,7 @@
 """What a run shows of itself: to callbacks, and to loops of the user's own."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -9,8 +10,8 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 from tp_core.plugins import Session
 
+from tp_trainer._running._history import History
 from tp_trainer._running._limits import Limits
-from tp_trainer._running._progress import History
 from tp_trainer._running._state import RunState
 
 __all__ = ["RunFacts"]
@@ -27,13 +28,21 @@ class RunFacts:
         limits: How long it goes on.
         steps: How many batches make an epoch.
         accumulate: How many batches make an optimizer step.
+        folder: Where its checkpoints are; ``None`` for a run without any.
     """
 
     def __init__(
-        self, session: Session, state: RunState, limits: Limits, *, steps: int, accumulate: int
+        self,
+        session: Session,
+        state: RunState,
+        limits: Limits,
+        *,
+        steps: int,
+        accumulate: int,
+        folder: Path | None,
     ) -> None:
         self._session, self._run_state, self._limits = session, state, limits
-        self._steps, self._accumulate = steps, accumulate
+        self._steps, self._accumulate, self._folder = steps, accumulate, folder
         self._base = 0  # optimizer steps before this epoch
         self._done = 0
 
@@ -71,7 +80,7 @@ class RunFacts:
     @property
     def history(self) -> History:
         """The records of the epochs that are over."""
-        return History(tuple(self._run_state.records))
+        return History(tuple(self._run_state.records), self._folder)
 
     @property
     def models(self) -> Mapping[str, nn.Module]:

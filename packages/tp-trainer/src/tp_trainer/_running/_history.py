@@ -1,0 +1,217 @@
+"""What a run leaves in the program that made it: its records, as tables, curves and a page."""
+
+import html
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from tp_trainer.loggers._reading import LoggedRun
+
+__all__ = ["EpochRecord", "History"]
+
+# A notebook is light or dark, which its style sheet alone knows: colors that are seen on both.
+_NOTEBOOK_COLORS = (
+    "--ink:currentColor;--grid:#8886;--mark:#a07408;--c0:#2f86cc;--c1:#d9602b;--c2:#2e9a60;--c3:#9a63cc;"
+    "--c4:#a07408;--c5:#d1396f;--c6:#0b8f9b;--c7:#8a6658"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """The record of one epoch.
+
+    Attributes:
+        epoch: Its number, from 1.
+        steps: Optimizer steps so far, over all epochs.
+        samples: Samples trained on in it, over all ranks.
+        seconds: How long its training took; validation is not in it.
+        learning_rate: That of the first parameter group, at the end of it.
+        train: Means over its samples of what the step returned, by name, with "loss".
+        val: The same over the validation samples; empty without a validation loader.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    learning_rate: float
+    train: Mapping[str, float]
+    val: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Training throughput over all ranks."""
+        return self.samples / self.seconds if self.seconds else math.inf
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All means by name, those of the validation as ``"val_..."``."""
+        return {**self.train, **{f"val_{name}": value for name, value in self.val.items()}}
+
+    def __str__(self) -> str:
+        values = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        return f"{'  '.join(values)}  lr={self.learning_rate:.3g}  {self.samples_per_s:,.0f} samples/s"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The records of all epochs of a run; a notebook shows them as a table with curves.
+
+    Attributes:
+        epochs: One record for each epoch, in order.
+        folder: The folder of the run's checkpoints, where its record of single steps is, too, if it logs
+            anything; ``None`` for a run without one.
+
+    Example:
+        >>> history = History((EpochRecord(1, 8, 64, 0.5, 0.1, {"loss": 2.0}),))
+        >>> history.to_dict()["loss"]
+        [2.0]
+    """
+
+    epochs: tuple[EpochRecord, ...]
+    folder: Path | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __getitem__(self, index: int) -> EpochRecord:
+        return self.epochs[index]
+
+    def __iter__(self) -> Iterator[EpochRecord]:
+        return iter(self.epochs)
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the records as columns: for each name its value in each epoch, ``None`` where it has none.
+
+        Their names are "epoch", "steps", "samples", "seconds", "learning_rate", those of the step's means,
+        and with "val_" before them those of the validation.
+        """
+        rows = [
+            {
+                "epoch": record.epoch,
+                "steps": record.steps,
+                "samples": record.samples,
+                "seconds": record.seconds,
+                "learning_rate": record.learning_rate,
+                **record.metrics,
+            }
+            for record in self.epochs
+        ]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: [row.get(name) for row in rows] for name in names}
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """Return the columns of :meth:`to_dict` as a table of pandas, whose index is "epoch".
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            msg = "to_dataframe() needs pandas, which is not installed: pip install 'tp-trainer[pandas]'"
+            raise ConfigError(msg) from error
+        return pd.DataFrame(self.to_dict() or {"epoch": []}).set_index("epoch")
+
+    def plot(self, *names: str) -> "Figure":
+        """Draw a chart for each metric, training beside validation, over the optimizer steps.
+
+        Args:
+            *names: Which ones, such as "loss"; by default all, and the learning rate.
+
+        Returns:
+            A figure of matplotlib, which notebooks show and ``figure.savefig("run.png")`` writes.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or there are no numbers of that name.
+        """
+        from tp_trainer._report._figures import charts, draw
+
+        found = {chart.name: chart for chart in charts([("", self._as_logged())])}
+        missing = [name for name in names if name not in found]
+        if missing or not found:
+            what = ", ".join(map(repr, missing)) or "anything"
+            there = ", ".join(found) or "none, as no epoch ended"
+            msg = f"the run has no numbers called {what}; it has {there}"
+            raise ConfigError(msg)
+        return draw(*(found[name] for name in names or found), png=True)
+
+    def report(self, out: str | os.PathLike[str] | None = None) -> Path:
+        """Write one HTML page of the run, as ``tp report`` does, and return its path.
+
+        Where the run has logged its steps into its folder it is the page of these; elsewhere it has the
+        curves of the epochs.
+
+        Args:
+            out: The file; by default ``report.html`` in the run's folder.
+
+        Raises:
+            ConfigError: The run has no folder, and ``out`` is not given; or matplotlib is not installed.
+            OSError: The file cannot be written.
+        """
+        from tp_trainer._report._page import write_page
+        from tp_trainer.loggers._reading import FILENAME, read_run
+
+        if out is None:
+            if self.folder is None:
+                msg = "report() of a run without a folder needs a place: history.report('run.html')"
+                raise ConfigError(msg)
+            out = self.folder / "report.html"
+        is_logged = self.folder is not None and (self.folder / FILENAME).is_file()
+        return write_page([read_run(self.folder) if self.folder and is_logged else self._as_logged()], out)
+
+    def _as_logged(self) -> "LoggedRun":
+        """Return the numbers of the epochs as a record of a run has them, without where and when."""
+        from tp_trainer.loggers._reading import FILENAME, LoggedRun
+
+        lines = tuple(
+            {
+                "type": "numbers",
+                "time": 0.0,
+                "step": record.steps,
+                "epoch": record.epoch,
+                "numbers": {**record.metrics, "learning_rate": record.learning_rate},
+            }
+            for record in self.epochs
+        )
+        return LoggedRun((self.folder or Path("run")) / FILENAME, lines, 0)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the table, and curves where matplotlib is there to draw them."""
+        columns = self.to_dict()
+        cells = [
+            "".join(f"<td>{_worded(columns[name][row])}</td>" for name in columns) for row in range(len(self))
+        ]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+        table = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        return (
+            f"<div style='{_NOTEBOOK_COLORS}'><div style='overflow:auto;max-height:24em'>{table}</div>"
+            f"{self._curves_html()}</div>"
+        )
+
+    def _curves_html(self) -> str:
+        if len(self) < 2:  # a point is not a curve
+            return ""
+        from tp_trainer._report._figures import charts, svg
+
+        try:
+            drawn = [svg(chart) for chart in charts([("", self._as_logged())])]
+        except ConfigError:  # the table is worth showing without matplotlib, too
+            return ""
+        figures = "".join(f"<div style='flex:1 1 18em;max-width:30em'>{one}</div>" for one in drawn)
+        return f"<div style='display:flex;flex-wrap:wrap;gap:1em'>{figures}</div>"
+
+
+def _worded(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
