@@ -28,6 +28,7 @@ def split(group_size):
     return model
 
 
+@pytest.mark.slow
 class TestShard(TrainingConformance):
     backend = shard_backend.ShardBackend
     processes = 2

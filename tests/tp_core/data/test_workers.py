@@ -145,6 +145,7 @@ def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(s
     wait_until_gone(*pids)
 
 
+@pytest.mark.slow
 def test_a_program_ends_quietly_while_its_workers_hang(start):
     process = start(
         """

@@ -189,6 +189,7 @@ def test_results_may_be_changed_in_place():
         assert (array == i + 1).all()
 
 
+@pytest.mark.slow
 def test_many_small_tensors_need_few_descriptors(run_script):
     out = run_script(
         """

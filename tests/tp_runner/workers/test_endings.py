@@ -35,7 +35,7 @@ SLEEP = "time.sleep(600)"
 SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 @pytest.mark.parametrize(
     ("number", "work"),
     [(signal.SIGKILL, SPIN), (signal.SIGTERM, SLEEP), (signal.SIGINT, SLEEP)],
@@ -228,6 +228,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.stdout.split() == ["died"] * 3, done.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_runner_leaves_no_process_and_no_descriptor(run_script):
     out = run_script(
         """

@@ -22,7 +22,7 @@ def second(state, item):
     "options",
     [
         # The other worker has to be ready in time, however busy the machine is.
-        {"start_method": "fork", "start_timeout_s": 10.0},
+        pytest.param({"start_method": "fork", "start_timeout_s": 10.0}, marks=pytest.mark.slow),
         pytest.param({"start_timeout_s": 60.0}, marks=pytest.mark.slow),
         {"engine": "thread", "start_timeout_s": 2.0},
     ],
@@ -123,6 +123,7 @@ def test_a_worker_is_replaced_after_some_items(kind):
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [5, 5, 5, 5]
 
 
+@pytest.mark.slow
 def test_many_items_pass_through_workers_that_are_replaced():
     with OrderedRunner(2, max_items_per_worker=300, start_method="fork") as runner:
         assert list(runner.stream(range(5000))) == list(range(5000))

@@ -78,6 +78,7 @@ def on_a_rank(folder, state, averages):
     return history[-1].val["loss"]
 
 
+@pytest.mark.slow
 def test_ranks_have_the_average_of_one_device_and_resume_it(tmp_path):
     # No batch norm, of whose statistics each rank would have its own.
     ours, model = ExponentialMovingAverage(DECAY), torch.nn.Linear(3, 1).double()

@@ -95,6 +95,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, 
     assert names(folder) == ["step-0000000008", "step-0000000009", "step-0000000010"]
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_that_was_killed_can_be_started_again_at_once(tmp_path, start, impatient):
     first, said = start(STANDING, tmp_path / "run")
     assert said == "standing"
@@ -176,6 +177,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
     )
 
 
+@pytest.mark.slow
 def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypatch):
     monkeypatch.setattr(_lock, "GRACE_S", 50.0)
     first, _ = start(STANDING, tmp_path)

@@ -181,6 +181,7 @@ with Trainer(progress=False, devices="cpu") as trainer:
 """
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_run_that_hangs_in_a_step(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(HANGING)

@@ -104,6 +104,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
+@pytest.mark.slow
 def test_what_is_done_between_epochs_does_not_count(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("tp_trainer._running._watchdog.time", clock)

@@ -84,6 +84,7 @@ def on_a_rank():
     return losses("ddp"), found
 
 
+@pytest.mark.slow
 def test_ranks_have_the_losses_of_one_device_and_find_one_batch_size():
     for found, size in run_ranks(on_a_rank, 2):
         assert found == pytest.approx(losses("single"), rel=1e-9)
@@ -104,7 +105,7 @@ def trained(backend, *, search):
         return [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
+@pytest.mark.parametrize("backend", ["single", pytest.param("tuple", marks=pytest.mark.slow), "dp-gather"])
 def test_a_run_is_the_same_after_them(backend):
     (weights, state), (expected, expected_state) = (
         trained(backend, search=True),
@@ -143,7 +144,10 @@ def test_the_proportions_of_groups_are_kept():
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("single", 13), ("dp-gather", 13), ("tuple", 26)])
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("single", 13), ("dp-gather", 13), pytest.param("tuple", 26, marks=pytest.mark.slow)],
+)
 def test_the_largest_batch_that_fits_is_found(backend, expected):
     with Trainer(**BACKENDS[backend], seed=0, progress=False) as trainer:
         model = network()

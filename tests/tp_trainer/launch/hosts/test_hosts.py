@@ -55,6 +55,7 @@ def test_every_host_tells_the_cause_that_one_of_them_had(tp, free_port, gone):
     gone(*(int(tp.wait_for(f"pid{rank}")) for rank in range(2)))
 
 
+@pytest.mark.slow
 def test_a_host_that_is_done_hears_of_a_failure_that_comes_later(tp, free_port, until):
     script = tp.script(
         """
@@ -133,6 +134,7 @@ def test_a_host_that_waits_for_the_rendezvous_can_be_stopped(tp, free_port):
     assert (process.returncode, own_words(err)) == (130, said)
 
 
+@pytest.mark.slow
 def test_a_static_host_that_waits_in_native_code_can_be_stopped(tp, free_port, until):
     process = tp.start(
         *["launch", "-n", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"],

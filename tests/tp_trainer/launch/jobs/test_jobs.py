@@ -72,6 +72,7 @@ def test_a_stopped_job_leaves_nobody(tp, here, gone):
     assert "was not running: stopped" in here("stop", "last").stdout
 
 
+@pytest.mark.slow
 def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, here, gone):
     script = tp.script(
         "import signal, subprocess\n"

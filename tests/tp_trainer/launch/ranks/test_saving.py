@@ -89,6 +89,7 @@ def test_a_launch_that_is_signalled_saves_and_says_so(tp, until, number, method,
     assert "Traceback" not in own_words(err)
 
 
+@pytest.mark.slow
 def test_a_launch_that_is_interrupted_in_a_terminal_saves(tp, until):
     process, terminal = tp.start_in_terminal(
         tp.command("launch", "-n", "1", tp.script(TRAIN), "fork", "persistent")
@@ -122,7 +123,7 @@ def test_a_detached_job_that_is_stopped_saves(tp, until):
 @pytest.mark.parametrize(
     ("number", "method", "kept"),
     [
-        pytest.param("SIGTERM", "fork", "anew", id="term"),
+        pytest.param("SIGTERM", "fork", "anew", id="term", marks=pytest.mark.slow),
         pytest.param("SIGINT", "spawn", "anew", id="int", marks=pytest.mark.slow),
         pytest.param("SIGUSR1", "forkserver", "persistent", id="usr1", marks=pytest.mark.slow),
         pytest.param("SIGHUP", "forkserver", "anew", id="hup", marks=pytest.mark.slow),
@@ -170,6 +171,7 @@ def test_a_launch_that_saves_nothing_says_why(tp):
     assert "stopped by SIGTERM; nothing was saved by fit: rank 1 ended with exit code 3\n" in err
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_ranks_that_take_their_time(tp, gone):
     script = tp.script(
         """
