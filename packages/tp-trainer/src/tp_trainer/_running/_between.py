@@ -15,7 +15,6 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._running._duties import Duties, nothing
-from tp_trainer._running._events import Events
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
 from tp_trainer._running._progress import Reporter, Ticker
@@ -53,8 +52,6 @@ class Between(RunFacts):
         train: PreparedLoader,
         *,
         duties: Duties,
-        events: Events,
-        state_values: dict[str, Any],
         logs: RunLog,
         steps: int,
         watchdog: Watchdog,
@@ -68,9 +65,9 @@ class Between(RunFacts):
             accumulate=settings.accumulate,
             folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
         )
-        self._settings, self._train, self._duties, self._events = settings, train, duties, events
+        self._settings, self._train, self._duties, self._events = settings, train, duties, settings.events
         self._logs, self._watchdog = logs, watchdog
-        self.state = state_values
+        self.state = settings.state
         self._reporter = Reporter(
             progress=settings.progress if session.is_main else False, epochs=settings.limits.epochs
         )

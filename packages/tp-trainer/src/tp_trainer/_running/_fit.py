@@ -10,7 +10,6 @@ from tp_core.plugins import PreparedLoader, StepOutput
 
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler
 from tp_trainer._running._duties import Duties
-from tp_trainer._running._events import Events
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import FitSettings
@@ -77,7 +76,7 @@ def fit_duties(work: Fit, train: PreparedLoader) -> Duties:
     )
 
 
-def fit(loop: Loop, work: Fit, events: Events) -> History:
+def fit(loop: Loop, work: Fit) -> History:
     """Train until the loop has no batch left.
 
     Raises:
@@ -85,25 +84,26 @@ def fit(loop: Loop, work: Fit, events: Events) -> History:
         NonFiniteLossError: The loss or the gradients are NaN or infinite.
         LoaderError: The loader ended before the last batch of the epoch.
     """
-    model = work.optimizer_step.model
+    model, events = work.optimizer_step.model, work.settings.events
     was_training = model.training
     if events.has("on_optimizer_step"):
         work.optimizer_step.tell(lambda norm: events.send("on_optimizer_step", loop, norm))
     model.train()
     with loop:
         for batches in loop.by_epoch():
-            _train_epoch(loop, batches, work, events)
+            _train_epoch(loop, batches, work)
     model.train(was_training)
     return loop.history
 
 
-def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, events: Events) -> None:
+def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit) -> None:
     """Train on the batches of an epoch. The hot path: what is not needed in a step is not in it."""
     run, step, update, meter = work.run, work.settings.training_step(), work.optimizer_step, loop.meter
     scheduler = work.settings.scheduler if work.settings.scheduler_every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
     begin_step = meter.begin_step if meter.tolerates else None
+    events = work.settings.events
     tells = events.has("on_backward_end")
 
     def learn(batch: Any) -> StepOutput:

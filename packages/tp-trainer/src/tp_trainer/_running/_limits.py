@@ -18,7 +18,8 @@ class Limits:
     """How long a run goes on, and when it validates in between.
 
     Attributes:
-        epochs: How often to go through the loader; ``None`` for as long as the other limits let it.
+        epochs: How often to go through the loader; ``None`` for as long as the other limits let it, and once
+            where there is no other that ends the run.
         steps_per_epoch: How many batches make an epoch; ``None`` for all that the loader has.
         max_steps: After how many optimizer steps the run ends, those before a resume included.
         max_time: For how long this call trains: seconds, or text such as "1h30m".
@@ -30,7 +31,7 @@ class Limits:
         ConfigError: A value is out of its range.
     """
 
-    epochs: int | None = 1
+    epochs: int | None = None
     steps_per_epoch: int | None = None
     max_steps: int | None = None
     max_time: float | str | None = None
@@ -47,17 +48,7 @@ class Limits:
         if self.max_time is not None:
             seconds_of(self.max_time)
         if self.epochs is None and self.max_steps is None and self.max_time is None:
-            msg = "epochs=None trains for ever: give max_steps or max_time"
-            raise ConfigError(msg)
-
-    @classmethod
-    def of(
-        cls, *, epochs: int | None, max_steps: int | None, max_time: float | str | None, **others: object
-    ) -> "Limits":
-        """Return the limits of a call; where no epochs are given, another limit alone ends the run."""
-        if epochs is None and max_steps is None and max_time is None:
-            epochs = 1
-        return cls(epochs=epochs, max_steps=max_steps, max_time=max_time, **others)  # type: ignore[arg-type]  # by name
+            object.__setattr__(self, "epochs", 1)  # frozen dataclasses refuse plain assignment
 
     @property
     def max_seconds(self) -> float | None:

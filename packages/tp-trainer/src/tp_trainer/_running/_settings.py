@@ -16,16 +16,37 @@ from tp_trainer._checks._values import as_checkpoints, check_callable, check_sec
 from tp_trainer._metrics._evaluation import named_loaders
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._validation import without_metrics
+from tp_trainer._running._events import Events
 from tp_trainer._running._limits import Limits
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._precision import Step
+from tp_trainer.loggers._named import LogSpec
 
-__all__ = ["FitSettings", "LoopSettings"]
+__all__ = ["FitSettings", "LoopSettings", "check_state"]
+
+
+def check_state(state: object) -> dict[str, Any]:
+    """Return the dict that was given as ``state=``, an empty one for ``None``.
+
+    Raises:
+        ConfigError: ``state`` is not a dict, or has names that are not identifiers.
+    """
+    if state is None:
+        return {}
+    if not isinstance(state, dict):
+        got = f"{type(state).__name__}: {state!r:.100}"
+        msg = f"state must be a dict of what is to be saved, by name, got {got}"
+        raise ConfigError(msg)
+    for name in state:
+        if not isinstance(name, str) or not name.isidentifier():
+            msg = f"the names in state= must be words such as 'ema', got {name!r}"
+            raise ConfigError(msg)
+    return state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What ``fit`` and ``loop`` have in common.
+    """The arguments of one call of ``loop``, and those of ``fit`` that it has in common with it.
 
     Attributes:
         limits: How long the run goes on.
@@ -34,6 +55,11 @@ class LoopSettings:
         checkpoint: Where and when the state of the run is saved, or ``None``; a folder becomes the settings
             that save there after every epoch.
         resume: "auto", the path of a checkpoint, or ``None``.
+        state: What is saved and restored besides, by name.
+        events: Where the callbacks of the run are told what happens.
+        log: What the numbers of the run are written to.
+        log_every_steps: After how many optimizer steps they are.
+        hyperparameters: What loggers are to know of the run, or ``None``.
         accumulate: How many batches make one optimizer step.
         progress: Whether rank 0 shows how far the run is.
         backend: The name of the backend.
@@ -47,6 +73,11 @@ class LoopSettings:
     step_timeout_s: float | None
     checkpoint: Checkpoints | str | os.PathLike[str] | None
     resume: str | os.PathLike[str] | None
+    state: dict[str, Any]
+    events: Events
+    log: LogSpec
+    log_every_steps: int
+    hyperparameters: Mapping[str, Any] | None
     accumulate: int
     progress: Progress
     backend: str = ""
@@ -92,12 +123,15 @@ class LoopSettings:
             "validation": self.validates,
             "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
             "resume": self.resume is not None,
+            "callbacks": sorted(self.events.states()),
+            "log_every_steps": self.log_every_steps,
+            "state": sorted(self.state),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitSettings:
-    """The arguments of one call of ``fit`` that say what is done with each batch.
+class FitSettings(LoopSettings):
+    """The arguments of one call of ``fit``: those of a loop, and what is done with each batch.
 
     Attributes:
         step: The user's step.
@@ -127,6 +161,7 @@ class FitSettings:
     shard: bool
 
     def __post_init__(self) -> None:
+        LoopSettings.__post_init__(self)
         check_callable("step", self.step)
         for loader in self.val_loaders().values():
             check_loader("val_loader", loader)
@@ -154,9 +189,13 @@ class FitSettings:
         """Return the step to train with, without what it returns for the metrics of the validation."""
         return without_metrics(self.step, self.metrics)
 
-    def facts(self) -> dict[str, object]:
-        """Return what all ranks must have been given alike, by its name in messages."""
-        return {
+    def facts(self, steps: int) -> dict[str, object]:
+        """Return what all ranks must have been given alike, by its name in messages.
+
+        Args:
+            steps: How many batches make an epoch.
+        """
+        return LoopSettings.facts(self, steps) | {
             "the validation's loaders": list(self.val_loaders()),
             "metrics": list(self.metrics),
             "monitor": self.monitor,

@@ -13,7 +13,6 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checks._values import check_positive
 from tp_trainer._opening._agreement import check_same
 from tp_trainer._running._duties import Duties
-from tp_trainer._running._events import Events
 from tp_trainer._running._kept import Kept
 from tp_trainer._running._limits import Limits
 from tp_trainer._running._log import RunLog
@@ -24,7 +23,7 @@ from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._precision import LossScaler
 
-__all__ = ["Sorted", "check_state", "sort_state", "start_loop"]
+__all__ = ["Sorted", "sort_state", "start_loop"]
 
 
 LOG_STATE = "run:loggers"
@@ -42,25 +41,6 @@ class Sorted:
 
     trained: Trained
     others: tuple[str, ...]
-
-
-def check_state(state: object) -> dict[str, Any]:
-    """Return the dict that was given as ``state=``, an empty one for ``None``.
-
-    Raises:
-        ConfigError: ``state`` is not a dict, or has names that are not identifiers.
-    """
-    if state is None:
-        return {}
-    if not isinstance(state, dict):
-        got = f"{type(state).__name__}: {state!r:.100}"
-        msg = f"state must be a dict of what is to be saved, by name, got {got}"
-        raise ConfigError(msg)
-    for name in state:
-        if not isinstance(name, str) or not name.isidentifier():
-            msg = f"the names in state= must be words such as 'ema', got {name!r}"
-            raise ConfigError(msg)
-    return state
 
 
 def sort_state(
@@ -128,10 +108,7 @@ def start_loop(
     found: Sorted,
     train: PreparedLoader,
     *,
-    state: dict[str, Any],
     duties: Duties,
-    events: Events,
-    facts: Mapping[str, object],
     watchdog: Watchdog,
     logs: RunLog,
     optimizer_step: OptimizerStep | None = None,
@@ -147,24 +124,19 @@ def start_loop(
     """
     steps = _steps_in(train, settings.limits)
     logged = {LOG_STATE: logs} if logs.is_asked else {}
-    kept = Kept(session, state, found.others, callbacks={**events.states(), **logged})
+    kept = Kept(session, settings.state, found.others, callbacks={**settings.events.states(), **logged})
     kinds = {
-        "callbacks": sorted(events.states()),
         "log": logs.is_asked,
-        "log_every_steps": logs.every,
-        "state": sorted(state),
         "models": sorted(found.trained.models),
         "optimizers": sorted(found.trained.optimizers),
     }
-    check_same(session, {**settings.facts(steps), **facts, **kinds})
+    check_same(session, {**settings.facts(steps), **kinds})
     return Loop(
         session,
         settings,
         RunState(session, found.trained, kept, train, optimizer_step),
         train,
         duties=duties,
-        events=events,
-        state_values=state,
         logs=logs,
         steps=steps,
         watchdog=watchdog,

@@ -1,0 +1,162 @@
+"""The steps of a training loop of one's own: forward, backward, update."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.errors import ConfigError
+from tp_core.plugins import StepOutput, read_weight
+
+from tp_trainer._checks._objects import check_optimizer
+from tp_trainer._steps._meter import loss_of
+from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
+from tp_trainer._steps._precision import autocast, in_precision
+from tp_trainer._steps._weights import add_whole, total_weight
+from tp_trainer._trainer._base import TrainerBase
+
+__all__ = ["OwnSteps"]
+
+
+class OwnSteps(TrainerBase):
+    """Runs steps, their backward passes and optimizer steps, one at a time."""
+
+    def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
+        """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in one's own loop.
+
+        Under the trainer's precision, and on every device of this process at once, each with its part of
+        the batch, where the backend has several.
+
+        Args:
+            step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples. It
+                gets the models with their own methods and attributes.
+            *models_and_batch: The prepared models, and the batch as a prepared loader yielded it, or a tuple
+                of batches of several loaders where the backend does not run the step on parts.
+
+        Returns:
+            What the step returned, for the whole of this rank's batch: to be given to :meth:`backward`.
+
+        Raises:
+            ConfigError: There is no model, or no batch after the models.
+        """
+        *models, batch = models_and_batch or (None,)
+        if not models or isinstance(batch, nn.Module):
+            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
+            raise ConfigError(msg)
+        if len(models) == 1:
+            if self._run is None:
+                self._run = self._run_step()
+            output = self._run(step, self._prepare_model(models[0]), batch)
+        else:
+            run = in_precision(self.session.run_several, self._precision, self.device)
+            output = run(step, [self._prepare_model(model) for model in models], batch)
+        if self._shares is not None and torch.is_grad_enabled():
+            self._shares.note_loss(output, batch)
+        return output
+
+    def backward(
+        self,
+        loss: StepOutput,
+        *,
+        weight: float | Tensor | None = None,
+        total: float | None = None,
+        batch: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of ``loss`` over the global batch to the parameters.
+
+        A loss is a mean over the samples of its batch, or over as many units as its weight says. How many
+        samples each rank has of the batch is known if the loss is what :meth:`run` returned, and else that
+        of the prepared loader which is being iterated. With "fp16-mixed" the loss is scaled, and
+        :meth:`update` makes the step.
+
+        Args:
+            loss: This rank's loss, or what a step returned: a dict with "loss", and maybe "weight".
+            weight: Over how many units the loss is a mean on this rank. One of 0 counts as nothing, and
+                the loss may then be NaN.
+            total: How many units there are on all ranks, and in all batches of the optimizer step, where
+                that is known already.
+            batch: Which batch the loss is of, where several loaders are iterated at once.
+            retain_graph: Whether another loss goes back through the same graph after this one.
+            create_graph: Whether the gradients are to be differentiated in turn.
+
+        Raises:
+            ConfigError: Nothing was prepared.
+            StepError: The loss or its weight is none; or it can be of several batches that lie differently
+                on the ranks.
+
+        Collectives: those of `Session.backward`; before them an all-reduce of one number, if there is a
+        weight and no total.
+        """
+        if not isinstance(loss, Tensor):
+            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            loss = loss_of(loss, training=True)
+        if self._session is None:
+            msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
+            raise ConfigError(msg)
+        session, shares = self._session, self._shares
+        if shares is not None:
+            session.take_share(shares.of_loss(loss) if batch is None else shares.of_batch(batch))
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
+        if weight is None:
+            session.backward(loss if scale == 1.0 else loss * scale, **graph)
+            return
+        share = session.share
+        units = read_weight(weight) if share is None or share.samples else 0.0
+        total = total_weight(session, units) if total is None else read_weight(total, name="total")
+        add_whole(session, loss, units, total=total, scale=scale, **graph)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which one's own loop computes the loss, by the trainer's precision."""
+        context = autocast(self._precision, self.device)
+        return nullcontext() if context is None else context()
+
+    def update(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> bool:
+        """Make an optimizer step in one's own loop: unscale, clip, check, step.
+
+        Args:
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            clip_norm: The largest global norm of the gradients, or ``None``.
+            clip_value: The largest magnitude of an element of them, or ``None``.
+
+        Returns:
+            Whether the step was made; with "fp16-mixed" one whose gradients overflowed is left out,
+            on all ranks.
+
+        Raises:
+            ConfigError: A limit is not above 0.
+            NonFiniteLossError: The gradients are NaN or infinite.
+
+        Collectives: those of the session's ``clip_grad_norm``, if gradients are clipped or looked at.
+        """
+        check_optimizer("update()", optimizer)
+        prepared = self._prepare_model(model)
+        rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
+        update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
+        self._may_step = True
+        try:
+            return update.finish()
+        finally:
+            self._may_step = False
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which gradients are added up without being reduced over ranks."""
+        prepared = self._prepare_model(model)
+        return self.session.no_sync(prepared)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before."""
+        prepared = self._prepare_model(model)
+        return self.session.clip_grad_norm(prepared, max_norm)

@@ -1,0 +1,176 @@
+"""From the checked arguments of a run to its first batch."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from tp_core.plugins import PreparedLoader
+
+from tp_trainer._checks._objects import check_no_others, check_owner
+from tp_trainer._metrics._validation import Validation, numbers_in
+from tp_trainer._steps._optimizer_step import OptimizerStep
+from tp_trainer._trainer._base import TrainerBase
+
+if TYPE_CHECKING:
+    from tp_core.plugins import Callback
+
+    from tp_trainer._running._events import Events
+    from tp_trainer._running._history import History
+    from tp_trainer._running._log import RunLog
+    from tp_trainer._running._loop import Loop
+    from tp_trainer._running._settings import FitSettings, LoopSettings
+    from tp_trainer._running._watchdog import Watchdog
+
+__all__ = ["RunStarter"]
+
+
+class RunStarter(TrainerBase):
+    """Starts the runs of a trainer."""
+
+    def _events(self, callbacks: Iterable["Callback | str"]) -> "Events":
+        from tp_trainer._running._callbacks import find_callbacks
+        from tp_trainer._running._events import Events
+
+        return Events(*find_callbacks(callbacks, self._lazy.plugins))
+
+    def _plan_log(self, settings: "LoopSettings", optimizers: Iterable[Optimizer]) -> "RunLog":
+        from tp_trainer._running._log import of_optimizer, plan_log
+
+        checkpoints, limits = settings.checkpoints(), settings.limits
+        known = {
+            "epochs": limits.epochs,
+            "max_steps": limits.max_steps,
+            "precision": self._precision,
+            "accumulate": self._accumulate,
+            "seed": self._seed,
+            "world_size": self.session.world_size,
+            "backend": self.selection.chosen.name,
+        }
+        for optimizer in optimizers:
+            known |= of_optimizer(optimizer)
+        return plan_log(
+            self.session,
+            settings.log,
+            plugins=self._lazy.plugins,
+            every_steps=settings.log_every_steps,
+            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
+            selection=self.selection,
+            hyperparameters={**known, **(settings.hyperparameters or {})},
+        )
+
+    def _start_loop(
+        self,
+        train: PreparedLoader,
+        settings: "LoopSettings",
+        validate: Callable[[], Mapping[str, float]] | None,
+    ) -> "Loop":
+        """Return the loop of a run whose steps are its user's."""
+        from tp_trainer._running._duties import Duties
+        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._watchdog import Watchdog
+
+        optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
+        return start_loop(
+            self.session,
+            replace(settings, backend=self.selection.chosen.name),
+            sort_state(settings.state, prepared=self._prepared.get, scaler=self._scaler),
+            train,
+            duties=Duties(validate=None if validate is None else lambda _, __: numbers_in(validate())),
+            watchdog=Watchdog(self.environment, settings.step_timeout_s),
+            logs=self._plan_log(settings, optimizers),
+        )
+
+    def _fit(
+        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
+    ) -> "History":
+        """Prepare what a run of ``fit`` needs, and train."""
+        from tp_trainer._running._fit import Fit, fit, fit_duties
+        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._watchdog import Watchdog
+
+        session = self._open(model, by="fit()")
+        logs = self._plan_log(settings, [optimizer])
+        check_owner(optimizer, [model])
+        if session.world_size > 1:
+            check_no_others(optimizer, model, "its gradients would differ between the ranks")
+        if settings.checkpoints() is not None:
+            check_no_others(optimizer, model, "its value would be in no checkpoint")
+        save = self._saving(model, settings.save_to)
+        model = self._prepare_model(model)
+        optimizer_step = OptimizerStep(
+            session,
+            model,
+            session.prepare_optimizer(optimizer),
+            settings.gradients,
+            accumulate=self._accumulate,
+            scaler=self._scaler,
+        )
+        train = self._loader(train_loader, shard=settings.shard)
+        self._epochs.go_on(train_loader, train)
+        watchdog = Watchdog(self.environment, settings.step_timeout_s)
+        work = Fit(
+            settings=settings,
+            optimizer_step=optimizer_step,
+            run=self._run_step(),
+            validation=self._validation(settings, watchdog),
+            after_epoch=save,
+        )
+        found = sort_state(
+            settings.state,
+            prepared=self._prepared.get,
+            scaler=self._scaler,
+            models={"model": model},
+            optimizers={"optimizer": optimizer_step.optimizer},
+            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler},
+        )
+        loop = start_loop(
+            session,
+            replace(settings, backend=self.selection.chosen.name),
+            found,
+            train,
+            duties=fit_duties(work, train),
+            watchdog=watchdog,
+            logs=logs,
+            optimizer_step=optimizer_step,
+        )
+        self._may_step = True
+        try:
+            return fit(loop, work)
+        finally:
+            self._may_step = False
+            self._epochs.note(train_loader, train)
+
+    def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> Validation | None:
+        loaders = {
+            name: self._loader(loader, shard=settings.shard, training=False)
+            for name, loader in settings.val_loaders().items()
+        }
+        if not loaders:
+            return None
+        return Validation(
+            run=watchdog.watch(self._run_step()),
+            step=settings.val_step or settings.step,
+            loaders=loaders,
+            metrics=settings.metrics,
+        )
+
+    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Callable[[], None]:
+        """Return what saves the model after every epoch, if there is a place that can be written to.
+
+        Raises:
+            ConfigError: ``path`` is not a path.
+            OSError: No file can be written there; on every rank.
+
+        Collectives: one broadcast, if there is a path.
+        """
+        if path is None:
+            return lambda: None
+        from tp_trainer._checkpoint._model_files import check_place, save_model
+
+        check_place(self.session, path)
+        place = Path(path).absolute()  # wherever the process goes meanwhile
+        return lambda: save_model(self.session, self._prepare_model(model), place)

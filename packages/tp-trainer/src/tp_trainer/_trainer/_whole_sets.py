@@ -1,0 +1,159 @@
+"""What is computed from the samples of all ranks: evaluation, predictions, gathered rows."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from tp_core.errors import StepError
+
+from tp_trainer._checks._objects import check_loader, check_model
+from tp_trainer._checks._values import check_callable
+from tp_trainer._metrics._evaluation import evaluate, named_loaders
+from tp_trainer._metrics._metric import Metric
+from tp_trainer._metrics._metric_set import check_metrics
+from tp_trainer._metrics._predictions import Predictions
+from tp_trainer._steps._precision import Step
+from tp_trainer._trainer._base import TrainerBase
+
+__all__ = ["WholeSets"]
+
+
+class WholeSets(TrainerBase):
+    """Evaluates and predicts over whole sets, and gathers the rows of all ranks."""
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        loader: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        step: Step,
+        metrics: Mapping[str, Metric] | None = None,
+        shard: bool = True,
+    ) -> dict[str, Any]:
+        """Return the means of what ``step`` returns over the samples of ``loader``, and metrics, by name.
+
+        Each sample, or unit of the step's weights, counts once, whatever the number of ranks and the
+        size of the last batch. Training goes on afterwards as if nothing had been.
+
+        Args:
+            model: The plain model, or the prepared one.
+            loader: Yields the batches. Of several, by name, the results are named "name/...".
+            step: ``step(model, batch)`` returns the loss, or a dict of numbers to be averaged, with or
+                without "loss". Under a metric's name it returns the arguments of its ``update``: a tuple, a
+                dict, or one value, which are not averaged.
+            metrics: Objects with ``update``, ``compute`` and ``reset``, by name: of torchmetrics, torcheval,
+                or :class:`FunctionMetric`. Each is fed with all samples in the order of the data, on every
+                rank alike, and is left as it is then.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            The results: means and numbers of metrics as floats, larger results of metrics as tensors on
+            the CPU; nothing for a loader without samples.
+
+        Raises:
+            ConfigError: A metric or a name cannot be used.
+            StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
+                raised an error.
+        """
+        check_model("evaluate()", model)
+        check_callable("step", step)
+        loaders, checked = named_loaders("loader", loader), check_metrics(metrics)
+        for each in loaders.values():
+            check_loader("loader", each)
+        model = self._prepare_model(model)
+        results: dict[str, Any] = {}
+        for prefix, each in loaders.items():
+            batches = self._loader(each, shard=shard, training=False)
+            epoch = batches.next_epoch
+            try:
+                found = evaluate(self.session, self._run_step(), step, model, batches, checked)
+            finally:
+                batches.set_epoch(epoch)
+            results |= {prefix + name: value for name, value in found.items()}
+        return results
+
+    def predict(
+        self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
+    ) -> "Predictions":
+        """Return what ``step`` returns for the samples of ``loader``, in their order and each once.
+
+        Args:
+            model: The plain model, or the prepared one. It is in evaluation mode and records no gradients.
+            loader: Yields the batches.
+            step: ``step(model, batch)`` returns values with a row for each sample of the batch: tensors,
+                arrays or lists, alone or in dicts and tuples.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            What iterates over pieces of the predictions, on every rank; or call its ``collect()`` or
+            ``save(path)``.
+
+        Example:
+            >>> def step(model, batch):
+            ...     return {"class": model(batch[0]).argmax(1)}
+            >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
+        """
+        check_model("predict()", model)
+        check_loader("loader", loader)
+        check_callable("step", step)
+        model = self._prepare_model(model)
+        batches = self._loader(loader, shard=shard, training=False)
+        return Predictions(self.session, self._run_step(), step, model, batches)
+
+    def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
+        """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
+
+        Of a rank that has a stand-in in place of a sample nothing is taken.
+
+        Args:
+            value: A tensor whose first dimension goes over the samples of this rank's batch, or a dict,
+                list or tuple of such. A scalar is one row.
+            batch: Which batch it is of, where several loaders are iterated at once.
+
+        Returns:
+            The same with the rows of all ranks, in the order of the global batch, without gradients.
+
+        Raises:
+            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
+        """
+        session, shares = self._open(by="gather_for_metrics()"), self._shares
+        is_nothing = shares is not None and shares.holds_nothing(batch)
+        from tp_trainer._steps._gathering import gather_rows
+
+        return gather_rows(session, value, is_nothing=is_nothing)
+
+    def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
+        """Return the rows of all data ranks, with gradients: for losses that compare samples.
+
+        To be called in a step or in one's own loop, on all ranks alike. A loss that every rank computes
+        from all rows, the same on all of them, then has the gradient of one device on the whole batch.
+
+        Args:
+            rows: Of this rank's samples, (samples, ...).
+            batch: Which batch they are of, where several loaders are iterated at once in one's own loop.
+
+        Returns:
+            The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
+
+        Raises:
+            StepError: The backend runs the step on parts of the batch that do not see each other; or there
+                are no rows; or a rank without a sample of the batch does not take part.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
+        all-reduce.
+        """
+        session = self.session
+        if session.runs_step_in_parts:
+            msg = (
+                f"the backend {self.selection.chosen.name!r} runs the step on each device's part of the "
+                "batch, and the parts do not see each other's rows; take Trainer(backend='dp-gather'), whose "
+                "steps see the whole batch, or one process per device: tp launch -n N script.py"
+            )
+            raise StepError(msg)
+        from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
+
+        return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))
