@@ -23,6 +23,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "Trainer",
         "callbacks",
         "compat",
+        "launch",
         "loggers",
         "tuning",
     ]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tp_trainer._backends._ddp import DdpOptions
     from tp_trainer._backends._fsdp._options import FsdpOptions
     from tp_trainer._checkpoint import Checkpoints
+    from tp_trainer._launch._function import launch
     from tp_trainer._metrics._metric import FunctionMetric, Metric
     from tp_trainer._metrics._predictions import Predictions
     from tp_trainer._running._callbacks import Callback, RunView
@@ -39,6 +40,7 @@ __all__ = [
     "Trainer",
     "callbacks",
     "compat",
+    "launch",
     "loggers",
     "tuning",
 ]
@@ -50,6 +52,7 @@ if not TYPE_CHECKING:
             "_backends._ddp": ["DdpOptions"],
             "_backends._fsdp._options": ["FsdpOptions"],
             "_checkpoint": ["Checkpoints"],
+            "_launch._function": ["launch"],
             "_metrics._metric": ["FunctionMetric", "Metric"],
             "_metrics._predictions": ["Predictions"],
             "_steps._precision": ["Step"],

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tp_core._devices._containers import Container, PerType, containers
     from tp_core._devices._resolve import device_of_rank
     from tp_core._launch._store import LEFT_KEY, has_left, rendezvous_store
-    from tp_core._launch._terminal import Progress, shows_progress
+    from tp_core._launch._terminal import Progress, in_notebook, shows_progress
     from tp_core._steps._backward import backward_of_nothing
     from tp_core._steps._optimizer_kinds import whole_matrix_optimizer
     from tp_core._steps._rows import SampleRows, join_rows, row_count
@@ -31,6 +31,7 @@ __all__ = [
     "device_of_rank",
     "exports_of_stub",
     "has_left",
+    "in_notebook",
     "is_dtensor",
     "join_rows",
     "lazy_exports",
@@ -54,7 +55,7 @@ if not TYPE_CHECKING:
             "._devices._containers": ["Container", "PerType", "containers"],
             "._devices._resolve": ["device_of_rank"],
             "._launch._store": ["LEFT_KEY", "has_left", "rendezvous_store"],
-            "._launch._terminal": ["Progress", "shows_progress"],
+            "._launch._terminal": ["Progress", "in_notebook", "shows_progress"],
             "._lazy": ["exports_of_stub", "lazy_exports"],
             "._steps._backward": ["backward_of_nothing"],
             "._steps._rows": ["SampleRows", "join_rows", "row_count"],

@@ -42,14 +42,19 @@ def run(request: LaunchRequest) -> int:
     return outcome.status
 
 
-def execute(request: LaunchRequest) -> Outcome:
+def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     """Run a program as :func:`run` does, with every end of it as a value.
+
+    Args:
+        request: What to run.
+        is_program: Whether this process is there for the launch alone: it then says what it chose, and
+            ends where its main thread comes back from no signal.
 
     Raises:
         ConfigError: The request cannot work; nothing was started.
     """
     plan = make_plan(request)
-    if "OMP_NUM_THREADS" in plan.env:
+    if is_program and "OMP_NUM_THREADS" in plan.env:
         threads = plan.env["OMP_NUM_THREADS"]
         say(f"OMP_NUM_THREADS={threads} for each process ({cores()} cores, {plan.nproc} processes)")
     logs = None if request.log_dir is not None else TemporaryLogs()
@@ -75,7 +80,7 @@ def execute(request: LaunchRequest) -> Outcome:
     with StopSignals(
         on_stop=local.end,
         on_hurry=local.kill,
-        on_unresponsive=leave_stopped,
+        on_unresponsive=leave_stopped if is_program else None,
         grace_s=request.grace_s + _TEARDOWN_S,
     ) as signals:
         try:

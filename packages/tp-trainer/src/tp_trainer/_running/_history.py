@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_core.errors import ConfigError
+from tp_core.internal import in_notebook
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,6 +144,10 @@ class History:
             there = ", ".join(found) or "none, as no epoch ended"
             msg = f"the run has no numbers called {what}; it has {there}"
             raise ConfigError(msg)
+        if in_notebook():
+            import matplotlib.pyplot as plt
+
+            plt.close(plt.figure())  # has the notebook's backend loaded, which shows figures
         return draw(*(found[name] for name in names or found), png=True)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal or in a notebook, plain lines elsewhere."""
 
 import logging
 import math
@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tp_core.internal import Progress as Shown
-from tp_core.internal import shows_progress
+from tp_core.internal import in_notebook, shows_progress
 
 from tp_trainer._running._history import EpochRecord
+from tp_trainer._running._notebook import NotebookOutput
 
 __all__ = ["Reporter", "Ticker"]
 
@@ -19,6 +20,7 @@ log = logging.getLogger("tp_trainer")
 Show = Callable[[int, float | None], None]
 
 _BAR_INTERVAL_S = 0.1
+_NOTEBOOK_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 30.0
 
 
@@ -35,11 +37,19 @@ class Reporter:
         self._has_lines = shows_progress(progress)
         self._of = "" if epochs is None else f"/{epochs}"
         self._on_terminal = self._has_lines and sys.stderr.isatty()
+        self._notebook = NotebookOutput() if self._enabled and in_notebook() else None
 
     @contextmanager
     def epoch(self, number: int, steps: int) -> "Iterator[Ticker]":
         """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block."""
         label = f"epoch {number}{self._of}"
+        if self._notebook is not None:
+            move = self._notebook.bar(label, steps)
+            yield Ticker(
+                label, steps, _NOTEBOOK_INTERVAL_S, lambda done, loss: move(done, _worded(loss).strip())
+            )
+            self._notebook.remove_bar()
+            return
         if not self._on_terminal:
             yield Ticker(label, steps, _LINE_INTERVAL_S if self._has_lines else math.inf)
             return
@@ -74,7 +84,9 @@ class Reporter:
     def say(self, line: str) -> None:
         """Show and log a line."""
         log.info(line)
-        if self._enabled:
+        if self._notebook is not None:
+            self._notebook.add(line)
+        elif self._enabled:
             print(line, file=sys.stderr, flush=True)
 
 

@@ -1,0 +1,52 @@
+"""The output of a run in a notebook: its lines and a bar in one place, and nothing in red."""
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["NotebookOutput"]
+
+_MOST_LINES = 200  # each update sends all of them
+
+
+class NotebookOutput:
+    """One output of a notebook's cell, replaced as the run goes on; what is saved with it is plain text, too.
+
+    It appears with the first line or the first movement of the bar, in the cell that runs then.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._bar = ""
+        self._handle: Any = None
+
+    def add(self, line: str) -> None:
+        """Show a further line."""
+        self._lines = [*self._lines, line][-_MOST_LINES:]
+        self._show()
+
+    def bar(self, label: str, steps: int) -> Callable[[int, str], None]:
+        """Return what shows how many of ``steps`` are done, with a few words."""
+
+        def move(done: int, words: str) -> None:
+            self._bar = (
+                f"<div>{html.escape(label)} <progress max='{steps}' value='{done}'></progress> "
+                f"{done}/{steps} {html.escape(words)}</div>"
+            )
+            self._show()
+
+        return move
+
+    def remove_bar(self) -> None:
+        """Show the lines alone, from the next one on."""
+        self._bar = ""
+
+    def _show(self) -> None:
+        from IPython.display import display  # who is in a notebook has it
+
+        text = "\n".join(self._lines)
+        shown = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>{self._bar}"}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
