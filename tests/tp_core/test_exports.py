@@ -19,8 +19,8 @@ PUBLIC = {
     """,
     tp_core.plugins: """
         CONTRACT_VERSION ENTRY_POINT_GROUP SHARDED_ATTRIBUTE Backend BrokenPlugin Callback Candidate
-        CollateAdapter Command Contribution Engine HookSpecs Job Logger LoggerFactory LossReduction
-        ModelTraits NameConflict NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool
+        CollateAdapter Command Contribution Engine FullyShardOptions HookSpecs Job Logger LoggerFactory
+        LossReduction ModelTraits NameConflict NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool
         Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
         Session Share StepOutput TensorSlice Verdict build_deferred combine_outputs count_samples hookimpl
         initial_value is_deferred is_sharded join_process_group materialize read_weight registry
@@ -33,9 +33,10 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        KNOWN_BACKENDS LEFT_KEY Container PerType Progress SampleRows backward_of_nothing
-        check_backend_name containers device_of_rank exports_of_stub has_left is_dtensor join_rows
-        lazy_exports rendezvous_store row_count seed_of seeded shows_progress split_evenly sync_folder
+        KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress SampleRows Sharding Units
+        backward_of_nothing check_backend_name containers describe_given device_of_rank exports_of_stub
+        find_units given_mesh has_left is_dtensor join_rows lazy_exports parameter_type reduction_type
+        rendezvous_store row_count seed_of seeded shows_progress split_evenly sync_folder total_shard_norm
         whole_matrix_optimizer write_atomically
     """,
 }

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import find_units, parameter_type, reduction_type
 from tp_core.plugins import Job
 from tp_trainer import FsdpOptions
 from tp_trainer._backends._fsdp._backend import FsdpBackend
-from tp_trainer._backends._fsdp._options import parameter_type, reduction_type
-from tp_trainer._backends._fsdp._units import find_units
 
 LAUNCHED = {
     "RANK": "1",
@@ -167,14 +166,14 @@ def test_a_unit_that_shares_a_parameter_with_the_rest_is_refused():
 @pytest.mark.parametrize("name", ["replicas", "prefetch"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_counts_are_whole_numbers(name, value):
-    with pytest.raises(ConfigError, match=f"{name} of backend 'fsdp' must be a whole number from 1"):
+    with pytest.raises(ConfigError, match=f"{name}=...\\) must be a whole number from 1"):
         FsdpOptions(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
 @pytest.mark.parametrize("value", [torch.int64, "bf16", 16])
 def test_types_are_of_floating_point(name, value):
-    with pytest.raises(ConfigError, match=f"{name} of backend 'fsdp' must be a type of floating point"):
+    with pytest.raises(ConfigError, match=f"{name}=...\\) must be a type of floating point"):
         FsdpOptions(**{name: value})
 
 

@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from tp_core._data._seeding import seed_of, seeded
     from tp_core._devices._containers import Container, PerType, containers
     from tp_core._devices._resolve import device_of_rank
+    from tp_core._fully_sharded._given import describe_given, given_mesh
+    from tp_core._fully_sharded._gradients import total_shard_norm
+    from tp_core._fully_sharded._options import parameter_type, reduction_type
+    from tp_core._fully_sharded._session import FullyShardedSession
+    from tp_core._fully_sharded._sharding import Sharding
+    from tp_core._fully_sharded._units import Units, find_units
     from tp_core._launch._store import LEFT_KEY, has_left, rendezvous_store
     from tp_core._launch._terminal import Progress, in_notebook, shows_progress
     from tp_core._steps._backward import backward_of_nothing
@@ -22,19 +28,27 @@ __all__ = [
     "KNOWN_BACKENDS",
     "LEFT_KEY",
     "Container",
+    "FullyShardedSession",
     "PerType",
     "Progress",
     "SampleRows",
+    "Sharding",
+    "Units",
     "backward_of_nothing",
     "check_backend_name",
     "containers",
+    "describe_given",
     "device_of_rank",
     "exports_of_stub",
+    "find_units",
+    "given_mesh",
     "has_left",
     "in_notebook",
     "is_dtensor",
     "join_rows",
     "lazy_exports",
+    "parameter_type",
+    "reduction_type",
     "rendezvous_store",
     "row_count",
     "seed_of",
@@ -42,6 +56,7 @@ __all__ = [
     "shows_progress",
     "split_evenly",
     "sync_folder",
+    "total_shard_norm",
     "whole_matrix_optimizer",
     "write_atomically",
 ]
@@ -54,6 +69,12 @@ if not TYPE_CHECKING:
             "._data._seeding": ["seed_of", "seeded"],
             "._devices._containers": ["Container", "PerType", "containers"],
             "._devices._resolve": ["device_of_rank"],
+            "._fully_sharded._given": ["describe_given", "given_mesh"],
+            "._fully_sharded._gradients": ["total_shard_norm"],
+            "._fully_sharded._options": ["parameter_type", "reduction_type"],
+            "._fully_sharded._session": ["FullyShardedSession"],
+            "._fully_sharded._sharding": ["Sharding"],
+            "._fully_sharded._units": ["Units", "find_units"],
             "._launch._store": ["LEFT_KEY", "has_left", "rendezvous_store"],
             "._launch._terminal": ["Progress", "in_notebook", "shows_progress"],
             "._lazy": ["exports_of_stub", "lazy_exports"],

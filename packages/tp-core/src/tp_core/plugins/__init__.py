@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tp_core._data._batches import Share
     from tp_core._data._loader import PreparedLoader, count_samples
     from tp_core._data._parts import Parts
+    from tp_core._fully_sharded._options import FullyShardOptions
     from tp_core._launch._join import join_process_group
     from tp_core._steps._outputs import (
         LossReduction,
@@ -52,6 +53,7 @@ __all__ = [
     "Command",
     "Contribution",
     "Engine",
+    "FullyShardOptions",
     "HookSpecs",
     "Job",
     "Logger",
@@ -110,6 +112,7 @@ if not TYPE_CHECKING:
             "._data._batches": ["Share"],
             "._data._loader": ["PreparedLoader", "count_samples"],
             "._data._parts": ["Parts"],
+            "._fully_sharded._options": ["FullyShardOptions"],
             "._launch._join": ["join_process_group"],
             "._steps._outputs": [
                 "LossReduction",

@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import describe_given, find_units
 from tp_core.plugins import Backend, Job, Verdict, join_process_group
 
-from tp_trainer._backends._fsdp._given import describe_given
 from tp_trainer._backends._fsdp._options import FsdpOptions
-from tp_trainer._backends._fsdp._units import find_units
 
 if TYPE_CHECKING:
     from tp_trainer._backends._fsdp._session import FsdpSession

@@ -1,95 +1,24 @@
-"""The options of the backend ``fsdp``, and what they mean for a job."""
+"""The options of the backend ``fsdp``."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-from torch import nn
-from tp_core.errors import ConfigError
-from tp_core.plugins import Job
+from tp_core.plugins import FullyShardOptions
 
-__all__ = ["FsdpOptions", "UnitRule", "parameter_type", "reduction_type"]
-
-UnitRule = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
-TypeRule = torch.dtype | Literal["auto"] | None
-
-_OF_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+__all__ = ["FsdpOptions"]
 
 
 @dataclass(frozen=True, slots=True)
-class FsdpOptions:
-    """The options of the backend ``fsdp``.
+class FsdpOptions(FullyShardOptions):
+    """The options of the backend ``fsdp``: those of `tp_core.plugins.FullyShardOptions`, and one more.
 
     Attributes:
-        units: Which modules are units, whose parameters are gathered together when the module runs, and
-            whose gradients are reduced together. "auto" takes the blocks that a Hugging Face model names in
-            ``_no_split_modules``, else blocks that repeat, else parts of similar size. Or a class, the
-            name of a class, several of them, or a function that is asked for each module. What no unit
-            holds is gathered with the whole model. Large units need memory, small ones many exchanges.
-        reshard_after_forward: Whether a unit's parameters are let go after its forward pass and gathered
-            again for the backward pass (ZeRO-3), or kept until then (ZeRO-2): more memory, a third less
-            communication.
-        replicas: Over how many copies of the shards the ranks are spread (HSDP): with 2, half of the ranks
-            hold the model together, and gradients are summed over the two halves. Ranks that follow each
-            other hold a copy together, so that it may stay within a host.
-        param_dtype: In which type parameters are gathered and computed with. "auto" follows the trainer's
-            precision: the lower type of a mixed one, else that of the parameters, which ``None`` says too.
-            Batch norms keep their own.
-        reduce_dtype: In which type gradients are summed over ranks. "auto" is float32 wherever
-            parameters are of a lower type; ``None`` is the type of the gradients.
-        offload: Keep shards, gradients and optimizer state in the host's memory, pinned, and only what is
-            being computed on the device.
-        activation_checkpointing: Keep of each unit's activations only its input, and compute the unit again
-            in the backward pass.
-        prefetch: How many units ahead are gathered, in the order in which they were found, while one
-            computes. 1 is torch's own way: the next one's exchange begins while one computes.
         timeout_s: How long a collective waits for the other ranks.
 
     Raises:
-        ConfigError: A value is out of its range, or two of them do not go together.
+        ConfigError: A value is out of its range.
 
     Example:
         >>> FsdpOptions(units="GPT2Block", reshard_after_forward=False)  # doctest: +SKIP
     """
 
-    units: UnitRule = "auto"
-    reshard_after_forward: bool = True
-    replicas: int = 1
-    param_dtype: TypeRule = "auto"
-    reduce_dtype: TypeRule = "auto"
-    offload: bool = False
-    activation_checkpointing: bool = False
-    prefetch: int = 1
     timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "prefetch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"the option {name} of backend 'fsdp' must be a whole number from 1, got {value!r}"
-                raise ConfigError(msg)
-        for name in ("param_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            is_type = isinstance(value, torch.dtype) and value.is_floating_point
-            if not (is_type or value is None or value == "auto"):
-                msg = (
-                    f"the option {name} of backend 'fsdp' must be a type of floating point such as "
-                    f"torch.bfloat16, 'auto' or None, got {value!r}"
-                )
-                raise ConfigError(msg)
-
-
-def parameter_type(options: FsdpOptions, job: Job) -> torch.dtype | None:
-    """Return in which type parameters are gathered; ``None`` for their own."""
-    chosen = options.param_dtype
-    return _OF_PRECISION.get(job.precision) if isinstance(chosen, str) else chosen
-
-
-def reduction_type(options: FsdpOptions, job: Job) -> torch.dtype | None:
-    """Return in which type gradients are summed; ``None`` for their own."""
-    chosen = options.reduce_dtype
-    if not isinstance(chosen, str):
-        return chosen
-    lower = parameter_type(options, job) in {torch.bfloat16, torch.float16}
-    return torch.float32 if lower or job.precision == "bf16-true" else None

@@ -5,8 +5,9 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from tp_core._steps._optimizer_kinds import whole_matrix_optimizer
 from tp_core.errors import ConfigError
-from tp_core.internal import whole_matrix_optimizer
 from tp_core.state import Place, fill_from_whole
 
 __all__ = ["check_optimizer", "move_state"]
@@ -22,23 +23,23 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = whole_matrix_optimizer(optimizer)
     if name is not None:
         msg = (
-            f"{name} computes with whole matrices or with norms of them, and backend 'fsdp' would give it "
-            "this rank's shards: other updates than on one device. Take an optimizer that treats elements "
+            f"{name} computes with whole matrices or with norms of them, and fully sharded parameters would "
+            "be this rank's shards: other updates than on one device. Take an optimizer that treats elements "
             "one by one, such as AdamW or SGD, or the backend 'ddp', whose ranks have whole parameters"
         )
         raise ConfigError(msg)
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         msg = (
-            f"torch has no fused {type(optimizer).__name__} for shards, which backend 'fsdp' gives it; leave "
-            "fused=True out"
+            f"torch has no fused {type(optimizer).__name__} for DTensors, which the parameters are "
+            "here; leave fused=True out"
         )
         raise ConfigError(msg)
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         msg = (
-            "ZeroRedundancyOptimizer gives each rank the state of other whole parameters, and backend 'fsdp' "
-            "shards parameters and state by itself; give the optimizer that it wraps (its optimizer_class), "
+            "ZeroRedundancyOptimizer gives each rank the state of other whole parameters, and here "
+            "parameters and state are sharded by the backend; give the optimizer that it wraps (its optimizer_class), "
             "made from model.parameters()"
         )
         raise ConfigError(msg)

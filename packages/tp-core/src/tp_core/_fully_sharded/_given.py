@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
 from tp_core.errors import ModelError
 
 if TYPE_CHECKING:

@@ -1,19 +1,23 @@
 """How a model is sharded, and how a step runs on it."""
 
+import weakref
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core.internal import is_dtensor
-from tp_core.plugins import Job, StepOutput, initial_value, materialize
 
-from tp_trainer._backends._fsdp._activations import checkpoint_activations
-from tp_trainer._backends._fsdp._given import given_mesh, sharded_modules
-from tp_trainer._backends._fsdp._gradients import WholeParameters
-from tp_trainer._backends._fsdp._options import FsdpOptions, parameter_type, reduction_type
-from tp_trainer._backends._fsdp._units import find_units
+from tp_core._contracts._job import Job
+from tp_core._contracts._session import StepOutput
+from tp_core._fully_sharded._activations import checkpoint_activations
+from tp_core._fully_sharded._given import sharded_modules
+from tp_core._fully_sharded._gradients import WholeParameters
+from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
+from tp_core._fully_sharded._units import find_units
+from tp_core._tensors._deferred import initial_value, materialize
+from tp_core._tensors._sharding import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,43 +33,58 @@ class Sharding:
 
     Args:
         job: What is to be done.
-        options: The backend's options.
+        options: How models are sharded.
+        make_mesh: Returns the mesh: an axis of the ranks that hold a model together, after one of copies
+            where there are any. It is called when the first model comes.
+        group: The ranks of that mesh, the first of which has the weights that all begin with; ``None`` for
+            all ranks.
+
+    Attributes:
+        mesh: The mesh; one of a model that was sharded before may be set in its place.
     """
 
-    def __init__(self, job: Job, options: FsdpOptions) -> None:
+    def __init__(
+        self,
+        job: Job,
+        options: FullyShardOptions,
+        make_mesh: "Callable[[], DeviceMesh]",
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._job = job
         self._options = options
         self._device = job.devices[0]
-        self._mesh: DeviceMesh | None = None
+        self._make_mesh = make_mesh
+        self._group = group
         self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
+        # Which shard has taken the place of a parameter, by its identity. Weakly: to hold the parameters
+        # would be to hold their memory.
+        self._shards: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
-    @property
+    @cached_property
     def mesh(self) -> "DeviceMesh":
-        """All ranks: an axis of those that hold the model together, and one of copies where there are any."""
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            size, replicas = dist.get_world_size(), self._options.replicas
-            shape: tuple[int, ...] = (size,)
-            names: tuple[str, ...] = ("shard",)
-            if replicas > 1:
-                shape, names = (replicas, size // replicas), ("replica", "shard")
-            self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
-        return self._mesh
-
-    def take_over(self, model: nn.Module) -> "DeviceMesh":
-        """Go on with the mesh that a model was sharded over."""
-        mesh = given_mesh(model)
-        if mesh is not None:
-            self._mesh = mesh
-        return self.mesh
+        """The ranks that hold a model together, and its copies."""
+        return self._make_mesh()
 
     def shard(self, model: nn.Module) -> None:
-        """Shard a model in place, unit by unit, from the weights of rank 0.
+        """Shard a model in place, unit by unit, from the weights of the first rank.
 
         Collectives: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
         what lies in no unit.
         """
+        plain = dict(model.named_parameters(remove_duplicate=False))
+        self._shard(model)
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            if shard is not plain[name]:
+                self._shards[id(plain[name])] = weakref.ref(plain[name]), shard
+
+    def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
+        """Return the shard that has taken a parameter's place; ``None`` where none has."""
+        replaced, shard = self._shards.get(id(parameter), (None, None))
+        # The same one: its identity is not another's while it lives.
+        return None if replaced is None or replaced() is None else shard
+
+    def _shard(self, model: nn.Module) -> None:
         given = sharded_modules(model)
         units = {} if given else find_units(model, self._options.units).modules
         if self._options.activation_checkpointing:
@@ -77,7 +96,7 @@ class Sharding:
             whole += self._shard_unit(module, is_root=False)
         if model not in given:
             whole += self._shard_unit(model, is_root=True)
-        self._whole[id(model)] = WholeParameters(whole)
+        self._whole[id(model)] = WholeParameters(whole, self._group)
         self._prefetch([module for module in sharded_modules(model) if module is not model])
         self._begin(model)
 
@@ -114,7 +133,7 @@ class Sharding:
 
     @torch.no_grad()
     def _share_weights(self, module: nn.Module) -> None:
-        """Bring what is not sharded to the device, with the values of rank 0; or give it memory there.
+        """Bring what is not sharded to the device, with the first rank's values; or give it memory.
 
         Collectives: a broadcast of each.
         """
@@ -122,11 +141,11 @@ class Sharding:
         for tensor in [*module.parameters(), *module.buffers()]:
             if not is_dtensor(tensor):
                 tensor.data = tensor.data.to(self._device)
-                dist.broadcast(tensor.data, src=0)
+                dist.broadcast(tensor.data, group_src=0, group=self._group)
 
     def _first_value(self, tensor: Tensor) -> Tensor:
-        """Return the value of a tensor without memory on rank 0, and room for it on the others."""
-        if dist.get_rank() == 0:
+        """Return the value of a tensor without memory on the first rank, and room for it on the others."""
+        if dist.get_rank(self._group) == 0:
             return initial_value(tensor).to(self._device)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
@@ -159,6 +178,18 @@ class Sharding:
                 reset()
             raise
         return output
+
+    def remedies(self) -> str:
+        """Return what may help where memory was not enough."""
+        options = self._options
+        ways = [
+            "more ranks" if options.replicas == 1 else "fewer replicas",
+            *(["reshard_after_forward=True"] if not options.reshard_after_forward else []),
+            *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
+            *(["offload=True"] if not options.offload else []),
+            "smaller units, or a smaller batch with accumulate=",
+        ]
+        return f"Where parameters are fully sharded, less memory is needed with: {'; '.join(ways)}."
 
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
         """Set whether backward passes reduce gradients over ranks."""

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core.internal import is_dtensor
 
-__all__ = ["WholeParameters", "local_gradients", "total_norm"]
+from tp_core._tensors._sharding import is_dtensor
+
+__all__ = ["WholeParameters", "local_gradients", "total_shard_norm"]
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
@@ -18,7 +19,7 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def total_norm(model: nn.Module, norm_type: float, *, device: torch.device) -> Tensor:
+def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device) -> Tensor:
     """Return the norm of the whole gradient, equal on all ranks.
 
     Args:
@@ -61,14 +62,16 @@ def _local(tensor: Tensor) -> Tensor:
 class WholeParameters:
     """Parameters that every rank holds whole: those that cannot be gathered as one tensor with the others.
 
-    Their gradients are averaged over all ranks when they are complete.
+    Their gradients are averaged over the ranks when they are complete.
 
     Args:
         parameters: Which they are.
+        group: The ranks that read different samples; ``None`` for all.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
         self.reduces = True
+        self._group = group
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._average)
@@ -76,5 +79,5 @@ class WholeParameters:
     def _average(self, parameter: Tensor) -> None:
         """Average a gradient, with what was added up in it before, which is the same on all ranks."""
         if self.reduces and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(dist.get_world_size())
+            dist.all_reduce(parameter.grad, group=self._group)
+            parameter.grad.div_(dist.get_world_size(self._group))

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from tp_core.errors import ConfigError, ModelError
 
-from tp_trainer._backends._fsdp._options import UnitRule
+from tp_core._fully_sharded._options import UnitRule
+from tp_core.errors import ConfigError, ModelError
 
 __all__ = ["Units", "find_units"]
 
@@ -61,21 +61,20 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
         kinds = sorted({_class_name(m) for m in model.modules()})
         more = " ..." if len(kinds) > 12 else ""
         msg = (
-            f"the option units of backend 'fsdp' ({how}) finds no module in the model, which has "
-            f"{', '.join(kinds[:12])}{more}"
+            f"the option units ({how}) finds no module in the model, which has {', '.join(kinds[:12])}{more}"
         )
         raise ConfigError(msg)
     for name, module in found.items():
         if isinstance(module, _CONTAINERS):
             msg = (
                 f"{name!r} is a {_class_name(module)}, which has no forward pass that could gather its "
-                "parameters, and cannot be a unit of backend 'fsdp'; name the class of what is in it"
+                "parameters, and cannot be a unit; name the class of what is in it"
             )
             raise ModelError(msg)
     for name, places in _sharing(model, found):
         listed = " and in ".join(f"the unit {place!r}" if place else "no unit" for place in places)
         msg = (
-            f"the parameter {name!r} is shared: it lies in {listed} of backend 'fsdp', and one place would "
+            f"the parameter {name!r} is shared: it lies in {listed}, and one place would "
             "compute with it while the other has let go of it; leave what shares it out of units, so that it "
             "is gathered with the whole model"
         )
@@ -96,7 +95,7 @@ def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
         asked: Callable[[nn.Module], bool] = rule
         return lambda m: bool(asked(m)), getattr(rule, "__qualname__", type(rule).__name__)
     msg = (
-        "the option units of backend 'fsdp' must be 'auto', a class of modules, its name, several of them, "
+        "the option units must be 'auto', a class of modules, its name, several of them, "
         f"or a function that takes a module, got {type(rule).__name__}: {rule!r}"
     )
     raise ConfigError(msg)

@@ -1,0 +1,152 @@
+"""The session of a rank that holds shards of what its copies hold whole."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tp_core._contracts._process_group_session import ProcessGroupSession
+from tp_core._contracts._session import StepOutput
+from tp_core._fully_sharded._given import sharded_modules
+from tp_core._fully_sharded._gradients import local_gradients
+from tp_core._fully_sharded._optimizers import check_optimizer, move_state
+from tp_core._fully_sharded._sharding import Sharding
+from tp_core.errors import StepError
+
+__all__ = ["FullyShardedSession"]
+
+
+class FullyShardedSession(ProcessGroupSession):
+    """One rank of a job whose parameters are DTensors over the ranks that read different samples.
+
+    A backend's own class sets :attr:`sharding` when it is made, calls :meth:`shard_model` for each model that
+    it prepares, and says what the norm of the whole gradient is.
+
+    Attributes:
+        sharding: Shards models, and runs steps on them.
+    """
+
+    evaluates_together = True  # units are gathered there, too
+    sharding: Sharding
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model, in place: the module stays the user's own.
+
+        Collectives: a broadcast of each parameter and buffer, an all-gather of what lies in no unit.
+        """
+        self.sharding.shard(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give the optimizer the shards in place of the parameters that it was made with.
+
+        Raises:
+            ConfigError: It computes with whole matrices, or shards its state itself.
+        """
+        check_optimizer(optimizer)
+        optimizer = super().prepare_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                shard = self.sharding.shard_of(parameter)
+                if shard is not None:
+                    group["params"][index] = shard
+                    move_state(optimizer, parameter, shard)
+        return optimizer
+
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile unit by unit: what gathers their parameters stays outside of what is compiled."""
+        units = [module for module in sharded_modules(model) if module is not model]
+        for module in units or [model]:
+            module.compile()
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step as the whole model's forward pass.
+
+        What lies in no unit is there for all of the step, so it may call any method of the module.
+
+        Raises:
+            StepError: The step computed with a parameter of a unit, outside of the unit's forward pass.
+        """
+        return self.run_several(step, [model], batch)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as the forward pass of each of the models.
+
+        Raises:
+            StepError: As in :meth:`run`.
+        """
+
+        def within(outer: Sequence[nn.Module]) -> StepOutput:
+            if not outer:
+                return step(*models, batch)
+            return self.sharding.run(outer[0], lambda: within(outer[1:]))
+
+        try:
+            return within(models)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.sharding.remedies())
+            raise
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            msg = (
+                "the step computed with a parameter of a unit that is fully sharded, outside of the unit's "
+                "forward pass, when this rank had its shard alone; call the module itself (which calls its "
+                "forward), or leave it out of the option units: what is in none is there in all of the step"
+            )
+            raise StepError(msg) from error
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+        """Add the gradients of the loss over the whole global batch, to this rank's slices."""
+        try:
+            super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.sharding.remedies())
+            raise
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Add gradients up without reducing them; they are whole ones meanwhile."""
+        self.sharding.reduces(model, is_on=False)
+        try:
+            yield
+        finally:
+            self.sharding.reduces(model, is_on=True)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``.
+
+        Collectives: those of :meth:`grad_norm`.
+        """
+        norm = self.grad_norm(model, norm_type=norm_type)
+        grads = local_gradients(model)
+        if max_norm != float("inf") and grads:
+            # On what this rank holds: through DTensors each gradient would cost tens of microseconds.
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_value(self, model: nn.Module, limit: float) -> None:
+        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+        grads = local_gradients(model)
+        if grads:
+            torch._foreach_clamp_min_(grads, -limit)
+            torch._foreach_clamp_max_(grads, limit)
+
+    @torch.no_grad()
+    def scale_gradients(self, model: nn.Module, factor: float) -> None:
+        """Multiply the gradients."""
+        grads = local_gradients(model)
+        if grads:
+            torch._foreach_mul_(grads, factor)
