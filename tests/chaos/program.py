@@ -1,15 +1,14 @@
 """The program that chaos is brought upon: a small model with checkpoints, whose ranks kill themselves.
 
-Its loaders have workers, which draw random numbers. Each kill is noted in the folder before it happens:
-the file ``kills/<start>`` is of the rank that killed itself in that start.
-
-Arguments: the folder, how many kills, the seed of the chaos, how many epochs.
+Its loaders have workers, which draw random numbers; `--still` leaves out what is drawn, for runs that change
+their number of ranks, which draw otherwise. Each kill is noted in the folder before it happens: the file
+``kills/<start>`` is of the rank that killed itself in that start.
 """
 
+import argparse
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -23,8 +22,7 @@ BATCHES = 12
 class Doom:
     """Kills this process at a random moment of each start, as often as it was told to."""
 
-    def __init__(self, folder: Path, kills: int, seed: int) -> None:
-        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    def __init__(self, folder: Path, kills: int, seed: int, start: int) -> None:
         fate = random.Random(f"{seed}/{start}")
         rank = fate.randrange(int(os.environ.get("WORLD_SIZE", "1")))
         self._left = fate.randint(1, BATCHES) if start < kills else -1
@@ -43,37 +41,64 @@ class Doom:
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are augmented at random, with torch's generator and Python's."""
+    """Samples that are augmented at random, with torch's generator and Python's, unless they are still."""
 
-    def __init__(self) -> None:
-        self._x = torch.randn(BATCHES * 8 - 3, 4, generator=torch.Generator().manual_seed(0))
+    def __init__(self, *, still: bool) -> None:
+        self._x = torch.randn(BATCHES * 8 - 3, 4, generator=torch.Generator().manual_seed(0)).double()
+        self._still = still
 
     def __len__(self) -> int:
         return len(self._x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = self._x[index] + 0.1 * torch.randn(4) + 0.1 * random.random()
+        x = self._x[index]
+        if not self._still:
+            x = x + 0.1 * torch.randn(4) + 0.1 * random.random()
         return x, x.sum(0, keepdim=True).sin()
 
 
-def main(folder: Path, kills: int, seed: int, epochs: int) -> None:
-    doom = Doom(folder, kills, seed)
-    data = Noisy()
-    with Trainer(seed=1, progress=False, devices="cpu") as trainer:
-        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+def make_model(tensor: int, *, still: bool) -> nn.Module:
+    torch.manual_seed(1)
+    dropout = nn.Dropout(0.0 if still else 0.2)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), dropout, nn.Linear(16, 1)).double()
+    if tensor == 1:
+        return model
+    import tp_shard as ts
+
+    ts.distributed.init_process_group(tensor)
+    return ts.parallelize(model, {"0": ts.Column(gather_output=True), "3": ts.Row()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=0, help="how many starts end by a kill")
+    parser.add_argument("--seed", type=int, default=0, help="of the chaos")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--start", type=int, default=0, help="starts before the launcher's first")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that hold each layer together")
+    parser.add_argument("--still", action="store_true", help="draw nothing at random")
+    args = parser.parse_args()
+
+    start = args.start + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    doom = Doom(args.folder, args.kills, args.seed, start)
+    data = Noisy(still=args.still)
+    options = {"shard": {"data": "fsdp"}} if args.tensor > 1 else {}
+    model = make_model(args.tensor, still=args.still)
+    with Trainer(seed=1, progress=False, devices="cpu", options=options) as trainer:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         trainer.fit(
             model,
             optimizer,
             DataLoader(data, batch_size=8, shuffle=True, num_workers=2),
             step=doom.step,
-            epochs=epochs,
+            epochs=args.epochs,
             val_loader=DataLoader(data, batch_size=16, num_workers=1, persistent_workers=True),
-            checkpoint=Checkpoints(folder / "run", every_steps=2),
+            checkpoint=Checkpoints(args.folder / "run", every_steps=2),
             resume="auto",
         )
-        trainer.save_model(model, folder / "end.pt")
+        trainer.save_model(model, args.folder / "end.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main()

@@ -39,6 +39,17 @@ class TestShard(TrainingConformance):
 
 
 @pytest.mark.slow
+class TestShardsThatAreFullySharded(TrainingConformance):
+    backend = shard_backend.ShardBackend
+    processes = 4
+    options = {"group_size": 2, "data": "fsdp"}
+
+    @staticmethod
+    def make_model():
+        return split(2)
+
+
+@pytest.mark.slow
 class TestCopiesOfShards(TrainingConformance):
     backend = shard_backend.ShardBackend
     processes = 4

@@ -1,5 +1,6 @@
 """The backend does what every backend must do, with one copy of the model and with two."""
 
+import pytest
 import tp_shard as ts
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
@@ -49,6 +50,18 @@ class TestTwoCopiesOnFourRanks(_Split):
     @staticmethod
     def make_model():
         TestTwoCopiesOnFourRanks.form_groups()
+        return split_model()
+
+
+@pytest.mark.slow
+class TestCopiesThatAreFullySharded(_Split):
+    processes = 4
+    group_size = 2
+    options = {"group_size": 2, "data": "fsdp"}
+
+    @staticmethod
+    def make_model():
+        TestCopiesThatAreFullySharded.form_groups()
         return split_model()
 
 

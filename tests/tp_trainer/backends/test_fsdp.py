@@ -12,6 +12,25 @@ class TestFsdp(BackendConformance):
 
 
 @pytest.mark.slow
+class TestFsdpOnFourRanks(BackendConformance):
+    backend = FsdpBackend
+    processes = 4
+
+
+@pytest.mark.slow
 class TestTrainingOnFsdp(TrainingConformance):
     backend = FsdpBackend
     processes = 2
+
+
+@pytest.mark.slow
+class TestTrainingOnFourRanks(TrainingConformance):
+    backend = FsdpBackend
+    processes = 4
+
+
+@pytest.mark.slow
+class TestTrainingOnTwoCopies(TrainingConformance):
+    backend = FsdpBackend
+    processes = 4
+    options = {"replicas": 2}

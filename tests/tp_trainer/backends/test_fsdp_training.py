@@ -433,7 +433,7 @@ def test_a_model_that_is_split_otherwise_is_refused(pool, shard, words):
 @pytest.mark.slow
 def test_optimizers_that_need_whole_matrices_are_refused_by_name(pool):
     for muon, lbfgs, fused, zero in pool.run(refused_optimizers):
-        assert "no fused SGD for shards" in fused
+        assert "no fused SGD for DTensors" in fused
         assert "Muon computes with whole matrices" in muon
         assert "LBFGS computes with whole matrices" in lbfgs
         assert "ZeroRedundancyOptimizer" in zero

@@ -1,11 +1,14 @@
 """The backend for models that are split over processes."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from tp_core.errors import ConfigError, ModelError
 from tp_core.plugins import Backend, Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_core.plugins import FullyShardOptions
+
     from tp_shard._session import ShardSession
 
 __all__ = ["ShardBackend", "ShardOptions"]
@@ -21,11 +24,43 @@ class ShardOptions:
         find_unused_parameters: For models that do not use every parameter in every step.
         bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` is torch's
             own choice.
+        data: What the copies of the model do. "ddp" averages gradients between those that hold the same
+            shards; "fsdp" shards those once more over them, with gradients and optimizer state, by torch's
+            ``fully_shard``; `tp_core.plugins.FullyShardOptions` say how in detail.
+
+    Raises:
+        ConfigError: ``data`` is something else, or an option of the other way is given with it.
     """
 
     group_size: int = -1
     find_unused_parameters: bool = False
     bucket_cap_mb: float | None = None
+    data: "Literal['ddp', 'fsdp'] | FullyShardOptions" = "ddp"
+
+    def __post_init__(self) -> None:
+        if self.data == "ddp":
+            return
+        if self.fully_sharded is None:
+            msg = (
+                "the option data of backend 'shard' must be 'ddp', 'fsdp' or FullyShardOptions(...), got "
+                f"{self.data!r}"
+            )
+            raise ConfigError(msg)
+        if self.find_unused_parameters or self.bucket_cap_mb is not None:
+            msg = (
+                "the options find_unused_parameters and bucket_cap_mb of backend 'shard' are for data='ddp', "
+                "whose buckets and unused parameters fully sharded data does not have; leave them out"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def fully_sharded(self) -> "FullyShardOptions | None":
+        """How shards are sharded over the copies; ``None`` where they are not."""
+        from tp_core.plugins import FullyShardOptions
+
+        if isinstance(self.data, FullyShardOptions):
+            return self.data
+        return FullyShardOptions() if self.data == "fsdp" else None
 
 
 class ShardBackend(Backend[ShardOptions]):
@@ -57,17 +92,41 @@ class ShardBackend(Backend[ShardOptions]):
                 "the model has no split parameters",
                 remedy="call ts.distributed.init_process_group() before the model is made of parallel layers",
             )
-        return Verdict.fits(80, f"the model is split over ranks, {environment.world_size} processes in all")
+        try:
+            copies = self._describe_copies(job)
+        except (ConfigError, ModelError) as error:
+            return Verdict.unfit(str(error))
+        return Verdict.fits(
+            80, f"the model is split over ranks, {environment.world_size} processes in all{copies}"
+        )
+
+    def _describe_copies(self, job: Job) -> str:
+        from tp_core.internal import find_units
+
+        options = self.parse_options(job).fully_sharded
+        if options is None:
+            return ""
+        units = "" if job.model is None else f", {find_units(job.model, options.units)}"
+        return f"; shards are fully sharded over the copies{units}"
 
     def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.
 
         Raises:
-            ConfigError: The group size does not divide the number of ranks.
+            ConfigError: The group size does not divide the number of ranks, or the options of the sharding do
+                not go with the ranks or the device.
         """
+        options = self.parse_options(job)
+        sharded = options.fully_sharded
+        if sharded is not None:
+            from tp_core.internal import check_offload
+
+            from tp_shard._fsdp_session import ShardFsdpSession
+
+            check_offload(sharded, job)
+            return ShardFsdpSession(job, group_size=options.group_size, options=sharded)
         from tp_shard._session import ShardSession
 
-        options = self.parse_options(job)
         return ShardSession(
             job,
             group_size=options.group_size,

@@ -13,6 +13,7 @@ from tp_shard import distributed
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group, current_group
 from tp_shard._guards._refusals import check_optimizer
+from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._pieces import slice_of
 from tp_shard._shards._table import Shard, ShardTable
 from tp_shard._state._state_dict import collect_state_dict, relocate_state_dict
@@ -37,7 +38,12 @@ class ShardSession(ProcessGroupSession):
     """
 
     def __init__(
-        self, job: Job, *, group_size: int, find_unused_parameters: bool, bucket_cap_mb: float | None
+        self,
+        job: Job,
+        *,
+        group_size: int,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         if job.devices[0].type != "cpu":
             torch.accelerator.set_device_index(job.devices[0])
@@ -76,9 +82,14 @@ class ShardSession(ProcessGroupSession):
         self.check_same_parameters(model, {name: shard.full_shape for name, shard in shards.items()})
         model = model.to(self.device)
         self._share_whole_parameters(model)
+        prepared = self._join_copies(model)
         self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
         if self.tensor_group.size > 1:
             self._unchecked.append(model)
+        return prepared
+
+    def _join_copies(self, model: nn.Module) -> nn.Module:
+        """Let those who hold the same shards share their gradients."""
         return self.average_gradients(
             model,
             gradient_as_bucket_view=True,
@@ -148,4 +159,5 @@ class ShardSession(ProcessGroupSession):
             RuntimeError: Names or shapes do not fit the model (torch's own error).
         """
         plain = self.unwrap(model)
+        reshard(plain)
         load_whole_state(plain, relocate_state_dict(plain, state))

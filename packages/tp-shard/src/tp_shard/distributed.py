@@ -19,6 +19,7 @@ from tp_shard._groups import _patches
 from tp_shard._groups._collectives import copy, gather, gather_batch, reduce, scatter
 from tp_shard._groups._debug import debug, set_debug
 from tp_shard._groups._group import ALONE, Group, current_data_group, current_group, set_groups
+from tp_shard._groups._mesh import data_axes, tensor_axis
 
 __all__ = [
     "copy",
@@ -37,10 +38,6 @@ __all__ = [
     "scatter",
     "set_debug",
 ]
-
-_TENSOR_AXES = ("tp", "tensor", "model")
-_DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard"})
-_OTHER_WORDS = frozenset({"pp", "pipe", "pipeline", "stage", "cp", "context", "sp", "ep", "expert"})
 
 
 def init_process_group(group_size: int | DeviceMesh = -1) -> None:
@@ -82,7 +79,7 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
             _join_world()
         alone = not dist.is_available() or not dist.is_initialized()
         groups = _alone(group_size) if alone else _groups_of_size(group_size)
-    set_groups(*groups)
+    set_groups(*groups, group_size if isinstance(group_size, DeviceMesh) else None)
     if groups[0].size > 1:
         _patches.install()
 
@@ -200,41 +197,13 @@ def _form(partition: list[list[int]], rank: int) -> Group:
 
 
 def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
-    names = mesh.mesh_dim_names or ()
-    named = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
-    if len(named) > 1 or (not named and mesh.ndim > 2):
-        msg = (
-            f"a mesh of {mesh.ndim} axes of sizes {tuple(mesh.shape)} has one named 'tp', 'tensor' or "
-            f"'model', over which tensors are split; got the names {names or None}"
-        )
-        raise ConfigError(msg)
-    axis = named[0] if named else mesh.ndim - 1
+    axis = tensor_axis(mesh)
     tensor = _group_of_axis(mesh, axis)
-    data = _data_axes(mesh, axis)
+    data = data_axes(mesh, axis)
     wide = [i for i in data if mesh.size(i) > 1] or data[:1]
     if len(wide) > 1:
         return tensor, _group_of_axes(mesh, wide)
     return tensor, _group_of_axis(mesh, wide[0]) if wide else ALONE
-
-
-def _data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
-    """Return the axes along which copies of the model lie."""
-    others = [i for i in range(mesh.ndim) if i != tensor_axis]
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    words = {i: set(names[i].lower().split("_")) for i in others}
-    data = [i for i in others if words[i] & _DATA_WORDS]
-    foreign = [i for i in others if words[i] & _OTHER_WORDS and i not in data]
-    unknown = [i for i in others if i not in data and i not in foreign]
-    if len(others) == 1:
-        return data + unknown  # data by tensor, whatever it is called
-    if unknown:
-        msg = (
-            f"what the axis {names[unknown[0]]!r} of a mesh of {names} is for is not known: name axes of "
-            "data 'dp', 'dp_replicate', 'dp_shard', 'fsdp' or 'data', or give the mesh without it, such as "
-            f"mesh[{', '.join(repr(names[i]) for i in sorted({tensor_axis, *data}))}]"
-        )
-        raise ConfigError(msg)
-    return data
 
 
 def _group_of_axis(mesh: DeviceMesh, axis: int) -> Group:

@@ -39,8 +39,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         msg = (
             "ZeroRedundancyOptimizer gives each rank the state of other whole parameters, and here "
-            "parameters and state are sharded by the backend; give the optimizer that it wraps (its optimizer_class), "
-            "made from model.parameters()"
+            "parameters and state are sharded by the backend; give the optimizer that it wraps (its "
+            "optimizer_class), made from model.parameters()"
         )
         raise ConfigError(msg)
 

@@ -10,7 +10,7 @@ from torch import nn
 from tp_core._contracts._job import Job
 from tp_core.errors import ConfigError
 
-__all__ = ["FullyShardOptions", "UnitRule", "parameter_type", "reduction_type"]
+__all__ = ["FullyShardOptions", "UnitRule", "check_offload", "parameter_type", "reduction_type"]
 
 UnitRule = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
 TypeRule = torch.dtype | Literal["auto"] | None
@@ -93,3 +93,17 @@ def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
         return chosen
     lower = parameter_type(options, job) in {torch.bfloat16, torch.float16}
     return torch.float32 if lower or job.precision == "bf16-true" else None
+
+
+def check_offload(options: FullyShardOptions, job: Job) -> None:
+    """Make sure that there is an accelerator, where its shards are to be kept by the host.
+
+    Raises:
+        ConfigError: The job computes on the CPU.
+    """
+    if options.offload and job.devices[0].type == "cpu":
+        msg = (
+            "offload=True moves shards from an accelerator to the host's memory, and this job computes on "
+            "the CPU, where they are already; leave it out"
+        )
+        raise ConfigError(msg)

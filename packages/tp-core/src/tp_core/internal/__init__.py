@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tp_core._devices._resolve import device_of_rank
     from tp_core._fully_sharded._given import describe_given, given_mesh
     from tp_core._fully_sharded._gradients import total_shard_norm
-    from tp_core._fully_sharded._options import parameter_type, reduction_type
+    from tp_core._fully_sharded._options import check_offload, parameter_type, reduction_type
     from tp_core._fully_sharded._session import FullyShardedSession
     from tp_core._fully_sharded._sharding import Sharding
     from tp_core._fully_sharded._units import Units, find_units
@@ -36,6 +36,7 @@ __all__ = [
     "Units",
     "backward_of_nothing",
     "check_backend_name",
+    "check_offload",
     "containers",
     "describe_given",
     "device_of_rank",
@@ -71,7 +72,7 @@ if not TYPE_CHECKING:
             "._devices._resolve": ["device_of_rank"],
             "._fully_sharded._given": ["describe_given", "given_mesh"],
             "._fully_sharded._gradients": ["total_shard_norm"],
-            "._fully_sharded._options": ["parameter_type", "reduction_type"],
+            "._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "._fully_sharded._session": ["FullyShardedSession"],
             "._fully_sharded._sharding": ["Sharding"],
             "._fully_sharded._units": ["Units", "find_units"],

@@ -177,7 +177,13 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, value in plain_state(state).items():
         own = actual.get(name, name)
         like = current.get(own)
-        if isinstance(like, Tensor) and is_dtensor(like) and like.shape == value.shape:
+        # A value that is a DTensor too has been cut before.
+        if (
+            isinstance(like, Tensor)
+            and is_dtensor(like)
+            and not is_dtensor(value)
+            and like.shape == value.shape
+        ):
             place = Place(_uncut, like, value.dtype)
             fill_from_whole(place.target, value)
             value = place.take()  # noqa: PLW2901 - the same value, as this rank holds it

@@ -10,7 +10,16 @@ from tp_core.errors import ConfigError
 
 from tp_shard._groups import _patches
 
-__all__ = ["ALONE", "Group", "GroupLike", "as_group", "current_data_group", "current_group", "set_groups"]
+__all__ = [
+    "ALONE",
+    "Group",
+    "GroupLike",
+    "as_group",
+    "current_data_group",
+    "current_group",
+    "current_mesh",
+    "set_groups",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +76,26 @@ GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | None"
 class _Current:
     tensor: Group | None = None
     data: Group | None = None
+    mesh: DeviceMesh | None = None
 
 
 _current = _Current()
 
 
-def set_groups(tensor: Group | None, data: Group | None) -> None:
-    """Make these the current groups; ``None`` for none."""
-    _current.tensor, _current.data = tensor, data
+def set_groups(tensor: Group | None, data: Group | None, mesh: DeviceMesh | None = None) -> None:
+    """Make these the current groups; ``None`` for none.
+
+    Args:
+        tensor: Those over which tensors are split.
+        data: Those who hold the same shards.
+        mesh: What they were formed from, if it was a mesh.
+    """
+    _current.tensor, _current.data, _current.mesh = tensor, data, mesh
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Return the mesh that the groups were formed from, ``None`` if they were formed otherwise."""
+    return None if current_group() is None else _current.mesh
 
 
 def current_group() -> Group | None:

@@ -204,17 +204,21 @@ class RunState:
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Take what is this rank's own: its sums and its random generators."""
         session = self._session
-        if common["world_size"] == session.world_size:
+        # As many ranks may share the data otherwise: two that read halves, two that hold layers together.
+        shares = 1 + max(mine["data_rank"] for mine in ranks)
+        if (common["world_size"], shares) == (session.world_size, session.data_size):
             self.meter_state = ranks[session.rank]["meter"]
             generators.restore(ranks[session.rank]["generators"])
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         log.warning(
-            "%s is of %d ranks, and these are %d: model, optimizer and position are those of the "
-            "checkpoint, the random generators are seeded anew",
+            "%s is of %d ranks, and these are %d (with %d and %d shares of the data): model, optimizer and "
+            "position are those of the checkpoint, the random generators are seeded anew",
             path,
             common["world_size"],
             session.world_size,
+            shares,
+            session.data_size,
         )
         generators.reseed(common["position"]["seed"], self.step, session.data_rank)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import describe_given, find_units
+from tp_core.internal import check_offload, describe_given, find_units
 from tp_core.plugins import Backend, Job, Verdict, join_process_group
 
 from tp_trainer._backends._fsdp._options import FsdpOptions
@@ -71,12 +71,7 @@ class FsdpBackend(Backend[FsdpOptions]):
         options = self.parse_options(job)  # before anything is started
         _check_ranks(options, job.environment.world_size)
         device = job.devices[0]
-        if options.offload and device.type == "cpu":
-            msg = (
-                "the option offload=True of backend 'fsdp' moves shards from an accelerator to the host's "
-                "memory, and this job computes on the CPU, where they are already; leave it out"
-            )
-            raise ConfigError(msg)
+        check_offload(options, job)
         leave = join_process_group(job.environment, device=device, timeout_s=options.timeout_s)
         return FsdpSession(job, options, leave=leave)
 
