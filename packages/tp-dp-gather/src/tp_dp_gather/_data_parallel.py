@@ -17,7 +17,7 @@ from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
 from tp_dp_gather._scatter import Arguments, scatter_arguments, split_scattered
 
-__all__ = ["DataParallel", "data_parallel"]
+__all__ = ["DataParallel"]
 
 Device = int | str | torch.device
 
@@ -291,50 +291,3 @@ class DataParallel(ReplicaWrapper):
                 f"the keys are: {', '.join(map(repr, sorted(keys))) or 'none'}",
                 stacklevel=4,
             )
-
-
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: DeviceSpec = None,
-    output_device: Device | None = None,
-    dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
-    *,
-    gather_to_one_device: bool = True,
-    inputs_are_scattered: bool = False,
-    except_keywords: Collection[str] | str = (),
-    sort_and_gather: bool = False,
-) -> Any:
-    """Run ``module`` once on several devices: the functional form of `DataParallel`.
-
-    Every call makes the replicas anew; in a loop, `DataParallel` keeps them.
-
-    Args:
-        module: The module, on the first device.
-        inputs: A tuple of positional arguments, or the one argument; ``None`` for none.
-        device_ids: As in `DataParallel`, like the other options.
-        output_device: Where outputs are gathered.
-        dim: The dimension of the rows.
-        module_kwargs: Keyword arguments.
-        gather_to_one_device: ``False`` returns a tuple of parts.
-        inputs_are_scattered: Each argument is a tuple or list of parts.
-        except_keywords: Keys whose values are not gathered.
-        sort_and_gather: Order the parts by their devices' indices.
-
-    Example:
-        >>> data_parallel(nn.Linear(5, 2), torch.ones(16, 5), ["cpu", "cpu"]).shape
-        torch.Size([16, 2])
-    """
-    wrapped = DataParallel(
-        module,
-        device_ids,
-        output_device,
-        dim,
-        gather_to_one_device=gather_to_one_device,
-        inputs_are_scattered=inputs_are_scattered,
-        except_keywords=except_keywords,
-        sort_and_gather=sort_and_gather,
-    )
-    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    return wrapped(*args, **(module_kwargs or {}))

@@ -10,40 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tp_core._data._batches import EpochBatches, Share, tell_epoch
-from tp_core._data._parts import Parts
+from tp_core._data._counting import count_samples
 from tp_core._data._seeding import seeded
 from tp_core._data._user_loaders import cannot_shard, copy_loader, is_indexed, order_is_ours, position_holder
 from tp_core._data._workers import outliving_workers
-from tp_core._devices._tree import tree_leaves
 from tp_core.errors import LoaderError
 
-__all__ = ["PreparedLoader", "count_samples"]
+__all__ = ["PreparedLoader"]
 
 _NOTHING = object()
-
-
-def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in ``batch`` that has a first dimension, else 1.
-
-    `Parts` have their own counts.
-    """
-    kind = type(batch)
-    first = batch[0] if (kind is tuple or kind is list) and batch else batch
-    if type(first) is Tensor:  # the common batch, at a fifth of the cost
-        try:
-            return first.size(0)
-        except IndexError:  # a scalar
-            pass
-    if isinstance(batch, Parts):
-        return sum(batch.counts)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.size(0)
-    return 1
 
 
 class PreparedLoader:

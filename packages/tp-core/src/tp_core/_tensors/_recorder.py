@@ -4,14 +4,16 @@ Torch's modes are the way in: `torch.utils._python_dispatch`, which torch's note
 although its name begins with an underscore. A tensor is known by its storage, so views need no record.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tp_core._tensors._nested import leaves_in, mapped
+from tp_core._tensors._operations import Operation, Ref, listed, view
 
 __all__ = ["OnTheCpu", "Recorder"]
 
@@ -40,49 +42,13 @@ class OnTheCpu(TorchFunctionMode):
 _SAY_WHERE = [torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__]  # type: ignore[attr-defined]  # descriptors
 
 
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """A tensor without memory: a view of one storage."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    """What was done.
-
-    Attributes:
-        function: torch's operator.
-        args: Its arguments, with references in place of tensors without memory.
-        kwargs: Its arguments by name.
-        generator_state: That of the random generator before; ``None`` where nothing was drawn.
-        made: The storages of its results that are new, in their order, with the places among the results.
-        reads: The storages that its result depends on.
-        writes: The storage that it changed in place, or ``None``.
-        overwrites: Whether nothing is left there of what was before.
-    """
-
-    function: Any
-    args: Any
-    kwargs: Any
-    generator_state: Tensor | None
-    made: tuple[tuple[int, int], ...]
-    reads: frozenset[int]
-    writes: int | None
-    overwrites: bool
-
-
 class Recorder(TorchDispatchMode):
     """Writes down what is done to large tensors on the CPU, which it gives no memory."""
 
     def __init__(self, least_nbytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
         self._least_nbytes = least_nbytes
-        self._operations: list[_Operation] = []
+        self._operations: list[Operation] = []
         self._touched: dict[int, list[int]] = {}  # by storage, the operations that made or changed it
         self._storages: dict[int, Any] = {}  # kept: a storage that is freed gives its number to another
 
@@ -95,7 +61,7 @@ class Recorder(TorchDispatchMode):
             return self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in _leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_in([list(args), kwargs]) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if self._knows(tensor)]
         if not deferred:
             return self._make(func, args, kwargs) if not tensors else func(*args, **kwargs)
@@ -126,7 +92,7 @@ class Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any, written: Tensor | None) -> Tensor:
         """Draw what an operation draws, into memory that is let go, and return the state before."""
         state = _state_of(kwargs)
-        others = [t for t in _leaves([list(args)[1:], kwargs]) if isinstance(t, Tensor) and self._knows(t)]
+        others = [t for t in leaves_in([list(args)[1:], kwargs]) if isinstance(t, Tensor) and self._knows(t)]
         if written is not None and written is args[0] and not others:
             memory = torch.empty_strided(written.size(), written.stride(), dtype=written.dtype)
             func(memory, *args[1:], **kwargs)
@@ -143,22 +109,22 @@ class Recorder(TorchDispatchMode):
         named = kwargs
         if kwargs.get("device") is not None:
             named = kwargs | {"device": torch.device("meta")}
-        shapes = func(*_mapped(as_meta, list(args)), **_mapped(as_meta, named))
+        shapes = func(*mapped(as_meta, list(args)), **mapped(as_meta, named))
         return self._note(func, args, kwargs, state, written, shapes)
 
     def _note(
         self, func: Any, args: Any, kwargs: Any, state: Tensor | None, written: Tensor | None, results: Any
     ) -> Any:
         made = []
-        for place, result in enumerate(_listed(results)):
+        for place, result in enumerate(listed(results)):
             if isinstance(result, Tensor) and not self._knows(result):
                 key = self._key(result)
                 self._storages[key] = result.untyped_storage()
                 made.append((place, key))
         if written is None and not made:
             return results  # a view, which is known by its storage
-        refs, named = _mapped(self._ref, list(args)), _mapped(self._ref, kwargs)
-        reads = {leaf.storage for leaf in _leaves([refs, named]) if isinstance(leaf, _Ref)}
+        refs, named = mapped(self._ref, list(args)), mapped(self._ref, kwargs)
+        reads = {leaf.storage for leaf in leaves_in([refs, named]) if isinstance(leaf, Ref)}
         target = None if written is None else self._key(written)
         overwrites = (
             written is not None and _covers(written) and func._schema.name.split("::")[1] in _OVERWRITE
@@ -166,10 +132,11 @@ class Recorder(TorchDispatchMode):
         if (
             overwrites
             and target is not None
-            and sum(isinstance(leaf, _Ref) and leaf.storage == target for leaf in _leaves([refs, named])) == 1
+            and sum(isinstance(leaf, Ref) and leaf.storage == target for leaf in leaves_in([refs, named]))
+            == 1
         ):
             reads.discard(target)
-        operation = _Operation(func, refs, named, state, tuple(made), frozenset(reads), target, overwrites)
+        operation = Operation(func, refs, named, state, tuple(made), frozenset(reads), target, overwrites)
         for key in [*(key for _, key in made), *([] if target is None else [target])]:
             self._touched.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
@@ -189,7 +156,7 @@ class Recorder(TorchDispatchMode):
             return leaf
         if not self._knows(leaf):
             return leaf.detach().clone()  # as it is now
-        return _Ref(
+        return Ref(
             self._key(leaf),
             leaf.dtype,
             tuple(leaf.size()),
@@ -201,7 +168,7 @@ class Recorder(TorchDispatchMode):
         def real(leaf: Any) -> Any:
             return self.value(leaf) if isinstance(leaf, Tensor) and self._knows(leaf) else leaf
 
-        return _mapped(real, value)
+        return mapped(real, value)
 
     # -- values --------------------------------------------------------------------------------
 
@@ -235,31 +202,8 @@ class Recorder(TorchDispatchMode):
         memory: dict[int, Any] = {}
         with torch.no_grad():
             for number in sorted(needed):
-                self._replay(self._operations[number], memory)
-            return _view(memory, self._ref(tensor))
-
-    def _replay(self, operation: _Operation, memory: dict[int, Any]) -> None:
-        def real(leaf: Any) -> Any:
-            return _view(memory, leaf) if isinstance(leaf, _Ref) else leaf
-
-        args, kwargs = _mapped(real, operation.args), _mapped(real, operation.kwargs)
-        state = operation.generator_state
-        if state is None:
-            results = operation.function(*args, **kwargs)
-        elif kwargs.get("generator") is not None:
-            generator = torch.Generator()
-            generator.set_state(state)
-            results = operation.function(*args, **kwargs | {"generator": generator})
-        else:
-            now = torch.get_rng_state()
-            torch.set_rng_state(state)
-            try:
-                results = operation.function(*args, **kwargs)
-            finally:
-                torch.set_rng_state(now)
-        listed = _listed(results)
-        for place, storage in operation.made:
-            memory[storage] = listed[place].untyped_storage()
+                self._operations[number].replay(memory)
+            return view(memory, self._ref(tensor))
 
 
 _READS_A_VALUE = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
@@ -277,37 +221,7 @@ def _covers(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _listed(results: Any) -> Sequence[Any]:
-    return results if isinstance(results, list | tuple) else [results]
-
-
 def _state_of(kwargs: Any) -> Tensor:
     generator = kwargs.get("generator")
     state: Tensor = torch.get_rng_state() if generator is None else generator.get_state()
     return state
-
-
-def _view(memory: dict[int, Any], ref: _Ref) -> Tensor:
-    return torch.empty(0, dtype=ref.dtype).set_(memory[ref.storage], ref.offset, ref.size, ref.stride)
-
-
-# -- arguments ------------------------------------------------------------------------------------
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return arguments of an operator with ``function`` of each leaf."""
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(function, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    return function(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tp_core._contracts._session import ReduceOp, Session, StepOutput
     from tp_core._contracts._verdict import Verdict
     from tp_core._data._batches import Share
-    from tp_core._data._loader import PreparedLoader, count_samples
+    from tp_core._data._counting import count_samples
+    from tp_core._data._loader import PreparedLoader
     from tp_core._data._parts import Parts
     from tp_core._fully_sharded._options import FullyShardOptions
     from tp_core._launch._join import join_process_group
@@ -110,7 +111,8 @@ if not TYPE_CHECKING:
             "._contracts._session": ["ReduceOp", "Session", "StepOutput"],
             "._contracts._verdict": ["Verdict"],
             "._data._batches": ["Share"],
-            "._data._loader": ["PreparedLoader", "count_samples"],
+            "._data._counting": ["count_samples"],
+            "._data._loader": ["PreparedLoader"],
             "._data._parts": ["Parts"],
             "._fully_sharded._options": ["FullyShardOptions"],
             "._launch._join": ["join_process_group"],

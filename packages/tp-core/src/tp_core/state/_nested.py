@@ -1,10 +1,11 @@
 """Nested values as plain ones, with the tensors in them stored elsewhere by name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from tp_core._tensors._nested import leaves_in
 from tp_core.state._plain import StoredTensor
 
 __all__ = ["Get", "Put", "joined", "refs_in", "split", "tensors_in"]
@@ -41,19 +42,9 @@ def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested value."""
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 
 def refs_in(value: Any) -> Iterator[StoredTensor]:
     """Yield what stands for tensors in a nested value."""
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, StoredTensor))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, StoredTensor))

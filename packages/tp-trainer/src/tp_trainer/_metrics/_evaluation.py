@@ -12,7 +12,8 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import MetricSet
-from tp_trainer._steps._meter import Meter, loss_of
+from tp_trainer._steps._loss import loss_of
+from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._precision import RunStep, Step
 
 __all__ = ["evaluate", "evaluating", "named_loaders"]

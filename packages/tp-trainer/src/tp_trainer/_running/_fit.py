@@ -13,7 +13,7 @@ from tp_trainer._running._duties import Duties
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import FitSettings
-from tp_trainer._steps._meter import loss_of
+from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._precision import RunStep
 

@@ -1,7 +1,7 @@
 """Means of what steps return, over samples or what else they say, on one device or over all ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -10,37 +10,9 @@ from torch import Tensor
 from tp_core.errors import NonFiniteLossError, StepError
 from tp_core.plugins import Session, read_weight, split_weight
 
-__all__ = ["Meter", "added_states", "empty_state", "loss_of"]
+__all__ = ["Meter"]
 
 _FLUSH_EVERY = 50  # steps; an accelerator is waited for only so often
-
-
-def loss_of(output: Any, *, training: bool) -> Tensor:
-    """Return the loss in what a step returned.
-
-    Raises:
-        StepError: The output has no loss, or it is not a scalar tensor that leads to parameters.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        got = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)
-        msg = (
-            f"the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned {got}"
-        )
-        raise StepError(msg)
-    if loss.dim() != 0 and loss.numel() != 1:
-        msg = (
-            f"the step's loss must be a scalar, got shape {tuple(loss.shape)}; return its mean over the "
-            "samples (loss.mean())"
-        )
-        raise StepError(msg)
-    if training and not loss.requires_grad:
-        msg = (
-            "the step's loss leads to no parameter (it does not require grad); compute it from "
-            "the model's output, without .item(), .detach() or torch.no_grad()"
-        )
-        raise StepError(msg)
-    return loss
 
 
 class Meter:
@@ -323,25 +295,3 @@ class Meter:
         if has_no_loss:
             del means["loss"]
         return means
-
-
-def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a meter at the same step that has counted nothing."""
-    return {**state, "samples": 0, "loss": [0.0, 0], "others": {}}
-
-
-def added_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a meter that has counted what all of these have."""
-    names = {name for state in states for name in state["others"]}
-    nothing = [0.0, 0]
-    return {
-        "step": states[0]["step"],
-        "samples": sum(state["samples"] for state in states),
-        "weighs": states[0]["weighs"],
-        "loss": _added([state["loss"] for state in states]),
-        "others": {n: _added([state["others"].get(n, nothing) for state in states]) for n in sorted(names)},
-    }
-
-
-def _added(pairs: Sequence[Sequence[float]]) -> list[float]:
-    return [math.fsum(total for total, _ in pairs), math.fsum(weight for _, weight in pairs)]

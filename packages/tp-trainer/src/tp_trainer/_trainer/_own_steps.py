@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import StepOutput, read_weight
 
 from tp_trainer._checks._objects import check_optimizer
-from tp_trainer._steps._meter import loss_of
+from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 from tp_trainer._steps._precision import autocast, in_precision
 from tp_trainer._steps._weights import add_whole, total_weight

@@ -1,0 +1,209 @@
+"""What may be due between two optimizer steps of a run: to validate, save, log, or end."""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tp_core.plugins import PreparedLoader, Session
+
+from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._running._duties import Duties, nothing
+from tp_trainer._running._log import RunLog
+from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
+from tp_trainer._running._progress import Reporter, Ticker
+from tp_trainer._running._saving import Saving
+from tp_trainer._running._settings import LoopSettings
+from tp_trainer._running._signals import SignalWatch, interrupted, requeue
+from tp_trainer._running._state import RunState
+from tp_trainer._running._view import RunFacts
+from tp_trainer._running._watchdog import Watchdog
+from tp_trainer._steps._meter import Meter
+
+__all__ = ["DueWork"]
+
+log = logging.getLogger("tp_trainer")
+
+
+class _CutShortError(Exception):
+    """A signal has come in a validation."""
+
+
+class DueWork(RunFacts):
+    """A run with all that may be due in it; `Between` says when it is.
+
+    Attributes:
+        meter: Adds up what the steps of the epoch return.
+        state: The dict given as ``state=``, restored where the run is resumed.
+        ends_step: Whether the batch at hand is the last of an optimizer step.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        settings: LoopSettings,
+        state: RunState,
+        train: PreparedLoader,
+        *,
+        duties: Duties,
+        logs: RunLog,
+        steps: int,
+        watchdog: Watchdog,
+    ) -> None:
+        checkpoints = settings.checkpoints()
+        super().__init__(
+            session,
+            state,
+            settings.limits,
+            steps=steps,
+            accumulate=settings.accumulate,
+            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
+        )
+        self._settings, self._train, self._duties, self._events = settings, train, duties, settings.events
+        self._logs, self._watchdog = logs, watchdog
+        self.state = settings.state
+        self._reporter = Reporter(
+            progress=settings.progress if session.is_main else False, epochs=settings.limits.epochs
+        )
+        self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
+        self._ticker = Ticker("", 0, math.inf)
+        self.meter = self._new_meter()
+        self._logged = (0.0, 0.0)  # the meter's totals when the loss was logged
+        self.ends_step = True
+        self._next_call: float = 0
+        self._ask_at = 0.0
+        self._wants_end: str | None = None  # this rank does
+        self._wants_save = False
+        self._ending: str | None = None  # all ranks know
+        self._is_due = False
+        self._is_over = self._is_open = self._is_in_step = False
+        self._began = self._began_epoch = time.monotonic()
+        self._epoch_batches: Generator[Any, None, None] | None = None
+        self._signals: SignalWatch | None = None
+        self._open = ExitStack()
+        self._tell_of_lost_state: Callable[[], None] = nothing
+
+    def _save(self, done: int, meter: Meter | None) -> None:
+        """Save the state after ``done`` batches of the epoch that begins or runs."""
+        saving = self._saving
+        if saving is None:
+            return
+        if meter is not None:
+            self._run_state.seconds = time.perf_counter() - self._began_epoch
+            self._duties.check()
+        with self._watchdog.paused():
+            self._saved(lambda: saving.save(done, meter))
+        self._tell_of_lost_state()
+
+    def _watch_for_lost_state(self) -> None:
+        """Point out state of known kinds that no checkpoint will have: now, or at the first checkpoint."""
+        optimizers = self.optimizers.values()
+        for words in unsaved_averages(optimizers, [*self.state.values(), *self.models.values()]):
+            log.warning("no checkpoint will have %s: name it in state={...}", words)
+        self._tell_of_lost_state = self._open.enter_context(watching_optimizers(optimizers))
+
+    def _saved(self, save: Callable[[], None]) -> None:
+        """Save, and tell of a checkpoint that is whole since."""
+        saving = self._saving
+        before = None if saving is None else saving.last
+        save()
+        if saving is not None and saving.last is not None and saving.last != before:
+            self._logs.event("checkpoint", {"name": saving.last.name}, step=self.step, epoch=self.epoch)
+            self._events.send("on_checkpoint_saved", self, Path(saving.last))
+
+    def _interrupt(self, number: int) -> None:
+        """End the run that a signal asked to end, saved.
+
+        Raises:
+            Interrupted: Always.
+        """
+        saving = self._saving
+        saved = None
+        if saving is not None:
+            self._saved(saving.finish)
+            saved = saving.last
+        facts = {
+            "signal": signal.Signals(number).name,
+            "saved": "nothing" if saved is None else saved.name,
+        }
+        self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
+        self._events.send("on_interruption", self, number)
+        end = interrupted(number, self._session, step=self.step, saved=saved)
+        if number == signal.SIGUSR1 and self.is_main:
+            requeue()
+        raise end
+
+    def _validate(self, done: int) -> dict[str, float]:
+        """Validate, and note the outcome; a signal that comes meanwhile ends the run as it was before."""
+        if self._duties.validate is None:
+            return {}
+        self._events.send("on_validation_start", self)
+
+        signals = self._signals
+
+        def between(batches: int) -> None:
+            # Several ranks may have different numbers of batches, and ask each other afterwards.
+            if signals is not None and signals.seen and self.world_size == 1 and batches:
+                raise _CutShortError
+
+        try:
+            with self._watchdog.watching():
+                found = dict(self._duties.validate(between, None))
+        except _CutShortError:
+            # What callbacks have put in the place of the model's weights is not to be saved.
+            self._events.send("on_validation_end", self, {})
+            self._save(done, self.meter)
+            self._interrupt(0 if signals is None else signals.seen)
+        state = self._run_state
+        state.validated_at = self.step
+        state.metrics = {
+            **{name: value for name, value in state.metrics.items() if not name.startswith("val_")},
+            **{f"val_{name}": value for name, value in found.items()},
+        }
+        self._log_now({f"val_{name}": value for name, value in found.items()})
+        self._events.send("on_validation_end", self, found)
+        return found
+
+    def _try_validation(self) -> None:
+        """Validate on a few batches before the first step, for what fails to fail now."""
+        validate, most = self._duties.validate, self._limits.sanity_val_batches
+        if most and validate is not None and not self._run_state.step:
+            with self._without_trace(), self._watchdog.watching():
+                validate(nothing, most)
+
+    def _without_trace(self) -> ExitStack:
+        """Return a context after which the random generators are where they were."""
+        kept = generators.capture(self._session.job.devices)
+        stack = ExitStack()
+        stack.callback(generators.restore, kept)
+        return stack
+
+    def _new_meter(self) -> Meter:
+        return Meter(
+            self._session,
+            first_step=(self.epoch - 1) * self._steps + 1,
+            tolerate=self._duties.tolerates,
+            weighs=self._run_state.weighs,
+        )
+
+    def _log_loss(self) -> None:
+        """Log the mean loss of the steps since the last time, of this rank's samples."""
+        if not self._duties.counts:
+            losses, weight = self.meter.totals()
+            before, self._logged = self._logged, (losses, weight)
+            numbers = {}
+            if weight > before[1]:
+                numbers["loss"] = (losses - before[0]) / (weight - before[1])
+            optimizer = next(iter(self.optimizers.values()), None)
+            if optimizer is not None:
+                numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+            self._logs.add(numbers, step=self.step, epoch=self.epoch)
+        self._logs.flush()
+
+    def _log_now(self, numbers: Mapping[str, float]) -> None:
+        self._logs.add(numbers, step=self.step, epoch=self.epoch)
+        self._logs.flush()
