@@ -10,9 +10,9 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
-from tp_shard.nn import functional
 from tp_shard.nn._convert import convert_layers
 from tp_shard.nn._kinds import stands_for
+from tp_shard.nn.functional import parallel_embedding
 from tp_shard.nn.init import init_shard_
 
 __all__ = ["ParallelEmbedding"]
@@ -154,7 +154,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
             OutOfRangeError: A token is not in the table; on every rank, before anything is sent.
         """
         self.refuse_norms()
-        return functional.parallel_embedding(
+        return parallel_embedding(
             input,
             self.weight,
             self.padding_idx,

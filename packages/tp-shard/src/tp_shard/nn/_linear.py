@@ -11,9 +11,9 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
-from tp_shard.nn import functional
 from tp_shard.nn._convert import convert_layers
 from tp_shard.nn._kinds import stands_for
+from tp_shard.nn.functional import linear
 from tp_shard.nn.init import init_shard_
 
 __all__ = ["ParallelLinear", "linear_splits"]
@@ -139,7 +139,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             ConfigError: The input has another width.
         """
         self.refuse_norms()
-        return functional.linear(input, self.weight, self.bias, self, self.group, self)
+        return linear(input, self.weight, self.bias, self, self.group, self)
 
     def extra_repr(self) -> str:
         """Return what the layer was made with."""

@@ -11,7 +11,6 @@ from tp_shard._groups import _debug
 from tp_shard._groups._collectives import gather
 from tp_shard._groups._group import Group
 from tp_shard._split import Ranges
-from tp_shard.nn import functional
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._kinds import is_transposed, widths
@@ -26,6 +25,7 @@ from tp_shard.nn._sequence._collectives import (
 )
 from tp_shard.nn._sequence._state import SequenceState
 from tp_shard.nn._sequence._summed import SummedGradients
+from tp_shard.nn.functional import linear, mark_output, wrong_width
 
 __all__ = ["PlannedEmbedding", "PlannedLinear", "SequenceMixin"]
 
@@ -111,9 +111,9 @@ class PlannedLinear(ParallelLinear):
         if self.order_type:  # a weight that is kept as (in, out)
             weight = weight.t()
         if self.sequence is None or group.size == 1:
-            return functional.linear(input, weight, bias, self, group, self)
+            return linear(input, weight, bias, self, group, self)
         if input.size(-1) != weight.size(1):
-            raise functional.wrong_width(input, weight.size(1), self)
+            raise wrong_width(input, weight.size(1), self)
         if self.dim == 0:
             output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
             if bias is None:
@@ -123,7 +123,7 @@ class PlannedLinear(ParallelLinear):
         output = F.linear(gathered, weight, bias)
         if self.gather_output:
             return gather(output, -1, size=self.out_features, group=group)
-        return functional.mark_output(output, self.out_features)
+        return mark_output(output, self.out_features)
 
 
 class PlannedEmbedding(ParallelEmbedding):

@@ -9,24 +9,25 @@ import weakref
 from torch import Tensor, nn
 from tp_core.errors import ModelError
 
-from tp_shard._groups import _collectives
+from tp_shard._groups._collectives import _Copy, _Scatter
 from tp_shard._shards._marks import holds_shard
-from tp_shard.nn import _linear_functions
-from tp_shard.nn._sequence import _collectives as _sequence
-from tp_shard.nn._sequence import _summed
+from tp_shard.nn._linear_functions import _Column, _Row
+from tp_shard.nn._sequence._collectives import _Gather, _ReduceScatter
+from tp_shard.nn._sequence._collectives import _Scatter as _SequenceScatter
+from tp_shard.nn._sequence._summed import _SumAll
 
 __all__ = ["check_inside", "check_region", "remember_names"]
 
 # The nodes of a Function are of a class that torch keeps under a private name; the tests of regions
 # would find nothing without it.
-_BEGIN = (_linear_functions._Column._backward_cls, _sequence._Gather._backward_cls)
+_BEGIN = (_Column._backward_cls, _Gather._backward_cls)
 _SUMMED = (
-    _collectives._Copy._backward_cls,
-    _summed._SumAll._backward_cls,
-    _collectives._Scatter._backward_cls,
-    _sequence._Scatter._backward_cls,
+    _Copy._backward_cls,
+    _SumAll._backward_cls,
+    _Scatter._backward_cls,
+    _SequenceScatter._backward_cls,
 )
-_END = (_linear_functions._Row._backward_cls, _sequence._ReduceScatter._backward_cls)
+_END = (_Row._backward_cls, _ReduceScatter._backward_cls)
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -80,7 +81,7 @@ def check_inside(x: object, module: nn.Module) -> bool:
     if not isinstance(x, Tensor) or x.grad_fn is None:
         return False
     stops, leaves = _walk(x, (*_BEGIN, *_SUMMED, *_END))
-    if stops & {*_BEGIN, _collectives._Scatter._backward_cls}:
+    if stops & {*_BEGIN, _Scatter._backward_cls}:
         return True
     if any(not isinstance(leaf, nn.Parameter) or holds_shard(leaf) for leaf in leaves):
         return False  # a graph of which only a piece is seen, as in a recomputation

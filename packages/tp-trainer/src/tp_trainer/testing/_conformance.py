@@ -8,13 +8,25 @@ import torch
 from tp_core.testing import rank_outcomes, run_ranks
 
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer.testing import _runs as runs
+from tp_trainer.testing._runs import (
+    WAYS,
+    Outcome,
+    State,
+    by_hand,
+    fit,
+    interrupted,
+    killed,
+    resumed,
+    resumed_after,
+    stopped,
+    trained_in_all_ways,
+)
 from tp_trainer.testing._weights import WeightConformance
 
 __all__ = ["TrainingConformance"]
 
-EXACT = [name for name, way in runs.WAYS.items() if way.dtype == torch.float64]
-ROUGH = [name for name in runs.WAYS if name not in EXACT]
+EXACT = [name for name, way in WAYS.items() if way.dtype == torch.float64]
+ROUGH = [name for name in WAYS if name not in EXACT]
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
 DEADLINE_S = 600.0  # for a busy machine; a rank that hangs is ended at it
 
@@ -35,18 +47,18 @@ class TrainingConformance(WeightConformance):
     # torch's compiler silences this one itself, but not where several threads compile at once.
     pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-    _trained: ClassVar[list[dict[str, runs.Outcome]]]
+    _trained: ClassVar[list[dict[str, Outcome]]]
 
-    def trained(self) -> list[dict[str, runs.Outcome]]:
+    def trained(self) -> list[dict[str, Outcome]]:
         """Return what each rank came to, in all ways; the processes are started once."""
         kit = type(self)
         if "_trained" not in kit.__dict__:
-            kit._trained = self.everywhere(runs.trained_in_all_ways)
+            kit._trained = self.everywhere(trained_in_all_ways)
         return kit._trained
 
     @pytest.mark.parametrize("way", EXACT)
     def test_it_leads_where_one_device_leads(self, way: str) -> None:
-        expected = runs.by_hand(self, runs.WAYS[way])
+        expected = by_hand(self, WAYS[way])
         for outcomes in self.trained():
             found = outcomes[way]
             _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
@@ -57,7 +69,7 @@ class TrainingConformance(WeightConformance):
 
     @pytest.mark.parametrize("way", ROUGH)
     def test_lower_precision_leads_close_to_it(self, way: str) -> None:
-        expected = runs.by_hand(self, runs.WAYS[way])
+        expected = by_hand(self, WAYS[way])
         dtype = torch.bfloat16 if way == "bf16-true" else torch.float32
         for outcomes in self.trained():
             found = outcomes[way].state
@@ -68,53 +80,53 @@ class TrainingConformance(WeightConformance):
             _assert_equal(found, self.trained()[0][way].state)
 
     def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
-        for expected, found in self.everywhere(runs.resumed, str(tmp_path), STOPS):
+        for expected, found in self.everywhere(resumed, str(tmp_path), STOPS):
             assert len(found) == len(STOPS), "a run was not stopped"
             for outcome in found:
                 _assert_same_run(outcome, expected)
 
     def test_a_checkpoint_goes_on_on_one_device(self, tmp_path: Path) -> None:
-        self.everywhere(runs.stopped, str(tmp_path), 8)
+        self.everywhere(stopped, str(tmp_path), 8)
         with Trainer(backend="single", devices="cpu", seed=5, progress=False) as trainer:
-            found = runs.fit(
+            found = fit(
                 trainer,
                 self.make_reference(),
                 checkpoint=Checkpoints(tmp_path, every_epochs=None),
                 resume="auto",
             )
-        expected = runs.by_hand(self, runs.WAYS["plain"])
+        expected = by_hand(self, WAYS["plain"])
         _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
         assert [r["samples"] for r in found.epochs] == [r["samples"] for r in expected.epochs]
 
     def test_a_signal_to_one_rank_ends_all_saved_at_the_same_step(self, tmp_path: Path) -> None:
-        ends = self.everywhere(runs.interrupted, str(tmp_path))
+        ends = self.everywhere(interrupted, str(tmp_path))
         assert len({checkpoint for _, checkpoint, _, _ in ends}) == 1
         for name, _, expected, found in ends:
             assert name == "SIGTERM"
             _assert_same_run(found, expected)
 
     def test_a_rank_that_is_killed_leaves_nobody_hanging_and_a_checkpoint(self, tmp_path: Path) -> None:
-        ends = rank_outcomes(runs.killed, self.processes, self, str(tmp_path), timeout_s=DEADLINE_S)
+        ends = rank_outcomes(killed, self.processes, self, str(tmp_path), timeout_s=DEADLINE_S)
         assert ends[-1].exitcode == -9
         for end in ends[:-1]:
             assert end.error is not None, str(end)  # it raised, and was not ended at the deadline
         # In ranks like those before: another number of threads would round in another order.
-        for expected, found in run_ranks(runs.resumed_after, self.processes, self, str(tmp_path)):
+        for expected, found in run_ranks(resumed_after, self.processes, self, str(tmp_path)):
             _assert_same_run(found, expected)
 
 
-def _assert_same_run(found: runs.Outcome, expected: runs.Outcome) -> None:
+def _assert_same_run(found: Outcome, expected: Outcome) -> None:
     assert found.epochs == expected.epochs
     _assert_equal(found.state, expected.state)
 
 
-def _assert_equal(found: runs.State, expected: runs.State) -> None:
+def _assert_equal(found: State, expected: State) -> None:
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
-def _assert_close(found: runs.State, expected: runs.State, **tolerance: Any) -> None:
+def _assert_close(found: State, expected: State, **tolerance: Any) -> None:
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         try:

@@ -13,7 +13,7 @@ from tp_core.plugins import StepOutput
 from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints
-from tp_trainer.testing import _runs as runs
+from tp_trainer.testing._runs import RATE, Outcome, State, StoppedError, fit, make_trainer
 
 __all__ = ["WeightConformance"]
 
@@ -82,9 +82,9 @@ def total_error(model: nn.Module, batch: Any) -> StepOutput:
 class WeightConformance(ConformanceKit):
     """Losses that are means over other units than samples lead where one device leads."""
 
-    _weighed: ClassVar[list[dict[str, runs.Outcome]]]
+    _weighed: ClassVar[list[dict[str, Outcome]]]
 
-    def weighed(self) -> list[dict[str, runs.Outcome]]:
+    def weighed(self) -> list[dict[str, Outcome]]:
         """Return what each rank came to, in all ways; the processes are started once."""
         kit = type(self)
         if "_weighed" not in kit.__dict__:
@@ -113,7 +113,7 @@ class WeightConformance(ConformanceKit):
 
     def test_a_loop_of_ones_own_weighs_alike(self) -> None:
         model = self.make_reference()
-        optimizer = torch.optim.SGD(model.parameters(), lr=runs.RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         for first in range(0, 22, BATCH_SIZE):
             x, y, counts = (t[first : first + BATCH_SIZE] for t in data().tensors)
             if counts.any():
@@ -127,17 +127,17 @@ class WeightConformance(ConformanceKit):
             torch.testing.assert_close(gathered, scores, rtol=1e-8, atol=1e-10)
 
 
-def _assert_close(found: runs.State, expected: runs.State) -> None:
+def _assert_close(found: State, expected: State) -> None:
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.isfinite(found[name]).all(), f"{name} holds NaN: a part of weight 0 was not left out"
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-def _by_hand(kit: ConformanceKit, way: Way) -> runs.Outcome:
+def _by_hand(kit: ConformanceKit, way: Way) -> Outcome:
     """Train the reference on one device, on what goes into each optimizer step as one batch."""
     model = kit.make_reference()
-    optimizer = torch.optim.SGD(model.parameters(), lr=runs.RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     is_sum = way.trainer.get("loss") == "sum"
     size = BATCH_SIZE * way.trainer.get("accumulate", 1)
     tensors = data().tensors
@@ -164,7 +164,7 @@ def _by_hand(kit: ConformanceKit, way: Way) -> runs.Outcome:
         records.append(
             {"samples": len(tensors[0]), "train": _means(sums, is_sum), "val": _means(val, is_sum)}
         )
-    return runs.Outcome(dict(model.state_dict()), records)
+    return Outcome(dict(model.state_dict()), records)
 
 
 def _sums(errors: Tensor, counts: Tensor) -> Tensor:
@@ -180,11 +180,11 @@ def _means(sums: Tensor, is_sum: bool) -> dict[str, float]:
 # -- on every rank --------------------------------------------------------------------------------
 
 
-def _trained_in_all_ways(kit: ConformanceKit) -> dict[str, runs.Outcome]:
+def _trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
     outcomes = {}
     for name, way in WAYS.items():
-        with runs.make_trainer(kit, **way.trainer) as trainer:
-            outcomes[name] = runs.fit(
+        with make_trainer(kit, **way.trainer) as trainer:
+            outcomes[name] = fit(
                 trainer,
                 kit.make_model(),
                 step=total_error if way.trainer.get("loss") == "sum" else masked_error,
@@ -195,43 +195,43 @@ def _trained_in_all_ways(kit: ConformanceKit) -> dict[str, runs.Outcome]:
     return outcomes
 
 
-def _resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[runs.Outcome, list[runs.Outcome]]:
+def _resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome, list[Outcome]]:
     """Return an undisturbed run, and runs that were stopped at batches and resumed."""
 
-    def train(place: str | None, stop: int, **arguments: Any) -> runs.Outcome:
+    def train(place: str | None, stop: int, **arguments: Any) -> Outcome:
         begun = 0
 
         def step(model: nn.Module, batch: Any) -> StepOutput:
             nonlocal begun
             begun += batch[0] is not None and model.training
             if stop and begun > stop:
-                raise runs.StoppedError
+                raise StoppedError
             return masked_error(model, batch)
 
         if place is not None:
             arguments["checkpoint"] = Checkpoints(place, every_steps=1)
-        with runs.make_trainer(kit, accumulate=2) as trainer:
-            return runs.fit(trainer, kit.make_model(), step=step, data=data(), shuffle=True, **arguments)
+        with make_trainer(kit, accumulate=2) as trainer:
+            return fit(trainer, kit.make_model(), step=step, data=data(), shuffle=True, **arguments)
 
     outcomes = []
     for stop in stops:
         place = str(Path(folder, str(stop)))
         try:
             train(place, stop)
-        except runs.StoppedError:
+        except StoppedError:
             outcomes.append(train(place, 0, resume="auto"))
     return train(None, 0), outcomes
 
 
-def _own_loop(kit: ConformanceKit) -> tuple[runs.State, Tensor]:
+def _own_loop(kit: ConformanceKit) -> tuple[State, Tensor]:
     """Train and evaluate in a loop of one's own; return the state, and the scores of all samples."""
 
     def scores(model: nn.Module, batch: Any) -> StepOutput:
         return {"loss": torch.zeros(()), "scores": model(batch[0])}
 
-    with runs.make_trainer(kit) as trainer:
+    with make_trainer(kit) as trainer:
         plain = kit.make_model()
-        optimizer = torch.optim.SGD(plain.parameters(), lr=runs.RATE)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
         model, optimizer, loader = trainer.prepare(plain, optimizer, DataLoader(data(), BATCH_SIZE))
         for batch in loader:
             optimizer.zero_grad()

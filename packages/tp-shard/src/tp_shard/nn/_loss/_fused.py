@@ -1,6 +1,7 @@
 """Losses of a head over class shards, of whose logits a chunk of rows exists at a time."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -103,18 +104,16 @@ class _AtOnce(torch.autograd.Function):
         row_grad = per_row(one, rows.valid, denominator, dtype)
         head = kind.open(x, weight, bias, options, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=dtype, device=x.device)
-        for a, b in _chunks(x.size(0), chunk_rows):
-            part = rows.part(a, b)
-            logits = head.logits(a, b, part)
+
+        def softmax(chunk: _Chunk) -> tuple[Merged, Tensor | None]:
+            logits, part = chunk.logits, chunk.rows
             spent = logits.dtype == dtype
             found = measure(logits, part, options, dtype, logits if spent else None)
             merged = merge(exchange(found, part, options), part, options)
-            total += merged.loss.sum()
-            maximum = found[:, 0] if spent else None
-            _to_gradient(logits, maximum, merged, part, row_grad[a:b], options)
-            head.add(logits, a, b, part)
-            del logits  # before the next chunk's are made
-        ctx.grads = head.gradients()
+            total.add_(merged.loss.sum())
+            return merged, found[:, 0] if spent else None
+
+        ctx.grads = _gradients(head, rows, row_grad, softmax, options, chunk_rows)
         ctx.likes = _likes(x, weight, bias)
         ctx.kind, ctx.options = kind, options
         loss = total / denominator if denominator is not None else total
@@ -173,15 +172,22 @@ class _Twice(torch.autograd.Function):
         denominator = rows.factor.sum() if ctx.options.reduction == "mean" else None
         row_grad = per_row(grad, rows.valid, denominator, ctx.dtype)
         head = ctx.kind.open(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
-        for a, b in _chunks(x.size(0), ctx.chunk_rows):
-            part = rows.part(a, b)
-            logits = head.logits(a, b, part)
-            merged = Merged(lse[a:b], lse[a:b], softmax_factor[a:b], target_factor[a:b])
-            _to_gradient(logits, None, merged, part, row_grad[a:b], ctx.options)
-            head.add(logits, a, b, part)
-            del logits  # as above
-        placed = _placed(head.gradients(), _likes(x, weight, bias), ctx.kind, ctx.options)
+
+        def softmax(chunk: _Chunk) -> tuple[Merged, None]:
+            at = chunk.at
+            return Merged(lse[at], lse[at], softmax_factor[at], target_factor[at]), None
+
+        grads = _gradients(head, rows, row_grad, softmax, ctx.options, ctx.chunk_rows)
+        placed = _placed(grads, _likes(x, weight, bias), ctx.kind, ctx.options)
         return (*placed, None, None, None, None)
+
+
+class _Chunk(NamedTuple):
+    """Rows whose logits are there."""
+
+    at: slice
+    rows: Rows
+    logits: Tensor
 
 
 def _chunks(rows: int, size: int) -> list[tuple[int, int]]:
@@ -210,21 +216,40 @@ def _placed(
     return placed
 
 
-def _to_gradient(
-    logits: Tensor,
-    maximum: Tensor | None,
-    merged: Merged,
+def _gradients(
+    head: Head,
     rows: Rows,
-    grad: Tensor,
+    row_grad: Tensor,
+    softmax: Callable[[_Chunk], tuple[Merged, Tensor | None]],
     options: LossOptions,
-) -> None:
-    """Turn a chunk's logits into their gradient, where they are."""
-    fill_gradient(
-        logits,
-        logits,
-        maximum,
-        (merged.lse, merged.softmax_factor, merged.target_factor),
-        (rows.index, rows.mine),
-        grad,
-        options,
-    )
+    chunk_rows: int,
+) -> Gradients:
+    """Return the head's gradients, made chunk by chunk out of logits that become their own gradient.
+
+    Args:
+        head: Makes the logits.
+        rows: All rows.
+        row_grad: The gradient of each row's loss, of shape (rows,).
+        softmax: Returns what makes a softmax out of a chunk's logits, and their largest ones where `measure`
+            has left exponentials in their place.
+        options: What is computed.
+        chunk_rows: How many rows of logits exist at a time.
+
+    Collectives: those of ``softmax`` and of `Head.add`, for each chunk.
+    """
+    for a, b in _chunks(row_grad.size(0), chunk_rows):
+        part = rows.part(a, b)
+        chunk = _Chunk(slice(a, b), part, head.logits(a, b, part))
+        merged, maximum = softmax(chunk)
+        fill_gradient(
+            chunk.logits,
+            chunk.logits,
+            maximum,
+            (merged.lse, merged.softmax_factor, merged.target_factor),
+            (part.index, part.mine),
+            row_grad[chunk.at],
+            options,
+        )
+        head.add(chunk.logits, a, b, part)
+        del chunk  # before the next one's logits are made
+    return head.gradients()
