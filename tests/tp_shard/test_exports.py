@@ -15,6 +15,7 @@ def test_a_star_import_works_and_the_names_of_the_marks_are_attribute_names():
     namespace = {}
     exec("from tp_shard import *", namespace)
     assert set(tp_shard.__all__) <= set(namespace)
+    assert "slice" not in namespace, "torchshard's spelling does not hide Python's"
     assert tp_shard._PARALLEL_ATTR == tp_shard._PARALLEL_DIM
     for name in (tp_shard._PARALLEL_DIM, tp_shard._ORDER_TYPE):
         assert name.isidentifier()

@@ -1,10 +1,10 @@
+from tp_shard import compat as compat
 from tp_shard import distributed as distributed
 from tp_shard import errors as errors
 from tp_shard import nn as nn
 from tp_shard import plans as plans
 from tp_shard._backend import ShardOptions as ShardOptions
 from tp_shard._groups._random import RandomTracker as RandomTracker
-from tp_shard._guards._ddp import register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore
 from tp_shard._plans._parallelize import parallelize as parallelize
 from tp_shard._plans._styles import Column as Column
 from tp_shard._plans._styles import Experts as Experts
@@ -15,13 +15,9 @@ from tp_shard._plans._styles import Row as Row
 from tp_shard._plans._styles import Sequence as Sequence
 from tp_shard._plans._styles import Vocab as Vocab
 from tp_shard._plans._summary import summary as summary
-from tp_shard._shards._marks import _ORDER_TYPE as _ORDER_TYPE
-from tp_shard._shards._marks import _PARALLEL_ATTR as _PARALLEL_ATTR
-from tp_shard._shards._marks import _PARALLEL_DIM as _PARALLEL_DIM
 from tp_shard._shards._marks import get_parallel_dim as get_parallel_dim
 from tp_shard._shards._register import register_parallel_attribute as register_parallel_attribute
 from tp_shard._shards._register import register_parallel_dim as register_parallel_dim
-from tp_shard._split import slice as slice
 from tp_shard._state._checkpoint import load_sharded as load_sharded
 from tp_shard._state._checkpoint import save_sharded as save_sharded
 from tp_shard._state._export import export as export
@@ -37,6 +33,11 @@ from tp_shard._training._optimizers import update_sampled_rows as update_sampled
 from tp_shard._training._scaler import GradScaler as GradScaler
 from tp_shard._verify._report import Report as Report
 from tp_shard._verify._report import verify as verify
+from tp_shard.compat import _ORDER_TYPE as _ORDER_TYPE
+from tp_shard.compat import _PARALLEL_ATTR as _PARALLEL_ATTR
+from tp_shard.compat import _PARALLEL_DIM as _PARALLEL_DIM
+from tp_shard.compat import register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore
+from tp_shard.compat import slice as slice
 from tp_shard.errors import OutOfRangeError as OutOfRangeError
 from tp_shard.errors import VerificationError as VerificationError
 

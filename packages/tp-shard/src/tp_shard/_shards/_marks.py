@@ -36,8 +36,6 @@ PARALLEL_SIZE = "_parallel_size"
 """The attribute with the size of the split dimension over all shards."""
 PARALLEL_RANGES = "_parallel_ranges"
 """The attribute with what each rank holds of it, where that is not an even cut."""
-_PARALLEL_ATTR = _PARALLEL_DIM = PARALLEL_DIM  # as torchshard spells them, whose users read these attributes
-_ORDER_TYPE = ORDER_TYPE
 
 _DIMS = (None, 0, 1, -1)
 
