@@ -1,7 +1,8 @@
 """What only programs written for torchshard use: one of them changes its import line alone.
 
-``import torchshard as ts`` becomes ``import tp_shard as ts``: these names can be taken from there, too. New programs
-do not need them: `DistributedDataParallel` is taught of shards while there are groups, and layers cut themselves.
+``import torchshard as ts`` becomes ``import tp_shard as ts``: these names can be taken from there, too. New
+programs need none of them: layers cut themselves, and DistributedDataParallel is taught of shards while there
+are groups.
 """
 
 from tp_shard._guards._ddp import register_ddp_parameters_to_ignore
