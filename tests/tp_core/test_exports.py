@@ -35,7 +35,7 @@ PUBLIC = {
     tp_core.internal: """
         KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress SampleRows Sharding Units
         backward_of_nothing check_backend_name check_offload containers describe_given device_of_rank
-        exports_of_stub find_units given_mesh has_left in_notebook is_dtensor join_rows lazy_exports
+        exports_of_stub find_units given_mesh has_left in_notebook is_dtensor join_rows
         parameter_type reduction_type rendezvous_store row_count seed_of seeded shows_progress split_evenly
         sync_folder total_shard_norm whole_matrix_optimizer write_atomically
     """,

@@ -41,85 +41,12 @@ The way of an item, and the files that it passes::
 """
 
 import sys
-from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.internal import exports_of_stub
 
-if TYPE_CHECKING:
-    from tp_runner import compat, errors
-    from tp_runner._cfg import CfgNode
-    from tp_runner._executor import Executor
-    from tp_runner._joblib import register_joblib
-    from tp_runner._map import map as map
-    from tp_runner._options import RunnerOptions
-    from tp_runner._pipeline import Pipeline
-    from tp_runner._runner import OrderedRunner, UnorderedRunner
-    from tp_runner._stats import RunnerStats, StageStats, WorkerStats
-    from tp_runner._stream import ResultStream
-    from tp_runner._workers._identity import WorkerInfo, worker
-    from tp_runner.errors import (
-        ItemTimeoutError,
-        NotPicklableError,
-        RunCancelledError,
-        RunnerClosedError,
-        WorkerDiedError,
-        WorkerError,
-    )
-
-    __version__: str
-
-# ``tp_runner.map`` is public too, but ``from tp_runner import *`` must not shadow the builtin.
-__all__ = [
-    "CfgNode",
-    "Executor",
-    "ItemTimeoutError",
-    "NotPicklableError",
-    "OrderedRunner",
-    "Pipeline",
-    "ResultStream",
-    "RunCancelledError",
-    "RunnerClosedError",
-    "RunnerOptions",
-    "RunnerStats",
-    "StageStats",
-    "UnorderedRunner",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerInfo",
-    "WorkerStats",
-    "compat",
-    "errors",
-    "register_joblib",
-    "worker",
-]
+__getattr__, __dir__, __all__ = exports_of_stub(__name__)
 
 if sys.platform == "win32":
     from tp_runner._platform import warn_of_platform
 
     warn_of_platform()
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "_cfg": ["CfgNode"],
-            "_executor": ["Executor"],
-            "_joblib": ["register_joblib"],
-            "_map": ["map"],
-            "_options": ["RunnerOptions"],
-            "_pipeline": ["Pipeline"],
-            "_runner": ["OrderedRunner", "UnorderedRunner"],
-            "_stats": ["RunnerStats", "StageStats", "WorkerStats"],
-            "_stream": ["ResultStream"],
-            "_workers._identity": ["WorkerInfo", "worker"],
-            "compat": [],
-            "errors": [
-                "ItemTimeoutError",
-                "NotPicklableError",
-                "RunCancelledError",
-                "RunnerClosedError",
-                "WorkerDiedError",
-                "WorkerError",
-            ],
-        },
-    )

@@ -1,0 +1,23 @@
+from tp_trainer import callbacks as callbacks
+from tp_trainer import compat as compat
+from tp_trainer import loggers as loggers
+from tp_trainer import tuning as tuning
+from tp_trainer._backends._ddp import DdpOptions as DdpOptions
+from tp_trainer._backends._fsdp._options import FsdpOptions as FsdpOptions
+from tp_trainer._checkpoint import Checkpoints as Checkpoints
+from tp_trainer._launch._function import launch as launch
+from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
+from tp_trainer._metrics._metric import Metric as Metric
+from tp_trainer._metrics._predictions import Predictions as Predictions
+from tp_trainer._running._callbacks import Callback as Callback
+from tp_trainer._running._callbacks import RunView as RunView
+from tp_trainer._running._history import EpochRecord as EpochRecord
+from tp_trainer._running._history import History as History
+from tp_trainer._running._loop import Loop as Loop
+from tp_trainer._running._signals import Interrupted as Interrupted
+from tp_trainer._steps._precision import Step as Step
+from tp_trainer._trainer import Trainer as Trainer
+from tp_trainer.compat import Parallel_Trainer as Parallel_Trainer
+from tp_trainer.compat import ParallelTrainer as ParallelTrainer
+
+__version__: str
