@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from tp_core.testing import EngineConformance, LoggerConformance
+from tp_trainer.testing import CallbackConformance
 
 GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
@@ -35,3 +36,10 @@ class TestTheLoggerOfTheGuide(LoggerConformance):
         for name, step, value in json.loads((folder / "numbers.json").read_text()):
             found.setdefault(name, []).append((step, value))
         return found
+
+
+class TestTheCallbackOfTheGuide(CallbackConformance):
+    callback = defined_in_the_block_of("Energy")
+
+    def make(self, folder):
+        return self.callback()
