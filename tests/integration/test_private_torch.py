@@ -33,6 +33,8 @@ REASONS = {
     "torch._ops.OpOverload": "the type of an operator, which says whether it is random",
     "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a number off a device",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "a step is run on tensors without memory",
+    "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
     "torch.utils._python_dispatch.TorchDispatchMode": "how all operators of a forward are seen",

@@ -19,11 +19,12 @@ PUBLIC = {
     """,
     tp_core.plugins: """
         CONTRACT_VERSION ENTRY_POINT_GROUP SHARDED_ATTRIBUTE Backend BrokenPlugin Callback Candidate
-        CollateAdapter Command Contribution Engine FullyShardOptions HookSpecs Job Logger LoggerFactory
-        LossReduction ModelTraits NameConflict NamedCallback NoOptions Parts PluginInfo PluginRegistry Pool
+        CollateAdapter Command Contribution Engine Footprint FullyShardOptions HookSpecs Job Logger
+        LoggerFactory LossReduction MemoryNeed ModelTraits NameConflict NamedCallback NoOptions Parts
+        PluginInfo PluginRegistry Pool
         Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
         Session Share StepOutput TensorSlice Verdict build_deferred combine_outputs count_samples hookimpl
-        initial_value is_deferred is_sharded join_process_group materialize read_weight registry
+        initial_value is_deferred is_sharded join_process_group materialize need_of_copy read_weight registry
         restore_order select split_weight
     """,
     tp_core.state: """
@@ -35,8 +36,9 @@ PUBLIC = {
     tp_core.internal: """
         KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress SampleRows Sharding Units
         backward_of_nothing check_backend_name check_offload containers describe_given device_of_rank
-        exports_of_stub find_units given_mesh has_left in_notebook is_dtensor join_rows
-        parameter_type reduction_type rendezvous_store row_count seed_of seeded shows_progress split_evenly
+        exports_of_stub find_units free_nbytes given_mesh has_left in_notebook is_dtensor join_rows
+        need_of_shards parameter_type reduction_type rendezvous_store resolve_options
+        row_count seed_of seeded shows_progress split_evenly
         sync_folder total_shard_norm whole_matrix_optimizer write_atomically
     """,
 }

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import RankFailedError
-from tp_core.plugins import Backend, ProcessGroupSession, Verdict, join_process_group
+from tp_core.plugins import Backend, MemoryNeed, ProcessGroupSession, Verdict, join_process_group
 from tp_core.testing import BackendConformance, RankPool
 from tp_core.testing._kit import _pools
 
@@ -376,6 +376,11 @@ class CountsQuestions(TrueBackend):
         return Verdict.fits(self.asked, "it fits better each time")
 
 
+class NeedsNothing(TrueBackend):
+    def estimate_memory(self, job):
+        return None if job.footprint is None else MemoryNeed(weights=0, gradients=0, optimizer=0)
+
+
 class TouchesTheModel(TrueBackend):
     def assess(self, job):
         if job.model is not None:
@@ -470,6 +475,7 @@ CAUGHT = [
     (StartsAProcess, "test_assess_changes_nothing_in_the_process"),
     (JoinsAtOnce, "test_assess_changes_nothing_in_the_process"),
     (CountsQuestions, "test_it_has_a_name_and_fits_the_job"),
+    (NeedsNothing, "test_what_it_needs_of_memory_is_estimated_from_what_training_takes"),
     (TouchesTheModel, "test_assess_leaves_the_model_alone"),
     (NeedsAModel, "test_assess_answers_where_no_model_is_known_yet"),
     (TakesAnyOption, "test_an_unknown_option_is_refused"),

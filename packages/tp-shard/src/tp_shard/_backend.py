@@ -1,10 +1,10 @@
 """The backend for models that are split over processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
-from tp_core.plugins import Backend, Job, Verdict
+from tp_core.plugins import Backend, Job, MemoryNeed, Verdict, need_of_copy
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_core.plugins import FullyShardOptions
@@ -109,6 +109,22 @@ class ShardBackend(Backend[ShardOptions]):
         units = "" if job.model is None else f", {find_units(job.model, options.units)}"
         return f"; shards are fully sharded over the copies{units}"
 
+    def estimate_memory(self, job: Job) -> MemoryNeed | None:
+        """Return what each rank needs: its shards, and the batch of all ranks that hold a copy with it."""
+        if job.footprint is None:
+            return None
+        options = self.parse_options(job)
+        ranks = job.environment.world_size
+        together = ranks if options.group_size == -1 else options.group_size
+        footprint = job.footprint.with_batch_of(together)
+        if options.fully_sharded is None:
+            return need_of_copy(job, footprint, keeps_gradients=job.accumulate > 1 or together < ranks)
+        from tp_core.internal import need_of_shards
+
+        return need_of_shards(
+            replace(job, footprint=footprint), options.fully_sharded, ranks=max(1, ranks // together)
+        )
+
     def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.
 
@@ -119,10 +135,13 @@ class ShardBackend(Backend[ShardOptions]):
         options = self.parse_options(job)
         sharded = options.fully_sharded
         if sharded is not None:
-            from tp_core.internal import check_offload
+            from tp_core.internal import check_offload, resolve_options
 
             from tp_shard._fsdp_session import ShardFsdpSession
 
+            size, ranks = options.group_size, job.environment.world_size
+            copies = 1 if size == -1 else max(1, ranks // size)
+            sharded = resolve_options(job, sharded, ranks=copies)
             check_offload(sharded, job)
             return ShardFsdpSession(job, group_size=options.group_size, options=sharded)
         from tp_shard._session import ShardSession

@@ -10,6 +10,7 @@ from tp_core.errors import ConfigError
 
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from tp_core._contracts._job import Job
+    from tp_core._contracts._memory import MemoryNeed
     from tp_core._contracts._session import Session
 
 __all__ = ["Backend", "NoOptions"]
@@ -53,6 +54,21 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Nothing is started and nothing is written: every installed backend is asked, and only one
         is taken.
         """
+
+    def estimate_memory(self, job: "Job") -> "MemoryNeed | None":
+        """Return what ``job`` needs on each device under this backend: cheap, and without side effects.
+
+        This one is right where each device holds a copy of everything and gets its share of each batch. A
+        backend that splits the model, or exchanges through buffers of its own, estimates otherwise, from the
+        same numbers: ``job.footprint``. Where the sum is more than ``job.free_nbytes``, the backend does not
+        fit the job, and is opened only if it was asked for by name.
+
+        Returns:
+            The need; ``None`` where ``job.footprint`` is.
+        """
+        from tp_core._contracts._whole_copies import need_of_copy
+
+        return None if job.footprint is None else need_of_copy(job, job.footprint)
 
     @abc.abstractmethod
     def open(self, job: "Job") -> "Session":

@@ -8,6 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from tp_core._contracts._memory import Footprint
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._steps._outputs import LossReduction
 from tp_core._tensors._sharding import is_dtensor, is_sharded
@@ -69,6 +70,10 @@ class Job:
         compile: Whether the model is compiled.
         options: Options for each backend by its name: an object of its ``options_type``, or a mapping of
             its fields.
+        footprint: What training the model takes on a device that holds all of it; ``None`` where that is
+            not known, or is little of what is free.
+        free_nbytes: What is free on each device, in bytes, what the model holds there already included: the
+            least over all ranks. ``None`` if it is not known.
     """
 
     devices: tuple[torch.device, ...]
@@ -81,6 +86,8 @@ class Job:
     accumulate: int = 1
     compile: bool = False
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    footprint: Footprint | None = None
+    free_nbytes: int | None = None
 
     @property
     def traits(self) -> ModelTraits | None:

@@ -1,9 +1,10 @@
 """Whether a candidate fits a job: how well and why, or why not."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+from tp_core._contracts._memory import MemoryNeed
 from tp_core.errors import ConfigError
 
 __all__ = ["Verdict"]
@@ -17,6 +18,7 @@ class Verdict:
         score: How well the candidate fits, higher is better; ``None`` when it does not fit.
         reason: One sentence for people, without a full stop at its end.
         remedy: What to install or change to be chosen, or to do better; may be empty.
+        memory: What the job needs on each device; ``None`` where that was not estimated.
 
     Example:
         >>> Verdict.fits(50, "one device").is_fit
@@ -28,6 +30,7 @@ class Verdict:
     score: float | None
     reason: str
     remedy: str = ""
+    memory: MemoryNeed | None = None
 
     @classmethod
     def fits(cls, score: float, reason: str, *, remedy: str = "") -> Self:
@@ -51,6 +54,17 @@ class Verdict:
         """
         _require_reason(reason)
         return cls(None, reason, remedy)
+
+    def with_memory(self, need: MemoryNeed) -> Self:
+        """Return the verdict with what the job needs: unfit where that is more than is free."""
+        if not self.is_fit or need.fits:
+            return replace(self, memory=need)
+        return replace(self, score=None, reason=str(need), remedy=need.remedy, memory=need)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether memory alone is what the candidate does not fit for."""
+        return self.memory is not None and not self.memory.fits and self.reason == str(self.memory)
 
     @property
     def is_fit(self) -> bool:

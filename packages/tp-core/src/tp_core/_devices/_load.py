@@ -13,7 +13,14 @@ import torch
 
 from tp_core.errors import DeviceError
 
-__all__ = ["DeviceLoad", "device_loads", "least_busy", "require_utilization"]
+__all__ = [
+    "DeviceLoad",
+    "available_memory",
+    "device_loads",
+    "free_memory",
+    "least_busy",
+    "require_utilization",
+]
 
 _BUCKETS = 10
 """Utilization is a sample of a fraction of a second: smaller differences mean nothing."""
@@ -104,7 +111,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
     if used is not None and total is not None:
         free: int | None = max(0, total - int(used))
     else:
-        free = _free_memory(device)
+        free = free_memory(device)
     return DeviceLoad(
         device=device,
         name=str(getattr(properties, "name", device.type)),
@@ -134,7 +141,8 @@ def _management_errors() -> tuple[type[Exception], ...]:
     return tuple(errors)
 
 
-def _free_memory(device: torch.device) -> int | None:
+def free_memory(device: torch.device) -> int | None:
+    """Return how many bytes are free on an accelerator, if it tells."""
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except (RuntimeError, NotImplementedError):
@@ -148,13 +156,13 @@ def _cpu_load() -> DeviceLoad:
     return DeviceLoad(
         device=torch.device("cpu"),
         name=platform.processor() or platform.machine() or "cpu",
-        free_bytes=_available_memory(),
+        free_bytes=available_memory(),
         total_bytes=total,
         utilization=busy,
     )
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Return what programs can still get: more than what is unused, as caches give way."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -13,6 +13,7 @@ from tp_core.errors import ConfigError
 __all__ = ["FullyShardOptions", "UnitRule", "check_offload", "parameter_type", "reduction_type"]
 
 UnitRule = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
+Switch = bool | Literal["auto"]
 TypeRule = torch.dtype | Literal["auto"] | None
 
 _OF_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -30,7 +31,7 @@ class FullyShardOptions:
             holds is gathered with the whole model. Large units need memory, small ones many exchanges.
         reshard_after_forward: Whether a unit's parameters are let go after its forward pass and gathered
             again for the backward pass (ZeRO-3), or kept until then (ZeRO-2): more memory, a third less
-            communication.
+            communication. "auto" keeps them where what the job needs is known, and is less than is free.
         replicas: Over how many copies of the shards the ranks are spread (HSDP): with 2, half of the ranks
             hold the model together, and gradients are summed over the two halves. Ranks that follow each
             other hold a copy together, so that it may stay within a host.
@@ -40,9 +41,9 @@ class FullyShardOptions:
         reduce_dtype: In which type gradients are summed over ranks. "auto" is float32 wherever
             parameters are of a lower type; ``None`` is the type of the gradients.
         offload: Keep shards, gradients and optimizer state in the host's memory, pinned, and only what is
-            being computed on the device.
+            being computed on the device. "auto" does so only where nothing else is enough.
         activation_checkpointing: Keep of each unit's activations only its input, and compute the unit again
-            in the backward pass.
+            in the backward pass. "auto" does so only where activations would not fit otherwise.
         prefetch: How many units ahead are gathered, in the order in which they were found, while one
             computes. 1 is torch's own way: the next one's exchange begins while one computes.
 
@@ -55,12 +56,12 @@ class FullyShardOptions:
     """
 
     units: UnitRule = "auto"
-    reshard_after_forward: bool = True
+    reshard_after_forward: Switch = "auto"
     replicas: int = 1
     param_dtype: TypeRule = "auto"
     reduce_dtype: TypeRule = "auto"
-    offload: bool = False
-    activation_checkpointing: bool = False
+    offload: Switch = "auto"
+    activation_checkpointing: Switch = "auto"
     prefetch: int = 1
 
     def __post_init__(self) -> None:
@@ -68,6 +69,11 @@ class FullyShardOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"{type(self).__name__}({name}=...) must be a whole number from 1, got {value!r}"
+                raise ConfigError(msg)
+        for name in ("reshard_after_forward", "offload", "activation_checkpointing"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value != "auto":
+                msg = f"{type(self).__name__}({name}=...) must be True, False or 'auto', got {value!r}"
                 raise ConfigError(msg)
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
@@ -101,7 +107,7 @@ def check_offload(options: FullyShardOptions, job: Job) -> None:
     Raises:
         ConfigError: The job computes on the CPU.
     """
-    if options.offload and job.devices[0].type == "cpu":
+    if options.offload is True and job.devices[0].type == "cpu":
         msg = (
             "offload=True moves shards from an accelerator to the host's memory, and this job computes on "
             "the CPU, where they are already; leave it out"

@@ -120,7 +120,7 @@ class Sharding:
             module,
             mesh=self.mesh,
             # The backward pass begins with the root: torch keeps it where nothing is said.
-            reshard_after_forward=None if is_root else self._options.reshard_after_forward,
+            reshard_after_forward=None if is_root else bool(self._options.reshard_after_forward),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if is_norm else parameter_type(self._options, self._job),
                 reduce_dtype=reduction_type(self._options, self._job),

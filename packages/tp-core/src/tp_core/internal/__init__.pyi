@@ -4,10 +4,13 @@ from tp_core._data._seeding import seeded as seeded
 from tp_core._devices._containers import Container as Container
 from tp_core._devices._containers import PerType as PerType
 from tp_core._devices._containers import containers as containers
+from tp_core._devices._free import free_nbytes as free_nbytes
 from tp_core._devices._resolve import device_of_rank as device_of_rank
 from tp_core._fully_sharded._given import describe_given as describe_given
 from tp_core._fully_sharded._given import given_mesh as given_mesh
 from tp_core._fully_sharded._gradients import total_shard_norm as total_shard_norm
+from tp_core._fully_sharded._memory import need_of_shards as need_of_shards
+from tp_core._fully_sharded._memory import resolve_options as resolve_options
 from tp_core._fully_sharded._options import check_offload as check_offload
 from tp_core._fully_sharded._options import parameter_type as parameter_type
 from tp_core._fully_sharded._options import reduction_type as reduction_type

@@ -13,11 +13,14 @@ from tp_core._contracts._logger import Logger as Logger
 from tp_core._contracts._logger import LoggerFactory as LoggerFactory
 from tp_core._contracts._logger import RunInfo as RunInfo
 from tp_core._contracts._logger import RunStatus as RunStatus
+from tp_core._contracts._memory import Footprint as Footprint
+from tp_core._contracts._memory import MemoryNeed as MemoryNeed
 from tp_core._contracts._process_group_session import ProcessGroupSession as ProcessGroupSession
 from tp_core._contracts._session import ReduceOp as ReduceOp
 from tp_core._contracts._session import Session as Session
 from tp_core._contracts._session import StepOutput as StepOutput
 from tp_core._contracts._verdict import Verdict as Verdict
+from tp_core._contracts._whole_copies import need_of_copy as need_of_copy
 from tp_core._data._batches import Share as Share
 from tp_core._data._counting import count_samples as count_samples
 from tp_core._data._loader import PreparedLoader as PreparedLoader

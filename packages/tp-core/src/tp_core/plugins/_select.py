@@ -20,6 +20,7 @@ BACKEND_VARIABLE = "TP_BACKEND"
 KNOWN_BACKENDS: Mapping[str, str] = {
     "ddp": "tp-trainer",
     "dp-gather": "tp-dp-gather",
+    "fsdp": "tp-trainer",
     "shard": "tp-shard",
     "single": "tp-trainer",
     "tuple": "tp-tuple",
@@ -88,7 +89,7 @@ class Selection:
         return self.chosen.backend
 
     def __str__(self) -> str:
-        head = f"backend {self.chosen.name!r} ({self.asked_by}): {self.chosen.verdict.reason}"
+        head = f"backend {self.chosen.name!r} ({self.asked_by}): {_reason(self.chosen.verdict)}"
         return "\n".join([head, *format_candidates(self.candidates, chosen=self.chosen.name)])
 
 
@@ -121,8 +122,12 @@ def select(
     if wanted is None:
         chosen = next((c for c in candidates if c.verdict.is_fit), None)
         if chosen is None:
-            msg = "\n".join(["no installed backend fits this job", *_advice(candidates)])
-            raise SelectionError(msg)
+            lines = ["no installed backend fits this job", *_advice(candidates)]
+            if any(c.verdict.lacks_memory for c in candidates):
+                lines.append(
+                    "one that is asked for by name is tried, whatever the estimate of its memory says"
+                )
+            raise SelectionError("\n".join(lines))
         return Selection(chosen, candidates, asked_by)
     chosen = next((c for c in candidates if c.name == wanted), None)
     if chosen is None:
@@ -130,7 +135,7 @@ def select(
     if chosen.error is not None:
         msg = f"backend {wanted!r} ({asked_by}) of {chosen.origin} cannot be used: {chosen.verdict.reason}"
         raise PluginError(msg) from chosen.error
-    if not chosen.verdict.is_fit:
+    if not chosen.verdict.is_fit and not chosen.verdict.lacks_memory:
         remedy = f"; {chosen.verdict.remedy}" if chosen.verdict.remedy else ""
         msg = f"backend {wanted!r} ({asked_by}) does not fit: {chosen.verdict.reason}{remedy}"
         raise SelectionError(msg)
@@ -163,7 +168,7 @@ def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) ->
             c.name,
             c.origin,
             "unfit" if c.verdict.score is None else f"{c.verdict.score:g}",
-            c.verdict.reason
+            _reason(c.verdict)
             + (f"; {c.verdict.remedy}" if c.verdict.remedy else "")
             + (f" (its assess() took {c.seconds:.1f} s)" if c.is_slow else ""),
         )
@@ -175,12 +180,21 @@ def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) ->
         yield "  " + "  ".join([*cells, row[4]])
 
 
+def _reason(verdict: Verdict) -> str:
+    if verdict.memory is None or verdict.lacks_memory:
+        return verdict.reason
+    return f"{verdict.reason}; {verdict.memory}"
+
+
 def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
     backend = contribution.item
     error: BaseException | None = None
     began = perf_counter()
     try:
         verdict = backend.assess(job)
+        if isinstance(verdict, Verdict) and verdict.is_fit:
+            need = backend.estimate_memory(job)
+            verdict = verdict if need is None else verdict.with_memory(need)
     except (Exception, SystemExit) as e:  # noqa: BLE001 - a plugin may raise anything
         verdict, error = Verdict.unfit(f"assess() raised {type(e).__name__}: {e}"), e
     else:

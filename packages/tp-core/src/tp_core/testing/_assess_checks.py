@@ -6,16 +6,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tp_core._contracts._memory import Footprint, MemoryNeed
 from tp_core._contracts._verdict import Verdict
 from tp_core.testing._bodies import make_job, on_cpu
 from tp_core.testing._kit import PooledKit
 
 __all__ = ["AssessChecks"]
+
+
+FREE = 2**40
 
 
 class AssessChecks(PooledKit):
@@ -32,6 +37,15 @@ class AssessChecks(PooledKit):
     def test_assess_answers_where_no_model_is_known_yet(self) -> None:
         for verdict in self.everywhere(_assessed_without_a_model):
             assert isinstance(verdict, Verdict)
+
+    def test_what_it_needs_of_memory_is_estimated_from_what_training_takes(self) -> None:
+        for nothing, little, much in self.everywhere(_needs):
+            assert nothing is None, "estimate_memory() has nothing to go by without a footprint"
+            assert isinstance(little, MemoryNeed)
+            assert isinstance(much, MemoryNeed)
+            assert little.free == much.free == FREE
+            assert little.fits
+            assert not much.fits, f"no device of {FREE} bytes holds a thousandth of that model: {much}"
 
     def test_assess_changes_nothing_in_the_process(self) -> None:
         for effects in self.everywhere(_effects_of_assess):
@@ -53,12 +67,22 @@ def _assessed_without_a_model(kit: AssessChecks) -> Any:
     return kit.backend().assess(make_job(kit))
 
 
+def _needs(kit: AssessChecks) -> tuple[Any, Any, Any]:
+    job, backend = make_job(kit, model=kit.make_model()), kit.backend()
+    little = Footprint(weights=10, gradients=10, optimizer=20, activations=30, with_gradients=40)
+    large = 1000 * FREE
+    much = Footprint(weights=large, gradients=large, optimizer=large, activations=large, with_gradients=large)
+    first, second = (replace(job, footprint=each, free_nbytes=FREE) for each in (little, much))
+    return backend.estimate_memory(job), backend.estimate_memory(first), backend.estimate_memory(second)
+
+
 def _effects_of_assess(kit: AssessChecks) -> list[str]:
     job, backend = make_job(kit, model=kit.make_model()), kit.backend()
     before = _environment_now()
     with _watched() as done:
         backend.assess(job)
         backend.assess(job)
+        backend.estimate_memory(job)
     after = _environment_now()
     changed = [f"{what} changed" for what in before if before[what] != after[what]]
     return [*changed, *sorted(set(done))]

@@ -7,7 +7,15 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 from tp_core.errors import ConfigError
-from tp_core.plugins import Backend, Job, ProcessGroupSession, Verdict, join_process_group
+from tp_core.plugins import (
+    Backend,
+    Job,
+    MemoryNeed,
+    ProcessGroupSession,
+    Verdict,
+    join_process_group,
+    need_of_copy,
+)
 
 __all__ = ["DdpBackend", "DdpOptions", "DdpSession"]
 
@@ -70,6 +78,15 @@ class DdpBackend(Backend[DdpOptions]):
             f"{environment.world_size} processes on {environment.hosts} host(s), "
             f"one device each, {devices[0].type}",
         )
+
+    def estimate_memory(self, job: Job) -> MemoryNeed | None:
+        """Return what each rank needs: a copy of everything, and the buckets that gradients travel in."""
+        if job.footprint is None:
+            return None
+        options = self.parse_options(job)
+        # Gradients live in the buckets, or are copied to them.
+        buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
+        return need_of_copy(job, job.footprint, keeps_gradients=True, communication=buckets)
 
     def open(self, job: Job) -> "DdpSession":
         """Join the process group, unless the script has done so already."""

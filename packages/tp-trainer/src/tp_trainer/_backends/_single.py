@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
+from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdict, need_of_copy
 
 __all__ = ["SingleBackend"]
 
@@ -31,6 +31,12 @@ class SingleBackend(Backend[NoOptions]):
         if job.explicit_devices:
             return Verdict.unfit(f"{len(devices)} devices in one process", remedy=remedy)
         return Verdict.fits(10, f"would use {devices[0]} alone of {len(devices)} devices", remedy=remedy)
+
+    def estimate_memory(self, job: Job) -> MemoryNeed | None:
+        """Return what the device needs; if there are others, it has their shares of a batch, too."""
+        if job.footprint is None:
+            return None
+        return need_of_copy(job, job.footprint.with_batch_of(len(job.devices)))
 
     def open(self, job: Job) -> Session:
         """Open a session of defaults: this is the case that they are correct for."""

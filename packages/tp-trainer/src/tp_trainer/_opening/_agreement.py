@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.internal import has_left, rendezvous_store
 from tp_core.plugins import Session
 
-__all__ = ["check_same", "check_same_at_start"]
+__all__ = ["agree_at_start", "check_same", "check_same_at_start"]
 
 _SLICE_S = 1.0  # between two looks at whether a rank that is waited for has left
 
@@ -27,13 +27,37 @@ def check_same_at_start(
 ) -> int:
     """Compare ``facts`` over all ranks and return rank 0's seed.
 
+    Args:
+        environment: Who this rank is.
+        facts: As for :func:`agree_at_start`.
+        seed: This rank's proposal for a seed.
+        timeout_s: How long to wait for the other ranks.
+
+    Raises:
+        DisagreementError: On every rank, if the facts differ.
+        RankFailedError: Ranks did not come in time.
+    """
+    return int(agree_at_start(environment, facts, told=None, decide=lambda _: seed, timeout_s=timeout_s))
+
+
+def agree_at_start(
+    environment: LaunchEnvironment,
+    facts: Mapping[str, Any],
+    *,
+    told: Any,
+    decide: Callable[[list[Any]], Any],
+    timeout_s: float = 300.0,
+) -> Any:
+    """Compare ``facts`` over all ranks, and return what rank 0 decides, on every rank.
+
     It goes through the launcher's store, before any process group exists: ranks that chose
     different backends would wait for each other forever in there.
 
     Args:
         environment: Who this rank is.
         facts: What must be the same everywhere: small, and JSON can say it.
-        seed: This rank's proposal for a seed.
+        told: What rank 0 is to know of this rank, as JSON can say it.
+        decide: Called on rank 0 with what the ranks told; returns what JSON can say.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
@@ -42,9 +66,10 @@ def check_same_at_start(
     """
     round_ = next(_rounds)
     if environment.world_size == 1:
-        return seed
+        return decide([told])
     store = PrefixStore(f"tp/handshake/{round_}", rendezvous_store(environment, timeout_s=timeout_s))
-    store.set(f"facts/{environment.rank}", json.dumps(facts, sort_keys=True, default=_plain))
+    mine = {"facts": facts, "told": told}
+    store.set(f"facts/{environment.rank}", json.dumps(mine, sort_keys=True, default=_plain))
     # Rank 0 compares and tells: every rank reading every other's would be quadratic.
     if environment.rank == 0:
         missing = None
@@ -56,11 +81,13 @@ def check_same_at_start(
                 missing = str(error)
                 break
             everyones.append(json.loads(store.get(f"facts/{rank}")))
-        verdict: dict[str, Any] = {"seed": seed}
+        verdict: dict[str, Any] = {"decided": None}
         if missing is not None:
             verdict["missing"] = missing
         else:
-            verdict["difference"] = _first_difference(everyones)
+            verdict["difference"] = _first_difference([each["facts"] for each in everyones])
+            if not verdict["difference"]:
+                verdict["decided"] = decide([each["told"] for each in everyones])
         store.set("verdict", json.dumps(verdict))
     # Longer than rank 0 waits, so that its words arrive first.
     _wait(store, "verdict", of=0, timeout_s=timeout_s + 10)
@@ -71,7 +98,7 @@ def check_same_at_start(
         raise RankFailedError(verdict["missing"])
     if verdict["difference"]:
         raise DisagreementError(verdict["difference"])
-    return int(verdict["seed"])
+    return verdict["decided"]
 
 
 def check_same(session: Session, facts: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The session of a trainer: opened when the first model comes, and checked against those that come later."""
 
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -49,12 +50,14 @@ class LazySession:
         """How the backend was chosen; before that, how it would be for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
-    def open(self, *models: nn.Module, by: str) -> Session:
+    def open(self, *models: nn.Module, by: str, estimate: Callable[[Job], Job] | None = None) -> Session:
         """Return the session, once the backend that runs it is known to fit the models.
 
         Args:
             *models: Those that are to be prepared; none where no model is known.
             by: What asks, for messages.
+            estimate: Returns the job with what it needs of the devices' memory; called where a backend is
+                to be chosen, on all ranks.
 
         Raises:
             ModelError: A model has DTensors, and no backend takes them.
@@ -62,7 +65,7 @@ class LazySession:
         """
         session = self.current
         if session is None:
-            session = self._start(models, by)
+            session = self._start(models, by, estimate)
         elif not self._assessed.issuperset(models):
             known = list(self._assessed)
             new = [model for model in models if model not in self._assessed]
@@ -82,10 +85,17 @@ class LazySession:
         """Note that the backend fits ``model``, which it has made itself."""
         self._assessed.add(model)
 
-    def _start(self, models: Sequence[nn.Module], by: str) -> Session:
+    def _start(self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Job] | None) -> Session:
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
+        job = job if estimate is None else estimate(job)
         selection = choose(job, self.plugins, self._backend)
+        verdict = selection.chosen.verdict
+        if verdict.lacks_memory and job.environment.is_main:
+            msg = (
+                f"backend {selection.chosen.name!r} ({selection.asked_by}) {verdict.reason}; {verdict.remedy}"
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
         facts = {
             "kind of loss": job.loss,
             "seed": self._seed,

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from tp_core.plugins import (
 
 from tp_trainer._checks._objects import check_model
 from tp_trainer._checks._values import check_loss, check_positive, check_seed
+from tp_trainer._memory._work import Work, add_memory
 from tp_trainer._opening._choice import check_name
 from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
@@ -107,9 +109,9 @@ class TrainerBase:
     def _session(self) -> Session | None:
         return self._lazy.current
 
-    def _open(self, *models: nn.Module, by: str) -> Session:
+    def _open(self, *models: nn.Module, by: str, work: Work | None = None) -> Session:
         is_open = self._lazy.current is not None
-        session = self._lazy.open(*models, by=by)
+        session = self._lazy.open(*models, by=by, estimate=partial(add_memory, work=work or Work()))
         if not is_open and session.data_size > 1:
             self._shares = BatchShares(session)
             if self._seed is not None:

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.errors import ConfigError
 
 from tp_trainer._checks._objects import check_model, check_owner, check_preparable
+from tp_trainer._memory._work import Work
 from tp_trainer._trainer._base import TrainerBase
 
 __all__ = ["Preparing"]
@@ -79,7 +80,9 @@ class Preparing(TrainerBase):
         for value in objects:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
-        self._open(*models, by="prepare()")
+        optimizers = [o for o in objects if isinstance(o, Optimizer)]
+        work = Work(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
+        self._open(*models, by="prepare()", work=work)
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
                 check_owner(optimizer, models)

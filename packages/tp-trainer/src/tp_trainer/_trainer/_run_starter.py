@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tp_core.plugins import PreparedLoader
 
 from tp_trainer._checks._objects import check_no_others, check_owner
+from tp_trainer._memory._work import Work
 from tp_trainer._metrics._validation import Validation, numbers_in
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._trainer._base import TrainerBase
@@ -92,7 +93,7 @@ class RunStarter(TrainerBase):
         from tp_trainer._running._starting import sort_state, start_loop
         from tp_trainer._running._watchdog import Watchdog
 
-        session = self._open(model, by="fit()")
+        session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
         logs = self._plan_log(settings, [optimizer])
         check_owner(optimizer, [model])
         if session.world_size > 1:

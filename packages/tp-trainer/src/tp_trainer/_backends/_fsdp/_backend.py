@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_offload, describe_given, find_units
-from tp_core.plugins import Backend, Job, Verdict, join_process_group
+from tp_core.internal import check_offload, describe_given, find_units, need_of_shards, resolve_options
+from tp_core.plugins import Backend, Job, MemoryNeed, Verdict, join_process_group
 
 from tp_trainer._backends._fsdp._options import FsdpOptions
 
@@ -58,7 +58,22 @@ class FsdpBackend(Backend[FsdpOptions]):
                 "the model's parameters are split otherwise already", remedy="give the plain model"
             )
         units = find_units(model, options.units)
-        return Verdict.fits(40, f"parameters sharded over {over}, {units}; ddp is faster where a model fits")
+        chosen = ""
+        if job.footprint is not None:
+            found = resolve_options(job, options, ranks=size // options.replicas)
+            ways = {
+                "kept after the forward pass": found.reshard_after_forward is False,
+                "with checkpointed activations": found.activation_checkpointing,
+                "offloaded to the host": found.offload,
+            }
+            chosen = "".join(f", {way}" for way, is_on in ways.items() if is_on)
+        reason = f"parameters sharded over {over}{chosen}, {units}; ddp is faster where a model fits"
+        return Verdict.fits(40, reason)
+
+    def estimate_memory(self, job: Job) -> MemoryNeed | None:
+        """Return what each rank needs: its part of the states, and what is whole for a time."""
+        options = self.parse_options(job)
+        return need_of_shards(job, options, ranks=job.environment.world_size // options.replicas)
 
     def open(self, job: Job) -> "FsdpSession":
         """Join the process group, unless the script has, and leave it when the session is closed.
@@ -70,6 +85,7 @@ class FsdpBackend(Backend[FsdpOptions]):
 
         options = self.parse_options(job)  # before anything is started
         _check_ranks(options, job.environment.world_size)
+        options = resolve_options(job, options, ranks=job.environment.world_size // options.replicas)
         device = job.devices[0]
         check_offload(options, job)
         leave = join_process_group(job.environment, device=device, timeout_s=options.timeout_s)

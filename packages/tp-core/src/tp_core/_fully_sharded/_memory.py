@@ -1,0 +1,203 @@
+"""What a rank that holds shards needs of its device's memory, and which options are therefore taken.
+
+::
+
+    throughout      1/ranks of weights and optimizer state; what lies in no unit, whole, while a step runs
+    a unit's turn   its weights and the next unit's, gathered; its gradients, and what of them is reduced
+    at the end      1/ranks of the gradients; gradients of what lies in no unit, and those to be reduced
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tp_core._contracts._job import Job
+from tp_core._contracts._memory import Footprint, MemoryNeed
+from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
+from tp_core._fully_sharded._units import find_units
+
+__all__ = ["need_of_shards", "resolve_options"]
+
+OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
+
+_SAFE = 0.9
+"""Only where this part of what is free is enough, more memory is taken than has to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Bytes of what is whole for a time."""
+
+    rest: int  # parameters that lie in no unit
+    rest_gradients: int
+    rest_reduced: int
+    largest: int  # of the units
+    largest_gradients: int
+    largest_reduced: int
+    all: int
+    names: tuple[str, ...]  # of the units
+
+
+def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
+    """Return the options with a value where they say "auto": the fastest with which the job fits.
+
+    Args:
+        job: The job.
+        options: As they were given.
+        ranks: Over how many ranks the model is sharded.
+    """
+    ways = list(_ways(job, options))
+    footprint, model = job.footprint, job.model
+    if footprint is None or model is None:
+        return ways[0] if len(ways) == 1 else _usual(options)
+    for way in ways:
+        need = _need(job, way, footprint, model, ranks)
+        is_generous = way.reshard_after_forward is False and options.reshard_after_forward == "auto"
+        is_safe = need.is_known and (need.free is None or need.total <= _SAFE * need.free)
+        if need.fits and (is_safe or not is_generous):
+            return way
+    return ways[-1]
+
+
+def need_of_shards(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
+    """Return what a job needs on each rank with its options; ``None`` where too little is known.
+
+    Args:
+        job: The job.
+        options: As they were given.
+        ranks: Over how many ranks the model is sharded.
+    """
+    if job.footprint is None or job.model is None:
+        return None
+    return _need(job, resolve_options(job, options, ranks=ranks), job.footprint, job.model, ranks)
+
+
+def _usual(options: OptionsT) -> OptionsT:
+    return replace(
+        options,
+        reshard_after_forward=options.reshard_after_forward in (True, "auto"),
+        activation_checkpointing=options.activation_checkpointing is True,
+        offload=options.offload is True,
+    )
+
+
+def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
+    """Yield what "auto" may mean, the fastest first."""
+    can_offload = job.devices[0].type != "cpu"
+    for reshards, checkpoints, offloads in (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
+    ):
+        wanted = (
+            (options.reshard_after_forward, reshards),
+            (options.activation_checkpointing, checkpoints),
+            (options.offload, offloads),
+        )
+        if offloads and options.offload == "auto" and not can_offload:
+            continue
+        values = [way if given == "auto" else given for given, way in wanted]
+        chosen = replace(
+            options,
+            reshard_after_forward=values[0],
+            activation_checkpointing=values[1],
+            offload=values[2],
+        )
+        yield chosen
+
+
+def _need(
+    job: Job, options: FullyShardOptions, footprint: Footprint, model: nn.Module, ranks: int
+) -> MemoryNeed:
+    gathered = _gathered(job, options, model)
+    turn = gathered.largest_gradients + gathered.largest_reduced + gathered.rest + gathered.rest_gradients
+    turn += 2 * gathered.largest if options.reshard_after_forward else gathered.all - gathered.rest
+    end = gathered.rest + gathered.rest_gradients + gathered.rest_reduced
+    weights, gradients, optimizer = (
+        -(-n // ranks) for n in (footprint.weights, footprint.gradients, footprint.optimizer_nbytes)
+    )
+    update = footprint.update // ranks
+    if options.offload:  # what is throughout lies in the host's memory
+        weights = gradients = optimizer = update = 0
+    activations = _activations(job, options, footprint, gathered.names)
+    # While a pass is at its highest, there are no gradients of this rank's slices yet.
+    beyond = max((activations or 0) + turn - gradients, end, update)
+    return MemoryNeed(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        communication=min(turn, beyond),
+        activations=None if activations is None else beyond - min(turn, beyond) + footprint.batch,
+        free=job.free_nbytes,
+        device=str(job.devices[0]),
+        assumed=footprint.assumed,
+        remedy=_remedy(options),
+    )
+
+
+def _activations(
+    job: Job, options: FullyShardOptions, footprint: Footprint, units: tuple[str, ...]
+) -> int | None:
+    """Return the most that a pass has of activations, of which units may keep their inputs alone."""
+    if footprint.activations is None:
+        return None
+    # Parameters that are gathered in the lower type are not copied to it again.
+    found = footprint.activations - (footprint.casts if parameter_type(options, job) else 0)
+    if options.activation_checkpointing:
+        kept = [max(0, footprint.kept.get(name, 0) - footprint.passed.get(name, 0)) for name in units]
+        found = max(0, found - sum(kept) + max(kept, default=0))
+    return found
+
+
+def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> _Gathered:
+    units = find_units(model, options.units).modules
+    low, reduced = parameter_type(options, job), reduction_type(options, job)
+    seen: set[int] = set()
+
+    def sizes(module: nn.Module) -> tuple[int, int, int]:
+        whole = gradients = sums = 0
+        for parameter in module.parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            n = parameter.numel()
+            size = n * (low.itemsize if low and parameter.is_floating_point() else _size_of(job, parameter))
+            whole += size
+            if parameter.requires_grad:
+                gradients += size
+                sums += n * reduced.itemsize if reduced else size
+        return whole, gradients, sums
+
+    # Inner ones first: what a unit has, one around it does not.
+    of_units = [sizes(module) for module in reversed(list(units.values()))]
+    rest = sizes(model)
+    largest = max(of_units, default=(0, 0, 0))
+    return _Gathered(
+        rest[0],
+        rest[1],
+        rest[2],
+        largest[0],
+        largest[1],
+        largest[2],
+        rest[0] + sum(whole for whole, _, _ in of_units),
+        tuple(units),
+    )
+
+
+def _size_of(job: Job, parameter: nn.Parameter) -> int:
+    lowers = job.precision == "bf16-true" and parameter.is_floating_point()
+    return torch.bfloat16.itemsize if lowers else parameter.element_size()
+
+
+def _remedy(options: FullyShardOptions) -> str:
+    ways = [
+        "more ranks" if options.replicas == 1 else "fewer replicas",
+        *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
+        *(["offload=True on an accelerator"] if not options.offload else []),
+        "a smaller batch with accumulate=",
+    ]
+    return f"less is needed with {', '.join(ways[:-1])} or {ways[-1]}"

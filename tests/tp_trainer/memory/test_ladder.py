@@ -1,0 +1,125 @@
+"""Of the ways in which a job fits, the fastest is taken: ddp, then fsdp with less and less memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from tp_core import LaunchEnvironment
+from tp_core.errors import ConfigError
+from tp_core.internal import need_of_shards, resolve_options
+from tp_core.plugins import Footprint, Job, registry, select
+from tp_trainer import FsdpOptions
+
+WIDTH, BLOCKS = 256, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def make_model():
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 1, bias=False))
+
+
+MODEL = make_model()
+BLOCK = WIDTH * WIDTH * 4
+WEIGHTS = BLOCKS * BLOCK + WIDTH * 4
+FOOTPRINT = Footprint(
+    weights=WEIGHTS,
+    gradients=WEIGHTS,
+    optimizer=2 * WEIGHTS,
+    update=BLOCK,
+    activations=40 * BLOCK,
+    with_gradients=40 * BLOCK,
+    kept={str(i): 5 * BLOCK - 100 for i in range(BLOCKS)},
+    passed={str(i): 100 for i in range(BLOCKS)},
+)
+ENVIRONMENT = LaunchEnvironment.read(
+    {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+)
+
+
+def make_job(free, *, device="cuda:0", footprint=FOOTPRINT, **values):
+    return Job(
+        devices=(torch.device(device),),
+        environment=ENVIRONMENT,
+        model=MODEL,
+        footprint=footprint,
+        free_nbytes=free,
+        **values,
+    )
+
+
+def need_of(**options):
+    job = make_job(None)
+    return need_of_shards(job, FsdpOptions(**options), ranks=4).total
+
+
+def way_of(free, **values):
+    found = resolve_options(make_job(free, **values), FsdpOptions(), ranks=4)
+    return (found.reshard_after_forward, found.activation_checkpointing, found.offload)
+
+
+KEPT = need_of(reshard_after_forward=False, activation_checkpointing=False, offload=False)
+LET_GO = need_of(reshard_after_forward=True, activation_checkpointing=False, offload=False)
+CHECKPOINTED = need_of(reshard_after_forward=True, activation_checkpointing=True, offload=False)
+OFFLOADED = need_of(reshard_after_forward=True, activation_checkpointing=True, offload=True)
+
+
+def test_each_way_needs_less_than_the_one_before():
+    assert KEPT > LET_GO > CHECKPOINTED > OFFLOADED > 0
+
+
+def test_the_fastest_that_fits_is_taken():
+    assert way_of(2 * KEPT) == (False, False, False)
+    assert way_of(KEPT) == (True, False, False)  # it would fit with nothing to spare
+    assert way_of(LET_GO) == (True, False, False)
+    assert way_of(LET_GO - 1) == (True, True, False)
+    assert way_of(CHECKPOINTED - 1) == (True, True, True)
+    assert way_of(1) == (True, True, True)
+
+
+def test_nothing_is_offloaded_from_the_cpu():
+    assert way_of(1, device="cpu") == (True, True, False)
+
+
+def test_where_nothing_is_known_parameters_are_let_go():
+    assert way_of(None, footprint=None) == (True, False, False)
+    unknown = dataclasses.replace(FOOTPRINT, activations=None)
+    assert way_of(10 * KEPT, footprint=unknown)[0] is True
+
+
+def test_what_was_asked_for_is_kept():
+    options = FsdpOptions(reshard_after_forward=False, activation_checkpointing=False, offload=False)
+    assert resolve_options(make_job(1), options, ranks=4) == options
+
+
+def test_a_switch_is_true_false_or_auto():
+    with pytest.raises(ConfigError, match=r"FsdpOptions\(offload=...\) must be True, False or 'auto', got 1"):
+        FsdpOptions(offload=1)
+
+
+def test_auto_is_ddp_where_it_fits_and_else_fsdp():
+    backends = [c for c in registry.backends() if c.item.name in {"ddp", "fsdp"}]
+    whole = 4 * WEIGHTS + 40 * BLOCK
+    assert select(make_job(whole), backends, environ={}).chosen.name == "ddp"
+    selection = select(make_job(whole - 1), backends, environ={})
+    assert selection.chosen.name == "fsdp"
+    text = str(selection)
+    assert (
+        f"needs {round(whole / 2**20)} MiB of {round((whole - 1) / 2**20)} free on cuda:0: weights 2" in text
+    )
+    assert "less is needed with a smaller batch" in text
