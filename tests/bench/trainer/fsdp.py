@@ -7,6 +7,7 @@ memory of each is measured in processes of its own: the most that was resident b
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -180,6 +181,8 @@ def memory_of_rank(name: str) -> int:
 
 
 if __name__ == "__main__":
+    # What is freed goes back to the system at once, in the ranks too: peaks are of what is held.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     with Results("trainer-fsdp") as found:
         (times, left_out), _ = run_ranks(times_of_rank, 2, timeout_s=900.0)
         note(found, "transformer", times)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tp_core._tensors._sharding import check_no_first_fsdp
 from tp_core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -28,17 +29,7 @@ def describe_given(model: nn.Module) -> str | None:
     Raises:
         ModelError: It was sharded in a way that the backend cannot go on with.
     """
-    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
-    if torch_fsdp is not None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch_fsdp.FullyShardedDataParallel):
-                what = f"its {name!r}" if name else "it"
-                msg = (
-                    f"the model is wrapped already: {what} is a FullyShardedDataParallel, torch's first "
-                    "FSDP, whose flat parameters no other backend and no checkpoint of here reads; give the "
-                    "plain module, which backend 'fsdp' shards"
-                )
-                raise ModelError(msg)
+    check_no_first_fsdp(model)
     modules = sharded_modules(model)
     if not modules:
         return None

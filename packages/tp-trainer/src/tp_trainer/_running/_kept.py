@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.plugins import Session
-from tp_core.state import StoredTensors, collect_values, restore_values, to_json
+from tp_core.plugins import Session, TensorSlice
+from tp_core.state import StoredTensors, collect_values, load_whole_state, restore_values, to_json
 
 __all__ = ["Kept", "KeptState"]
 
 log = logging.getLogger("tp_trainer")
+
+Tensors = dict[str, Tensor | TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class KeptState:
 
     common: dict[str, Any]
     own: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 class Kept:
@@ -69,8 +71,8 @@ class Kept:
         Collectives: over several ranks one gather of digests, and one of the states that differ.
         """
         common: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
-        found: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        tensors: Tensors = {}
+        found: dict[str, tuple[Any, Tensors]] = {}
         for name in self._names:
             found[name] = collect_values(f"state.{name}", self._state_of(name))
         for name in self._callbacks:
@@ -85,7 +87,7 @@ class Kept:
             return KeptState(common, {}, tensors)
         rank, mine = self._session.rank, {}
         for name in sorted(different):
-            mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name))
+            mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name), own=True)
         for theirs in self._session.gather_objects([own for _, own in mine.values()]):
             for own in theirs:
                 tensors |= own
@@ -125,7 +127,10 @@ class Kept:
         value = self._callbacks[name] if name in self._callbacks else self._values[name]
         if _has_state(value):
             try:
-                value.load_state_dict(state)
+                if isinstance(value, nn.Module):  # whose parameters may be DTensors
+                    load_whole_state(value, state)
+                else:
+                    value.load_state_dict(state)
             except Exception as error:
                 msg = f"the state of {name!r} could not be put back into {type(value).__name__}: {error}"
                 raise StateError(msg) from error
@@ -140,7 +145,7 @@ class Kept:
         else:
             self._values[name] = state
 
-    def _different(self, found: Mapping[str, tuple[Any, dict[str, Tensor]]]) -> set[str]:
+    def _different(self, found: Mapping[str, tuple[Any, Tensors]]) -> set[str]:
         """Return the names whose states differ between the ranks."""
         if self._session.world_size == 1 or not found:
             return set()
@@ -159,9 +164,12 @@ def _has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _digest(plain: Any, tensors: Mapping[str, Tensor]) -> str:
+def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
     digest = hashlib.blake2b(to_json("state", plain).encode(), digest_size=16)
     for name, tensor in tensors.items():
+        if isinstance(tensor, TensorSlice):  # each rank has another one of the same tensor
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            continue
         host = tensor.detach().to("cpu").contiguous()
         digest.update(f"{name} {host.dtype} {tuple(host.shape)}".encode())
         if host.numel():  # without numpy, which need not be there

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tp_core.errors import ConfigError
+from tp_core.internal import is_dtensor
 from tp_core.plugins import Callback, RunView
+from tp_core.state import Place, fill_from_whole
 
 from tp_trainer._checks._values import check_positive
 
@@ -90,15 +92,15 @@ class ExponentialMovingAverage(Callback):
             self._averages = {name: p.detach().clone() for name, p in parameters.items()}
             self._step = run.step
             return
-        shapes = {
-            name: (a.shape, parameters[name].shape)
-            for name, a in self._averages.items()
-            if name in parameters
-        }
-        if parameters.keys() != self._averages.keys() or any(a != p for a, p in shapes.values()):
-            msg = "the moving average is one of another model's weights; give the run a new callback"
+        fits = parameters.keys() == self._averages.keys()
+        held = {name: _held_as(parameters[name], a) for name, a in self._averages.items()} if fits else {}
+        if not fits or any(average is None for average in held.values()):
+            msg = (
+                "the moving average is one of another model's weights, or of other shards of them; give the "
+                "run a new callback"
+            )
             raise ConfigError(msg)
-        self._averages = {name: a.to(parameters[name].device) for name, a in self._averages.items()}
+        self._averages = {name: average for name, average in held.items() if average is not None}
 
     @torch.no_grad()
     def on_step_end(self, run: RunView) -> None:
@@ -149,3 +151,19 @@ class ExponentialMovingAverage(Callback):
         """Go on with them."""
         self._averages = {name: average.clone() for name, average in state["averages"].items()}
         self._step = int(state["step"])
+
+
+def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
+    """Return an average as its parameter is held: this rank's part of it; ``None`` if it does not fit."""
+    if not is_dtensor(parameter) or is_dtensor(average):
+        return average.to(parameter.device) if average.shape == parameter.shape else None
+    if average.shape == parameter.shape:
+        place = Place(lambda _, whole: whole, parameter, average.dtype)
+        fill_from_whole(place.target, average)
+        return place.take()
+    held: Any = parameter.detach().clone()
+    if average.shape != held.to_local().shape:
+        return None
+    held.to_local().copy_(average)
+    result: Tensor = held
+    return result

@@ -13,7 +13,7 @@ from tp_core._contracts._session._ranks import RankSession
 from tp_core._data._batches import Share
 from tp_core._data._loader import PreparedLoader
 from tp_core._devices._transfer import recursive_to
-from tp_core._tensors._sharding import is_dtensor, is_sharded
+from tp_core._tensors._sharding import check_no_first_fsdp, is_dtensor, is_sharded
 from tp_core.errors import ModelError, StepError
 
 __all__ = ["Session", "StepOutput"]
@@ -192,6 +192,7 @@ class Session(RankSession, GradientSession):
                 "(model.module): the selected backend wraps it"
             )
             raise ModelError(msg)
+        check_no_first_fsdp(model)
         for name, parameter in model.named_parameters():
             if is_dtensor(parameter):
                 msg = (
