@@ -2,10 +2,12 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
 from tp_core.testing import run_ranks
@@ -39,10 +41,10 @@ def contrast(trainer, model, batch, weighted=False):
     return {"loss": loss, "weight": len(batch[0])} if weighted else loss
 
 
-def train(weighted=False, n=17):
+def train(weighted=False, n=17, **where):
     """The last batch has one pair: on two ranks one of them has a stand-in."""
     model = Towers()
-    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+    with Trainer(**({"seed": 0, "devices": "cpu", "progress": False} | where)) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         step = functools.partial(contrast, trainer, weighted=weighted)
         loader, few = DataLoader(pairs(n), batch_size=8), DataLoader(pairs(7), batch_size=3)
@@ -75,6 +77,79 @@ def test_a_contrastive_loss_is_that_of_one_device(body):
             assert mine[0] == pytest.approx(whole[0], rel=1e-9)
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+@pytest.mark.parametrize("n_devices", [2, 3])
+def test_it_is_that_of_one_device_on_devices_of_one_process(backend, weighted, n_devices):
+    losses, expected = train(weighted)
+    found_losses, found = train(weighted, backend=backend, devices=["cpu"] * n_devices)
+    assert found_losses == pytest.approx(np.array(losses), rel=1e-9)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def in_parts(step, batch):
+    """Run a step on two devices of this process."""
+    with Trainer(backend="tuple", devices=["cpu", "cpu"], progress=False) as trainer:
+        model, loader = trainer.prepare(nn.Linear(1, 1), DataLoader(batch, batch_size=len(batch)))
+        return trainer.run(functools.partial(step, trainer), model, next(iter(loader)))
+
+
+def rows(n):
+    return torch.arange(float(n)).reshape(n, 1)
+
+
+def test_parts_see_all_rows_in_the_order_of_the_batch_as_often_as_they_like():
+    seen = []
+
+    def step(trainer, model, batch):
+        first, twice = trainer.all_gather(batch), trainer.all_gather(2 * batch)
+        seen.append((first.flatten().tolist(), twice.flatten().tolist()))
+        return first.sum()
+
+    assert in_parts(step, rows(5)).item() == 10
+    assert seen == [([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 2.0, 4.0, 6.0, 8.0])] * 2
+
+
+def test_a_part_that_does_not_come_is_not_waited_for():
+    def absent(trainer, model, batch):
+        return trainer.all_gather(batch).sum() if 0 in batch else batch.sum()
+
+    with pytest.raises(StepError, match="called for some parts of the batch, and not for others"):
+        in_parts(absent, rows(5))
+
+    def broken(trainer, model, batch):
+        if 0 not in batch:
+            raise ZeroDivisionError("of this part")
+        return trainer.all_gather(batch).sum()
+
+    with pytest.raises(ZeroDivisionError, match="of this part"):
+        in_parts(broken, rows(5))
+
+
+def test_parts_whose_rows_do_not_go_together_say_so():
+    def step(trainer, model, batch):
+        return trainer.all_gather(batch.repeat(1, len(batch))).sum()
+
+    with pytest.raises(StepError, match=r"do not go together: \(n, 2\) .* and \(n, 3\)"):
+        in_parts(step, rows(5))
+
+
+def test_parts_that_run_one_after_the_other_do_not_wait():
+    def step(trainer, model, batch):
+        return trainer.all_gather(batch).sum()
+
+    with BaseTorchFunctionMode(), pytest.raises(StepError, match="in which they run one after the other"):
+        in_parts(step, rows(5))
+
+
+def test_outside_of_a_step_there_are_no_parts_to_gather():
+    with Trainer(backend="tuple", devices=["cpu", "cpu"], progress=False) as trainer:
+        trainer.prepare(nn.Linear(1, 1))
+        with pytest.raises(StepError, match="call all_gather\\(\\) in a step"):
+            trainer.all_gather(rows(2))
 
 
 def test_what_is_gathered_must_have_rows():

@@ -1,9 +1,10 @@
 """The session of the backend ``tuple``."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to
 from tp_core.errors import LoaderError
@@ -16,9 +17,10 @@ from tp_core.plugins import (
     StepOutput,
     combine_outputs,
 )
-from tp_core.replicas import Replicas
+from tp_core.replicas import Replicas, has_modes
 
 from tp_tuple._loading import AdaptedCollate, Envelope, PlacedParts, find_adapters
+from tp_tuple._meeting import Meeting, meeting_here
 from tp_tuple._options import TupleOptions
 from tp_tuple._speeds import Speeds
 from tp_tuple._timing import timed
@@ -146,16 +148,31 @@ class TupleSession(Session):
     def _run(self, step: Step, replicas: Replicas, batch: Any) -> StepOutput:
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
-        speeds, parts = self._speeds, batch[:]
-        if speeds is not None and not speeds.is_settled:
-            outputs = timed(replicas, step, parts, counts=batch.counts, speeds=speeds)
-        else:
-            outputs = replicas.run(step, parts)
+        parts = batch[:]
+        meeting = Meeting(len(parts), batch.order, in_turn=len(parts) > 1 and has_modes())
+        outputs = meeting.run(partial(self._run_parts, replicas=replicas, counts=batch.counts), step, parts)
         if len(outputs) == 1:
             only: StepOutput = outputs[0]
             return only
         combined: StepOutput = combine_outputs(outputs, batch, loss=self.job.loss, device=self.device)
         return combined
+
+    def _run_parts(
+        self, step: Step, parts: Sequence[Any], replicas: Replicas, counts: Sequence[int]
+    ) -> list[Any]:
+        speeds = self._speeds
+        if speeds is not None and not speeds.is_settled:
+            return timed(replicas, step, parts, counts=counts, speeds=speeds)
+        return replicas.run(step, parts)
+
+    def gather_parts(self, rows: Tensor) -> Tensor:
+        """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
+
+        Raises:
+            StepError: There is no such step under way; or the parts cannot meet, or do not go together.
+        """
+        meeting = meeting_here()
+        return super().gather_parts(rows) if meeting is None else meeting.gather(rows)
 
     def close(self) -> None:
         """Release the replicas and end their threads."""

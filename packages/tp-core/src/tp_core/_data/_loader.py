@@ -6,17 +6,15 @@ sees the same batches, takes its share of each, and no rank has to tell another 
 samples it has.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tp_core._data._batches import EpochBatches, Share, tell_epoch
+from tp_core._data._batches import EpochBatches, Share
 from tp_core._data._counting import count_samples
-from tp_core._data._seeding import seeded
-from tp_core._data._user_loaders import cannot_shard, copy_loader, is_indexed, order_is_ours, position_holder
-from tp_core._data._workers import outliving_workers
+from tp_core._data._streams import Stream, split_stream, start
+from tp_core._data._user_loaders import cannot_shard, copy_loader, is_indexed, order_is_ours
 from tp_core.errors import LoaderError
 
 __all__ = ["PreparedLoader"]
@@ -36,8 +34,12 @@ class PreparedLoader:
         number: Which batch of the epoch was yielded last, from 0: of those of all data ranks. In evaluation
             a rank may have no sample of a batch, and does not meet it.
         share: How many samples of it this rank has, and all ranks have; ``None`` before the first.
+        goes_on: Whether an iteration over a stream goes on where the one before was left, instead of
+            beginning anew. It ends where its taker ends it, or at the stream's end if it began with it.
     """
 
+    goes_on = False
+    stream: Stream | None = None
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     number = -1
     share: Share | None = None
@@ -89,14 +91,24 @@ class PreparedLoader:
         self._on_share = on_share
         self._agree = agree if shard else None
         self._any_rank, self._agree_on_start = any_rank, agree
-        self._size = size
+        self._rank, self._size = rank, size
         self._batches: EpochBatches | None = None
         self._source = loader
+        self._is_split = False
         if not shard or not is_indexed(loader):
-            if shard and size > 1:
+            own = split_stream(loader, self._rank, size) if shard else None
+            if own is not None:
+                self._source, self._is_split = own, size > 1
+            elif shard and size > 1:
                 raise LoaderError(cannot_shard(loader, size))
-            if collate is not None and isinstance(loader, DataLoader):
-                self._source = copy_loader(loader, None, collate)
+            if collate is not None and isinstance(self._source, DataLoader):
+                self._source = copy_loader(self._source, None, collate)
+            self.stream = Stream(
+                self._source,
+                seed=seed,
+                size=size if self._is_split else 1,
+                is_ours=self._source is not loader,
+            )
             return
         if size > 1 and isinstance(loader.sampler, DistributedSampler):
             msg = (
@@ -133,6 +145,12 @@ class PreparedLoader:
             LoaderError: The user's loader has no length.
         """
         source = self.loader if self._batches is None else self._batches
+        if self._is_split:
+            msg = (
+                f"the length of a stream says nothing of the shares of {self._size} ranks; give the number "
+                "of batches that make an epoch: steps_per_epoch=..."
+            )
+            raise LoaderError(msg)
         if isinstance(source, Sized):
             try:
                 return len(source)
@@ -152,35 +170,36 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         first, self._first = self._first, 0
-        if self._batches is None:
-            batches = self._iterate_opaque(epoch, first)
+        if self.stream is not None:
+            batches = self._iterate_opaque(epoch, first, self.stream)
         else:
-            batches = self._iterate_indexed(epoch, first, self._batches)
+            batches = self._iterate_indexed(epoch, first)
         return batches if self.watch is None else self.watch(batches)
 
-    def _iterate_indexed(self, epoch: int, first: int, batches: EpochBatches) -> Iterator[Any]:
+    def _iterate_indexed(self, epoch: int, first: int) -> Iterator[Any]:
         """Yield from a loader whose batches are chosen by us."""
-        move, on_share = self._move, self._on_share
+        move, on_share, batches = self._move, self._on_share, self._batches
+        if batches is None:
+            return
         batches.start(epoch, first=first)
         if self._agree is not None and not order_is_ours(batches.inner):
             self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
         shares = batches.shares
-        for batch in self._begin(self._source, epoch):
+        for batch in start(self._source, seed=self._seed, epoch=epoch, is_ours=True):
             self.number, self.share = shares.popleft()
             if on_share is not None:
                 on_share(self.share)
             yield batch if move is None else move(batch)
 
-    def _iterate_opaque(self, epoch: int, first: int) -> Iterator[Any]:
+    def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
         move, on_share = self._move, self._on_share
-        tell_epoch(self.loader, epoch)
         share = Share(0, 0)
-        source = self._begin(self._source, epoch)
+        source = stream.epoch(epoch, goes_on=self.goes_on, done=first)
         if self._any_rank is not None:
             yield from self._iterate_together(source, self._any_rank)
             return
-        for number, batch in enumerate(islice(source, first, None) if first else source, start=first):
+        for number, batch in enumerate(source, start=first):
             self.number = number
             if on_share is not None:
                 # The other ranks' counts are not known here: theirs are taken to be the same.
@@ -213,13 +232,6 @@ class PreparedLoader:
                 self._on_share(Share(0 if mine is _NOTHING else samples, samples * self._size))
             yield batch if self._move is None else self._move(batch)
 
-    def _begin(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Begin to iterate; what that draws (a seed for workers) is not the model's to miss."""
-        if type(source) in {list, tuple}:  # which draw nothing; seeding all generators takes 0.1 ms
-            return iter(source)
-        with seeded(self._seed, epoch, 1), outliving_workers(source, keep=source is not self.loader):
-            return iter(source)
-
     def _n_samples(self) -> int | None:
         dataset = getattr(self.loader, "dataset", None)
         return len(dataset) if isinstance(dataset, Sized) else None
@@ -239,8 +251,8 @@ class PreparedLoader:
             state["dataset"] = self._n_samples()
             if not order_is_ours(self._batches.inner):
                 state["order"] = self._batches.digest
-        elif (holder := position_holder(self.loader)) is not None:
-            state["position"] = holder.state_dict()
+        elif self.stream is not None:
+            state["stream"] = self.stream.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> int:
@@ -276,15 +288,15 @@ class PreparedLoader:
             self._first = batches = self._batches.find(
                 self._epoch, state.get("samples", 0), order=state.get("order")
             )
-        elif "position" in state and (holder := position_holder(self.loader)) is not None:
-            holder.load_state_dict(state["position"])
-        elif replay or not batches or isinstance(self.loader, Sequence):
-            self._first = batches
-        else:
-            msg = (
-                f"the loader ({type(self.loader).__name__}) cannot be put at batch {batches} without "
-                "reading those before it; give it, or its dataset, state_dict() and "
-                "load_state_dict(), or allow the reading: Checkpoints(..., replay=True)"
+        elif self.stream is not None:
+            stream = state.get("stream") or state
+            self.stream.load_state_dict(
+                stream,
+                seed=self._seed,
+                epoch=self._epoch,
+                batches=batches,
+                replay=replay,
+                goes_on=self.goes_on,
             )
-            raise LoaderError(msg)
+            self._first = batches
         return batches

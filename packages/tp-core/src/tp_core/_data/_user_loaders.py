@@ -84,6 +84,7 @@ def cannot_shard(loader: object, size: int) -> str:
             what += " with batch_size=None"
     return (
         f"the batches of a loader without sample indices ({what}) cannot be split over {size} "
-        "ranks; give a DataLoader over a dataset with length and a batch size, or give each rank "
-        "its own samples (data_rank, data_size) and pass shard=False"
+        "ranks; give a DataLoader with a batch size over a dataset with length, or over an iterable one with "
+        "shard(index, count), which returns the part that no other index has; or give each rank its own "
+        "samples (data_rank, data_size) and pass shard=False"
     )

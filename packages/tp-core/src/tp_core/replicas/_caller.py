@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from tp_core.replicas._random import SerializedRng
 
-__all__ = ["Caller", "on_device"]
+__all__ = ["Caller", "has_modes", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Caller:
             # torch has no public way to ask for the hooks that it lets one set, nor for modes.
             torch._C._autograd._top_saved_tensors_default_hooks(True),
             torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
-            _has_modes(),
+            has_modes(),
         )
 
     def call(
@@ -116,8 +116,11 @@ class Caller:
         return contexts
 
 
-def _has_modes() -> bool:
-    """Return whether this thread is in a TorchFunctionMode or TorchDispatchMode of other code."""
+def has_modes() -> bool:
+    """Return whether this thread is in a TorchFunctionMode or TorchDispatchMode of other code.
+
+    The parts of a call then run one after the other, in this thread.
+    """
     if torch._C._len_torch_dispatch_stack():
         return True
     if not torch._C._len_torch_function_stack():

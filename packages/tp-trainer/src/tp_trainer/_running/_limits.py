@@ -26,6 +26,7 @@ class Limits:
         val_every_steps: Validate after so many optimizer steps too, not at the ends of epochs alone.
         sanity_val_batches: On how many batches to try the validation before the first step.
         overfit_batches: Train on so many batches alone, the same ones in every epoch.
+        restart_stream: Whether every epoch begins a stream anew, instead of going on in it.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -38,6 +39,7 @@ class Limits:
     val_every_steps: int | None = None
     sanity_val_batches: int = 0
     overfit_batches: int | None = None
+    restart_stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps_per_epoch", "max_steps", "val_every_steps", "overfit_batches"):

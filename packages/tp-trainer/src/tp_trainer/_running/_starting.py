@@ -123,6 +123,7 @@ def start_loop(
     Collectives: one gather of objects.
     """
     steps = _steps_in(train, settings.limits)
+    train.goes_on = settings.limits.overfit_batches is None and not settings.limits.restart_stream
     logged = {LOG_STATE: logs} if logs.is_asked else {}
     kept = Kept(session, settings.state, found.others, callbacks={**settings.events.states(), **logged})
     kinds = {

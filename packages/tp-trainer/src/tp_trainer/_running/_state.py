@@ -155,6 +155,7 @@ class RunState:
         }
         own = {
             "data_rank": session.data_rank,
+            "stream": position.pop("stream", None),  # each rank stands elsewhere in its own share
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
             "state": kept.own,
@@ -199,8 +200,14 @@ class RunState:
         self.metrics, self.validated_at = common.get("metrics", {}), common.get("validated_at", 0)
         self.epoch, self.seconds = common["epoch"], common["seconds"]
         self.kept.restore(path, tensors, common.get("state", {}), [mine.get("state", {}) for mine in ranks])
-        self.first = self._train.load_state_dict(common["position"], replay=replay)
+        position = common["position"] | {"stream": self._stream_in(ranks)}
+        self.first = self._train.load_state_dict(position, replay=replay)
         self._restore_own(path, common, ranks)
+
+    def _stream_in(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return where this rank's share of a stream stood; where there is none of its own, another's."""
+        by_rank = {mine["data_rank"]: mine.get("stream") for mine in ranks}
+        return by_rank.get(self._session.data_rank, by_rank.get(0))
 
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Take what is this rank's own: its sums and its random generators."""

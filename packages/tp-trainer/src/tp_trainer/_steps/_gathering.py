@@ -94,6 +94,8 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
         what = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__
         msg = f"all_gather() takes a tensor whose first dimension goes over samples, got {what}"
         raise StepError(msg)
+    if session.runs_step_in_parts:
+        rows = session.gather_parts(rows)
     if session.data_size == 1:
         return rows
     shape = tuple(rows.shape[1:]), str(rows.dtype)

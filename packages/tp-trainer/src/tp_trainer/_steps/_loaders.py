@@ -158,23 +158,35 @@ def _after_the_loop() -> str:
 
 
 class Epochs:
-    """Counts the epochs of the loaders that a trainer has trained on, as long as the loaders live.
+    """Knows where the loaders are that a trainer has trained on, as long as the loaders live.
 
-    A loader that cannot be referred to weakly, such as a list, has one order in all epochs.
+    A loader that cannot be referred to weakly, such as a list, has one order in all epochs. A stream lives as
+    long as this.
     """
 
     def __init__(self) -> None:
         self._next: MutableMapping[Any, int] = WeakIdKeyDictionary()
+        self._streams: MutableMapping[Any, Any] = WeakIdKeyDictionary()
 
     def go_on(self, loader: Any, prepared: PreparedLoader) -> None:
         """Make a loader that was just prepared begin with the epoch after the last one of ``loader``."""
         if prepared is not loader and _is_known_by_reference(loader) and loader in self._next:
             prepared.set_epoch(self._next[loader])
+            if loader in self._streams:
+                prepared.stream = self._streams[loader]
 
     def note(self, loader: Any, prepared: PreparedLoader) -> None:
         """Note which epoch of ``loader`` is next."""
         if prepared is not loader and _is_known_by_reference(loader):
             self._next[loader] = prepared.next_epoch
+            if prepared.goes_on and prepared.stream is not None:
+                self._streams[loader] = prepared.stream
+
+    def close(self) -> None:
+        """End the iterations of streams, and their workers."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
 
 
 def _is_known_by_reference(loader: Any) -> bool:

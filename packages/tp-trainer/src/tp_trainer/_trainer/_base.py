@@ -186,6 +186,7 @@ class TrainerBase:
 
     def close(self) -> None:
         """End what was started; calling it again does nothing."""
+        self._epochs.close()
         if self._session is not None:
             self._session.close()
 

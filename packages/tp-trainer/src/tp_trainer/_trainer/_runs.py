@@ -58,6 +58,7 @@ class Runs(RunStarter):
         val_every_steps: int | None = None,
         sanity_val_batches: int = 0,
         overfit_batches: int | None = None,
+        restart_stream: bool = False,
         callbacks: Iterable["Callback | str"] = (),
         log: "LogSpec" = None,
         log_every_steps: int = 50,
@@ -103,6 +104,7 @@ class Runs(RunStarter):
             val_every_steps: Evaluate ``val_loader`` after so many optimizer steps, too.
             sanity_val_batches: On how many batches to try the validation before the first step.
             overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
             callbacks: What takes part in the run, or names of installed ones.
             log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow"), or
                 loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record is kept in its
@@ -146,6 +148,7 @@ class Runs(RunStarter):
                 val_every_steps=val_every_steps,
                 sanity_val_batches=sanity_val_batches,
                 overfit_batches=overfit_batches,
+                restart_stream=restart_stream,
             ),
             validates=val_loader is not None,
             step_timeout_s=step_timeout_s,
@@ -187,6 +190,7 @@ class Runs(RunStarter):
         val_every_steps: int | None = None,
         sanity_val_batches: int = 0,
         overfit_batches: int | None = None,
+        restart_stream: bool = False,
         step_timeout_s: float | None = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
@@ -213,6 +217,7 @@ class Runs(RunStarter):
             val_every_steps: Validate after so many optimizer steps, too.
             sanity_val_batches: Above 0, try the validation once before the first step.
             overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
             step_timeout_s: As in :meth:`fit`.
             checkpoint: As in :meth:`fit`; what it saves is ``state``, and how far the run is.
             resume: As in :meth:`fit`.
@@ -252,6 +257,7 @@ class Runs(RunStarter):
                 val_every_steps=val_every_steps,
                 sanity_val_batches=sanity_val_batches,
                 overfit_batches=overfit_batches,
+                restart_stream=restart_stream,
             ),
             validates=validate is not None,
             step_timeout_s=step_timeout_s,

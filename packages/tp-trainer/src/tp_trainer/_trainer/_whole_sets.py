@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from tp_core.errors import StepError
 
 from tp_trainer._checks._objects import check_loader, check_model
 from tp_trainer._checks._values import check_callable
@@ -126,7 +125,7 @@ class WholeSets(TrainerBase):
         return gather_rows(session, value, is_nothing=is_nothing)
 
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
-        """Return the rows of all data ranks, with gradients: for losses that compare samples.
+        """Return the rows of all data ranks and devices, with gradients: for losses that compare samples.
 
         To be called in a step or in one's own loop, on all ranks alike. A loss that every rank computes
         from all rows, the same on all of them, then has the gradient of one device on the whole batch.
@@ -139,21 +138,14 @@ class WholeSets(TrainerBase):
             The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
 
         Raises:
-            StepError: The backend runs the step on parts of the batch that do not see each other; or there
-                are no rows; or a rank without a sample of the batch does not take part.
+            StepError: The backend runs the step on parts of the batch, and this is not such a step, or not
+                all parts take part; or there are no rows; or a rank without a sample does not take part.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
         all-reduce.
         """
         session = self.session
-        if session.runs_step_in_parts:
-            msg = (
-                f"the backend {self.selection.chosen.name!r} runs the step on each device's part of the "
-                "batch, and the parts do not see each other's rows; take Trainer(backend='dp-gather'), whose "
-                "steps see the whole batch, or one process per device: tp launch -n N script.py"
-            )
-            raise StepError(msg)
         from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
 
         return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))

@@ -144,6 +144,27 @@ class Session(RankSession, GradientSession):
         """
         return step(model, batch)
 
+    def gather_parts(self, rows: Tensor) -> Tensor:  # noqa: ARG002 - for those that can
+        """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
+
+        For backends whose ``runs_step_in_parts``: those that cannot bring the parts together leave it.
+
+        Args:
+            rows: Of the part at hand, (samples, ...).
+
+        Returns:
+            The rows of all parts in the order of the batch, on the device of ``rows``.
+
+        Raises:
+            StepError: No such step is under way, or the backend does not bring its parts together.
+        """
+        msg = (
+            f"{type(self).__name__} runs the step on each device's part of the batch, and here the parts do "
+            "not see each other's rows; call all_gather() in a step that fit() or trainer.run() runs, or "
+            "take Trainer(backend='dp-gather'), whose steps see the whole batch"
+        )
+        raise StepError(msg)
+
     def run_several(
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
     ) -> StepOutput:
