@@ -106,8 +106,18 @@ if "TP_PEERS_LOKY" not in os.environ:
     _in_programs_too()
 
 
+def pytest_runtest_makereport(call):
+    """End what a test that failed in its middle has left: its own end would wait for all of its calls."""
+    if call.when == "call" and call.excinfo is not None:
+        _stop_all()
+
+
 def pytest_runtest_logfinish():
-    """End what a test that failed in its middle has left: loky's next ones would count its processes."""
+    """End what a test has left: loky's next ones would count its processes."""
+    _stop_all()
+
+
+def _stop_all():
     for executor in list(_open):
         executor._pool.stop()
     _open.clear()

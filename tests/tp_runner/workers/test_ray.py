@@ -19,9 +19,10 @@ from tp_runner import (
     WorkerError,
 )
 from tp_runner._registered import RayEngine
+from tp_runner._workers._ray import _scaling
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,53 @@ def test_actors_are_placed_by_the_resources_that_they_take(cluster):
         Ordered(["cuda:0", "cuda:0"], engine="ray")
     with pytest.raises(ConfigError, match="1 GPU"):
         Ordered(1, engine="ray", resources={"num_gpus": 1})
+
+
+def test_fractions_of_resources_let_actors_share_what_there_is(cluster):
+    special = cluster.list_all_nodes()[1].node_id
+    with Ordered(4, engine="ray", resources={"special": 0.5, "num_cpus": 0.25}) as runner:
+        assert set(runner.stream([("node",)] * 20)) == {special}
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("placement", "n_nodes"), [("strict_spread", 2), ("strict_pack", 1)])
+def test_places_are_held_for_all_actors_and_given_back(placement, n_nodes):
+    for _ in range(2):  # the places of the first one are free again
+        with Ordered(2, engine="ray", placement=placement) as runner:
+            places = {worker.where for worker in runner.stats().workers}
+            assert len(places) == n_nodes
+            assert all(f"on cpu of {place}" in str(runner.stats()) for place in places)
+            for node in set(runner.stream([("node",)] * 20)):
+                assert any(node[:8] in place for place in places)
+    with pytest.raises(ConfigError, match="room for 2 of 3 actors placed by"):
+        Ordered(3, engine="ray", placement=placement)
+    with pytest.raises(ConfigError, match="leave out min_workers=1"):
+        Ordered(3, engine="ray", placement=placement, min_workers=1)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypatch, tmp_path):
+    monkeypatch.setattr(_scaling, "GROW_S", 0.1)
+    monkeypatch.setattr(_scaling, "IDLE_S", 0.1)
+    with Ordered(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
+
+        def there():
+            return sum(bool(worker.where) for worker in runner.stats().workers)
+
+        def items():
+            while there() < 3:  # one worker that is always busy gets help
+                yield ("sleep", 0.05)
+            while there() > 1:  # which goes again when there is next to nothing to do
+                time.sleep(0.3)
+                yield ("sleep", 0.0)
+            yield from range(100)
+
+        assert there() == 1
+        *_, last = runner.stream(items())
+        assert last == 1099
+        assert len(list(tmp_path.iterdir())) >= 1  # those that went have ended in order
+    with pytest.raises(ConfigError, match="min_workers=4 is more than there are devices, 3"):
+        Ordered(3, engine="ray", min_workers=4)
 
 
 def test_the_loss_of_a_node_is_mended_on_the_other(cluster, caplog):

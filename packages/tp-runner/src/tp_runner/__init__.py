@@ -12,7 +12,7 @@ The way of an item, and the files that it passes::
         v
     _scheduling/                             whoever waits for results does all of this, for every run
         Source.take                          _source: lists at once, anything else through a thread
-        Run.next_chunk                       _run: bounds, order;  _chunking: how many items travel together
+        Run.next_chunk                       _run: order;  _bounds;  _chunking: how many items travel together
         Scheduler.dispatch                   _scheduler: the runs take turns;  _assignments: who has what
         |  ^
         v  |  Chunk  /  Done, Ready, Died    _workers/_events: all that passes between the two rooms

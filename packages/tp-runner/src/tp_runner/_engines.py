@@ -41,6 +41,7 @@ class EngineSpec:
 
 _RAY_ONLY = "only Ray places workers by them"
 _PROCESSES_ONLY = "only processes are replaced"
+_RAY = dict.fromkeys(("min_workers", "placement", "resources"), _RAY_ONLY)
 _NOT_REPLACED = {"max_items_per_worker": _PROCESSES_ONLY, "max_memory_per_worker": _PROCESSES_ONLY}
 
 ENGINES = {
@@ -51,13 +52,13 @@ ENGINES = {
             "tp_runner._workers._inline:InlineFleet",
             10,
             "one item after the other, in the caller's thread",
-            unfit=_NOT_REPLACED
+            unfit=_RAY
+            | _NOT_REPLACED
             | {
                 "log_level": "there is no worker",
                 "max_restarts": "there is no worker",
                 "max_wait_s": "the input is read in the caller's thread",
                 "preload": "there is no worker",
-                "resources": _RAY_ONLY,
                 "start_method": "there is no worker",
                 "start_timeout_s": "the caller's own thread cannot be stopped",
                 "threads": "there is no worker",
@@ -69,7 +70,7 @@ ENGINES = {
             "tp_runner._workers._process._fleet:ProcessFleet",
             80,
             "one process for each device",
-            unfit={"resources": _RAY_ONLY},
+            unfit=_RAY,
         ),
         EngineSpec(
             "ray",
@@ -84,12 +85,12 @@ ENGINES = {
             40,
             "one thread for each device; they share one interpreter",
             remedy="engine='process' for work in Python",
-            unfit=_NOT_REPLACED
+            unfit=_RAY
+            | _NOT_REPLACED
             | {
                 "log_level": "records of threads are the parent's own",
                 "max_restarts": "threads do not die",
                 "preload": "threads share what is imported",
-                "resources": _RAY_ONLY,
                 "seed": "threads share one generator",
                 "start_method": "threads are not started by one",
                 "threads": "they all share the process's own setting",

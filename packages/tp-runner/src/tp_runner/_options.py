@@ -16,6 +16,7 @@ from tp_runner._batching import Batching
 __all__ = ["START_METHODS", "RunnerOptions", "Settings", "available_cores", "make_settings"]
 
 START_TIMEOUT_S = 600.0
+PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 START_METHODS = ("forkserver", "spawn", "fork")
 
 
@@ -34,7 +35,11 @@ class RunnerOptions(TypedDict, total=False):
         max_restarts: How often dead workers are started again in the runner's life; 0 by default.
         max_retries: How often a failed item is tried again; 0 by default.
         max_wait_s: How long an incomplete batch waits for more items; by default for as long as it takes.
+        min_workers: With how many actors a Ray cluster begins; there are more, one for each device at most,
+            only while all have been busy, and fewer again when some have nothing to do.
         on_error: ``"raise"`` a failure, or ``"return"`` it in the item's place.
+        placement: How a Ray cluster holds places for all actors before the first one starts: ``"pack"`` on
+            few nodes, ``"spread"`` over many; ``"strict_pack"`` and ``"strict_spread"`` or not at all.
         preload: Modules that the fork server imports once, before it forks workers, instead of each worker;
             none that starts threads or touches a CUDA device when it is imported.
         resources: What one Ray actor takes of its cluster, by Ray's names.
@@ -59,7 +64,9 @@ class RunnerOptions(TypedDict, total=False):
     max_restarts: int | None
     max_retries: int | None
     max_wait_s: float | None
+    min_workers: int | None
     on_error: Literal["raise", "return"] | None
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] | None
     preload: Sequence[str] | None
     resources: Mapping[str, float] | None
     seed: int | None
@@ -97,8 +104,8 @@ class Settings:
         timeline: Whether what each worker does when is kept.
         seed: What the random numbers of items depend on, beside their places.
         start_timeout_s: How long a worker's start may take.
-        max_items_per_worker: After how many items a worker is replaced.
-        max_memory_per_worker: With how many bytes of private memory it is.
+        min_workers: With how many actors a Ray cluster begins; ``None`` for all.
+        placement: How a Ray cluster holds places for all actors; ``None`` to hold none.
         resources: What each actor takes of a Ray cluster.
     """
 
@@ -120,6 +127,8 @@ class Settings:
     start_timeout_s: float | None = None
     max_items_per_worker: int | None = None
     max_memory_per_worker: int | None = None
+    min_workers: int | None = None
+    placement: str | None = None
     resources: Mapping[str, float] | None = None
 
 
@@ -155,6 +164,8 @@ def make_settings(
     }
     _check_choice(values, "start_method", START_METHODS)
     _check_choice(values, "on_error", ("raise", "return"))
+    _check_choice(values, "placement", PLACEMENTS)
+    _check_fewest(given, n_workers)
     for name in ("max_retries", "max_restarts"):
         _check_whole(values, name, 0)
     _check_whole(values, "seed", 0)
@@ -187,6 +198,20 @@ def _batching(given: dict[str, Any]) -> Batching | None:
         msg = f"collate must be a function of a list of items, got {collate!r}"
         raise ConfigError(msg)
     return Batching(size, collate)
+
+
+def _check_fewest(given: Mapping[str, Any], n_workers: int) -> None:
+    _check_whole(given, "min_workers", 1)
+    fewest = given.get("min_workers", n_workers)
+    if fewest > n_workers:
+        msg = f"min_workers={fewest} is more than there are devices, {n_workers}; it is how many begin"
+        raise ConfigError(msg)
+    if fewest < n_workers and "placement" in given:
+        msg = (
+            f"placement={given['placement']!r} holds places for all {n_workers} actors before they start; "
+            f"leave out min_workers={fewest}"
+        )
+        raise ConfigError(msg)
 
 
 def _check_choice(values: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> None:

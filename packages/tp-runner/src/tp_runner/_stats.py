@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class WorkerStats:
         working_s: Seconds it worked on them.
         sending_s: Seconds it spent on sending results.
         deaths: How often it died.
+        where: Which node of a cluster it is on now; empty where there is none, or the worker is not there.
     """
 
     worker: int
@@ -39,6 +41,7 @@ class WorkerStats:
     working_s: float
     sending_s: float
     deaths: int
+    where: str = ""
 
     @property
     def utilization(self) -> float:
@@ -69,7 +72,8 @@ class RunnerStats:
     def __str__(self) -> str:
         head = f"{self.delivered} results in {self.elapsed_s:.2f} s ({self.rate:.1f}/s)"
         lines = [
-            f"  worker {w.worker} on {w.device}: {w.items} items in {w.chunks} chunks, "
+            f"  worker {w.worker} on {w.device}{w.where and f' of {w.where}'}: {w.items} items "
+            f"in {w.chunks} chunks, "
             f"{w.utilization:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, "
             f"sending {w.sending_s:.2f} s), died {w.deaths} times"
             for w in self.workers
@@ -143,8 +147,8 @@ class StatsCollector:
         """Note a death."""
         self._counts[worker].deaths += 1
 
-    def snapshot(self) -> RunnerStats:
-        """Return the figures of this moment."""
+    def snapshot(self, where: Callable[[int], str]) -> RunnerStats:
+        """Return the figures of this moment; ``where`` tells which machine a worker is on."""
         workers = tuple(
             WorkerStats(
                 worker,
@@ -155,6 +159,7 @@ class StatsCollector:
                 counts.working_s,
                 counts.sending_s,
                 counts.deaths,
+                where(worker),
             )
             for worker, (device, counts) in enumerate(zip(self.devices, self._counts, strict=True))
         )

@@ -185,7 +185,7 @@ class RunnerPool:
 
     def stats(self) -> RunnerStats:
         """Return what the workers did so far."""
-        return self._scheduler.collector.snapshot()
+        return self._scheduler.collector.snapshot(self.fleet.where)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what each worker did when, in the Chrome trace format.

@@ -7,7 +7,7 @@ from tp_core.errors import TpError
 
 from tp_runner._options import Settings
 from tp_runner._scheduling._assignments import Assignments
-from tp_runner._scheduling._chunking import MOST_ITEMS, Chunking
+from tp_runner._scheduling._bounds import Bounds
 from tp_runner._scheduling._retries import (
     Death,
     Decision,
@@ -25,12 +25,6 @@ from tp_runner._workers._fleet import Fleet
 from tp_runner._workers._pickle_errors import shortened
 
 __all__ = ["Run"]
-
-CHUNKS_PER_WORKER = 16
-"""So many chunks may be on their way or waiting for their turn, for each worker: enough for the
-workers to go on while a slow item holds up those behind it."""
-FEW_CHUNKS = 4
-"""The same while it is the consumer that everybody waits for."""
 
 
 class Run:
@@ -73,16 +67,8 @@ class Run:
         self._retry: collections.deque[Chunk] = collections.deque()
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
-        self._n_items = 0  # on their way, or waiting for their turn
-        self._n_chunks = 0
-        self._nbytes = 0
-        self._batch = settings.batching.size if settings.batching else 1
-        self._limit: int | None = None
-        most = fleet.most_items or MOST_ITEMS
-        if settings.queue_scale is not None:
-            self._limit = max(int(settings.queue_scale * fleet.size), fleet.size, self._batch)
-            most = min(most, max(1, self._limit // (2 * fleet.size)))
-        self.chunking = Chunking(whole=self._batch, most=max(most, self._batch))
+        self._bounds = Bounds(settings, fleet)
+        self.chunking = self._bounds.chunking
 
     # -- the consumer's side -------------------------------------------------------------------
 
@@ -97,9 +83,9 @@ class Run:
         Raises:
             Exception: What the input raised, or why no worker is left.
         """
-        if self._fatal is not None and (not self._n_chunks or not self._ordered):
+        if self._fatal is not None and (not self._bounds.n_chunks or not self._ordered):
             raise self._fatal
-        if self._n_chunks:
+        if self._bounds.n_chunks:
             return False
         if self.source.exhausted and self.source.error is not None:
             raise self.source.error
@@ -113,7 +99,7 @@ class Run:
 
     def awaits_results(self) -> bool:
         """Whether something is on its way, or may still come from the input."""
-        return bool(self._n_chunks or not self.source.exhausted)
+        return bool(self._bounds.n_chunks or not self.source.exhausted)
 
     def next_finished(self) -> Chunk | None:
         """Return the next chunk to give, if it has finished."""
@@ -130,14 +116,8 @@ class Run:
             good = next((c for c in queue if not c.failed), None)
             if good is not None:
                 queue.remove(good)
-                return self._counted_out(good)
-        return self._counted_out(queue.popleft())
-
-    def _counted_out(self, chunk: Chunk) -> Chunk:
-        self._n_items -= len(chunk.items)
-        self._n_chunks -= 1
-        self._nbytes -= chunk.nbytes
-        return chunk
+                return self._bounds.out(good)
+        return self._bounds.out(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
         """Return what to give for a finished chunk, and what to raise after it."""
@@ -190,29 +170,14 @@ class Run:
     def _new_chunk(self, most: int | None) -> Chunk | None:
         if self.source.exhausted:
             return None
-        n_workers = self._fleet.size
-        n_items = self.chunking.next_size(self.source.remaining, n_workers)
-        if most is not None:
-            n_items = min(n_items, max(most, self._batch))
-        if self._limit is not None:
-            n_items = min(n_items, self._limit - self._n_items)
-        else:
-            slow = self.chunking.waits_for_consumer()
-            if self._n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * n_workers:
-                return None
-        if self._n_chunks and self.chunking.bytes_per_item:
-            left = self._settings.max_bytes - self._nbytes
-            n_items = min(n_items, int(left / self.chunking.bytes_per_item))
-        if n_items < self._batch:
-            return None
-        items = self.source.take(n_items, whole=self._batch)
+        n_items = self._bounds.room(self.source.remaining, most)
+        items = self.source.take(n_items, whole=self._bounds.whole) if n_items else []
         if not items:
             return None
         chunk = Chunk(self._assignments.next_seq(), self._next_index, items, self.number)
         chunk.is_long = self.chunking.is_long()
         self._next_index += len(items)
-        self._n_items += len(items)
-        self._n_chunks += 1
+        self._bounds.into(chunk)
         if self._ordered:
             self._queue.append(chunk)
         return chunk
@@ -220,12 +185,12 @@ class Run:
     def on_sent(self, chunk: Chunk, nbytes_before: int) -> None:
         """Note that a chunk has left, now that its size is known."""
         if chunk.parent is None:
-            self._nbytes += chunk.nbytes - nbytes_before
+            self._bounds.nbytes += chunk.nbytes - nbytes_before
 
     def on_done(self, chunk: Chunk, done: Done) -> None:
         """Note that a chunk has come back."""
         if chunk.parent is None:
-            self._nbytes += done.nbytes - chunk.nbytes
+            self._bounds.nbytes += done.nbytes - chunk.nbytes
         self.chunking.learn(len(chunk.items), done.timing.worked_s, max(done.nbytes, chunk.nbytes))
         if chunk.parent is None:
             chunk.nbytes = done.nbytes

@@ -88,6 +88,11 @@ class Fleet(abc.ABC):
         del worker
         return None
 
+    def where(self, worker: int) -> str:
+        """Return which machine a worker is on, where there are several."""
+        del worker
+        return ""
+
     def ready(self, worker: int) -> bool:
         """Whether a worker may be given chunks now."""
         return self.alive(worker)

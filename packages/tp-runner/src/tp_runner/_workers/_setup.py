@@ -145,7 +145,7 @@ def _keep_freed_memory() -> None:
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return  # somebody has set this as they like it
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.pythonapi, "mallopt", None)  # opening the C library anew takes longer
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, 128 << 20)

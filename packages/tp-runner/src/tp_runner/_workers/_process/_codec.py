@@ -55,9 +55,10 @@ class Codec:
             memory[at : at + buffer.nbytes] = buffer
             table.append((at, buffer.nbytes))
             at = _wire.align(at + buffer.nbytes)
-        blob = b"".join((_wire.encode_table(table), payload))
+        head = _wire.encode_table(table)
         if not small:
-            memory[at : at + length] = blob
+            memory[at : at + len(head)] = head
+            memory[at + len(head) : at + length] = payload
         room = block.offset + inputs
         request = _wire.Request(
             _wire.WORK,
@@ -73,7 +74,7 @@ class Codec:
         )
         header = _wire.REQUEST.pack(*request)
         chunk.nbytes = nbytes
-        return block, header + blob if small else header
+        return block, b"".join((header, head, payload)) if small else header
 
     def _pack(self, items: list[Any]) -> tuple[bytes, list[memoryview]]:
         try:

@@ -126,7 +126,7 @@ class WorkerHandle:
         """Yield the header and the blob of each message that has come; never wait."""
         head = _wire.REPLY
         try:
-            data: Any = os.read(self.replies, 1 << 18)
+            data: Any = os.read(self.replies, 1 << 16)  # what a pipe holds
         except BlockingIOError:
             return
         if not data:

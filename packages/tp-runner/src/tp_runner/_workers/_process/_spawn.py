@@ -3,6 +3,7 @@
 import abc
 import atexit
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,15 +24,18 @@ class Process(abc.ABC):
     def wait(self, timeout_s: float) -> int | None:
         """Return its exit status, negative for a signal; ``None`` if it has not ended in time."""
         deadline = time.monotonic() + timeout_s
-        pause_s = 0.0005
+        pause_s = 0.0
         while self._exitcode is None:
             self._exitcode = self._poll()
             if self._exitcode is None:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return None
-                time.sleep(min(pause_s, left_s))
-                pause_s = min(pause_s * 2, 0.05)
+                if pause_s:  # nobody could wait for its end itself, or who tells how it ended is late
+                    time.sleep(min(pause_s, left_s))
+                else:
+                    _await_end(self.pid, left_s)
+                pause_s = min(pause_s * 2 or 0.0005, 0.05)
         return self._exitcode
 
     def kill(self) -> None:
@@ -42,6 +46,20 @@ class Process(abc.ABC):
     @abc.abstractmethod
     def _poll(self) -> int | None:
         """Return the exit status without waiting."""
+
+
+def _await_end(pid: int, timeout_s: float) -> None:
+    """Wait until a process has ended, where the system can tell of it."""
+    try:
+        fd = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # only Linux has it; or there is nobody any more
+        return
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+    finally:
+        os.close(fd)
 
 
 class _Child(Process):

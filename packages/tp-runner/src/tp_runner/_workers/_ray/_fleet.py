@@ -1,12 +1,10 @@
 """Workers that are actors on a Ray cluster: one for each device, placed by the resources it needs."""
 
 import contextlib
-import importlib
 import logging
 import math
 import pickle
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from tp_core.errors import ConfigError
@@ -17,10 +15,12 @@ from tp_runner._workers._failure import INIT, RESULT, Failure, failure_to_error
 from tp_runner._workers._fleet import Fleet
 from tp_runner._workers._logging import handle_record
 from tp_runner._workers._program import dump_program
+from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
+from tp_runner._workers._ray._scaling import Scaling
 from tp_runner._workers._ray._worker import RayWorker, packed
 from tp_runner._workers._setup import Setup
 
-__all__ = ["RayFleet", "require_room"]
+__all__ = ["RayFleet"]
 
 _log = logging.getLogger("tp_runner")
 
@@ -37,6 +37,8 @@ class RayFleet(Fleet):
     Each takes one CPU, and one for a CUDA device one GPU, whichever is free, as its device 0; the
     option ``resources`` says otherwise.
 
+    With ``min_workers`` there are more of them only while all are busy.
+
     An actor does not tell when it begins with an item. Where items are timed it gets one at a time,
     or one batch, and the time counts from its being sent.
     """
@@ -44,7 +46,7 @@ class RayFleet(Fleet):
     most_credits = 2
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
-        self._ray = _import_ray()
+        self._ray = import_ray()
         self.devices = devices
         self._program = dump_program(program)
         self._settings = settings
@@ -56,24 +58,32 @@ class RayFleet(Fleet):
         self._inflight: dict[Any, tuple[int, int, int]] = {}
         self._begun: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
         self._woken = False
+        self._group: Any = None  # the places that are held for all of them
+        self._nodes: dict[int, str] = {}
+        self._lost: set[int] = set()  # died, and not started again
+        self._leaving: dict[Any, tuple[int, Any]] = {}  # those that have nothing to do, and end
+        self._scaling = Scaling(settings.min_workers or self.size, self.size)
 
     def start(self) -> list[Event]:
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False)
-        missing = [worker for worker in range(self.size) if worker not in self._actors]
+        missing = [worker for worker in range(self._scaling.fewest) if worker not in self._actors]
         if missing:
             self._require_room()
+        placement = self._settings.placement
+        if placement is not None and self._group is None:
+            limit_s = self._settings.start_timeout_s
+            self._group = reserve(self._ray, self._all_needs(), placement, limit_s)
         for worker in missing:
             self._launch(worker)
         others: list[Event] = []
-        grace_s: float | None = GRACE_S
-        while self._starting:
-            self.wait(grace_s)
-            events = self.poll()
-            if not events and grace_s is not None:
-                grace_s = None
-                _log.warning("still waiting for the cluster to start %d actors", len(self._starting))
-            for event in events:
+        grace_until = time.monotonic() + GRACE_S
+        while left := [worker for worker in self._starting.values() if worker in missing]:
+            self.wait(None if grace_until == math.inf else GRACE_S)
+            if time.monotonic() >= grace_until:
+                grace_until = math.inf
+                _log.warning("still waiting for the cluster to start %d actors", len(left))
+            for event in self.poll():
                 if isinstance(event, Died) and event.worker in missing:
                     self.reset()
                     failure = event.failure or Failure(INIT, "its actor died before it was ready")
@@ -84,40 +94,56 @@ class RayFleet(Fleet):
         return others
 
     def _needs(self, worker: int) -> dict[str, float]:
-        """Return what a worker takes of its node, by Ray's names."""
-        cuda = self.devices[worker].startswith("cuda")
-        needs = {"CPU": 1.0, "GPU": 1.0 if cuda else 0.0}
-        names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-        return needs | {names.get(name, name): n for name, n in (self._settings.resources or {}).items()}
+        return needs_of(self.devices[worker], self._settings.resources or {})
+
+    def _all_needs(self) -> list[dict[str, float]]:
+        return [self._needs(worker) for worker in range(self._scaling.fewest)]
 
     def _require_room(self) -> None:
-        require_room(self._ray.nodes(), [self._needs(worker) for worker in range(self.size)])
+        require_room(self._ray.nodes(), self._all_needs(), self._settings.placement)
 
     def _launch(self, worker: int) -> None:
         settings = self._settings
         device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
-        needs = self._needs(worker)
-        actor = self._ray.remote(RayWorker).options(
-            num_cpus=needs.pop("CPU"),
-            num_gpus=needs.pop("GPU"),
-            memory=needs.pop("memory", None),
-            resources=needs,
-            max_concurrency=1,
-        )
+        options = actor_options(self._ray, self._needs(worker), self._group, worker)
+        actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
+        s = settings
         setup = Setup(
-            self._program,
-            device,
-            worker,
-            self.size,
-            settings.threads,
-            False,
-            settings.batching,
-            settings.log_level,
-            settings.seed,
+            self._program, device, worker, self.size, s.threads, False, s.batching, s.log_level, s.seed
         )
         self._actors[worker] = handle = actor.remote(setup)
         self._starting[handle.ready.remote()] = worker
         self._deadlines[worker] = time.monotonic() + (settings.start_timeout_s or math.inf)
+        self._lost.discard(worker)
+
+    def where(self, worker: int) -> str:
+        return self._nodes.get(worker, "") if worker in self._actors else ""
+
+    def _scale(self) -> None:
+        """Start another worker, or let some go, as there is work for them."""
+        busy = {worker for worker, _, _ in self._inflight.values()}
+        leaving = {worker for worker, _ in self._leaving.values()}
+        new = self._scaling.grown(self._actors, busy, self._lost | leaving)
+        if new is not None:
+            self._launch(new)
+            self._deadlines[new] = math.inf  # the others do without it while the cluster has no place
+        ready = [worker for worker in self._actors if self.ready(worker)]
+        for worker in self._scaling.idle(ready, busy):
+            actor = self._actors.pop(worker)
+            self._leaving[actor.end.remote()] = worker, actor
+        for reference in self._ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
+            worker, actor = self._leaving.pop(reference)
+            self._ended(worker, reference)
+            self._ray.kill(actor)
+
+    def _ended(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
+        """Return why the orderly end of a worker failed, if it did."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            data, records = self._ray.get(reference)
+            self._log(records)
+            if data:
+                return [(worker, pickle.loads(data))]
+        return []
 
     def revive(self, worker: int) -> None:
         try:
@@ -147,7 +173,8 @@ class RayFleet(Fleet):
         self._ray.kill(self._actors[worker])
 
     def wait(self, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        limits = [limit for limit in (timeout_s, self._scaling.interval_s) if limit is not None]
+        deadline = time.monotonic() + min(limits) if limits else None
         if self._starting:
             late = min(self._deadlines[worker] for worker in self._starting.values())
             deadline = late if deadline is None else min(deadline, late)
@@ -167,6 +194,8 @@ class RayFleet(Fleet):
     def poll(self) -> list[Event]:
         events: list[Event] = []
         self._end_late_starts(events)
+        if self._scaling.interval_s is not None:
+            self._scale()
         references = [*self._starting, *self._inflight]
         if references:
             ready, _ = self._ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
@@ -189,7 +218,7 @@ class RayFleet(Fleet):
             worker = self._starting.pop(reference)
             failure = None
             try:
-                data, records = self._ray.get(reference)
+                data, records, self._nodes[worker] = self._ray.get(reference)
                 failure = pickle.loads(data) if data else None
             except self._ray.exceptions.RayError:
                 self._on_death(worker, events)
@@ -223,6 +252,7 @@ class RayFleet(Fleet):
         if worker not in self._actors:
             return
         del self._actors[worker]
+        self._lost.add(worker)
         mine = [(r, e) for r, e in self._inflight.items() if e[0] == worker]
         for reference, _ in mine:
             del self._inflight[reference]
@@ -239,8 +269,9 @@ class RayFleet(Fleet):
         self._woken = True
 
     def reset(self) -> None:
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), *(actor for _, actor in self._leaving.values())):
             self._ray.kill(actor)
+        self._leaving.clear()
         self._actors.clear()
         self._starting.clear()
         self._inflight.clear()
@@ -248,47 +279,17 @@ class RayFleet(Fleet):
 
     def close(self, *, timeout_s: float) -> None:
         actors = {worker: actor for worker, actor in self._actors.items() if self.ready(worker)}
-        failures = []
+        failures: list[tuple[int, Failure]] = []
         if timeout_s > 0 and actors:
             ends = {actor.end.remote(): worker for worker, actor in actors.items()}
+            ends |= {reference: worker for reference, (worker, _) in self._leaving.items()}
             done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
             for reference in done:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    data, records = self._ray.get(reference)
-                    self._log(records)
-                    if data:
-                        failures.append((ends[reference], pickle.loads(data)))
+                failures += self._ended(ends[reference], reference)
         if self._ray.is_initialized():
             self.reset()
+            if self._group is not None:
+                self._ray.util.remove_placement_group(self._group)
+                self._group = None
         for worker, failure in failures:
             raise failure_to_error(failure, device=self.devices[worker], worker=worker)
-
-
-def _import_ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
-        raise ConfigError(msg) from error
-
-
-def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[dict[str, float]]) -> None:
-    """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
-
-    An actor that fits nowhere would be waited for without an end.
-
-    Raises:
-        ConfigError: There is no room for one of them.
-    """
-    left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
-    for n_placed, needs in enumerate(workers):
-        node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
-        if node is None:
-            wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
-            msg = (
-                f"the cluster has room for {n_placed} of {len(workers)} actors, and none for another one "
-                f"with {wanted}; ask for fewer devices or other resources=, or add nodes first"
-            )
-            raise ConfigError(msg)
-        for name, k in needs.items():
-            node[name] = node.get(name, 0.0) - k

@@ -8,6 +8,7 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._identity import become
 from tp_runner._workers._pickle_errors import pack_what_can_be
+from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import run_chunk
 
@@ -27,8 +28,9 @@ class RayWorker:
         self._work: Any = None
         self._waiting = time.monotonic()
 
-    def ready(self) -> tuple[bytes, list[logging.LogRecord]]:
-        """Start; return a failure, if that is what it came to, and log records."""
+    def ready(self) -> tuple[bytes, list[logging.LogRecord], str]:
+        """Start; return a failure, if that is what it came to, log records, and where this is."""
+        ray = import_ray()
         failure = b""
         try:
             prepare(self._setup, self._records.append)
@@ -38,7 +40,8 @@ class RayWorker:
             self._work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, INIT), 5)
-        return failure, self._taken_records()
+        node = ray.get_runtime_context().get_node_id()
+        return failure, self._taken_records(), f"node {node[:8]} ({ray.util.get_node_ip_address()})"
 
     def work(self, data: bytes, n_items: int, start: int) -> Answer:
         """Work on a chunk whose first item has the place ``start`` in the input."""

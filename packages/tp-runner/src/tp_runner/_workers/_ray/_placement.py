@@ -1,0 +1,113 @@
+"""Where actors go: whether a cluster has room for them, and places that are held for them together."""
+
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tp_core.errors import ConfigError
+
+__all__ = ["actor_options", "import_ray", "needs_of", "require_room", "reserve"]
+
+Needs = dict[str, float]
+
+
+def import_ray() -> Any:
+    """Import Ray, which is an extra.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
+        raise ConfigError(msg) from error
+
+
+def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
+    """Return what a worker takes of its node, by Ray's names."""
+    needs = {"CPU": 1.0, "GPU": 1.0 if device.startswith("cuda") else 0.0}
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return needs | {names.get(name, name): n for name, n in resources.items()}
+
+
+def actor_options(ray: Any, needs: Needs, group: Any, index: int) -> dict[str, Any]:
+    """Return what Ray is told of an actor: what it takes, and its place in a group, if there is one."""
+    rest = {name: n for name, n in needs.items() if name not in {"CPU", "GPU", "memory"}}
+    options = {
+        "num_cpus": needs["CPU"],
+        "num_gpus": needs["GPU"],
+        "memory": needs.get("memory"),
+        "resources": rest,
+    }
+    if group is not None:
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
+    return options
+
+
+def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], placement: str | None) -> None:
+    """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
+
+    An actor that fits nowhere would be waited for without an end.
+
+    Args:
+        nodes: What Ray says of each node.
+        workers: What each worker takes, by Ray's names.
+        placement: How they are to be placed.
+
+    Raises:
+        ConfigError: There is no room for one of them.
+    """
+    left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
+    if placement == "strict_pack":
+        tried = [_placed([node], workers) for node in left or [{}]]
+        n_placed, needs = max(tried, key=lambda found: found[0])
+    else:
+        n_placed, needs = _placed(left, workers, once=placement == "strict_spread")
+    if n_placed < len(workers):
+        wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
+        how = f" placed by {placement!r}" if placement else ""
+        msg = (
+            f"the cluster has room for {n_placed} of {len(workers)} actors{how}, and none for another one "
+            f"with {wanted}; ask for fewer devices or other resources=, or add nodes first"
+        )
+        raise ConfigError(msg)
+
+
+def _placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
+    """Return how many workers find a place, and what the first one takes that finds none."""
+    left = [dict(node) for node in nodes]
+    for n_placed, needs in enumerate(workers):
+        node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
+        if node is None:
+            return n_placed, needs
+        for name, k in needs.items():
+            node[name] = node.get(name, 0.0) - k
+        if once:
+            left.remove(node)
+    return len(workers), {}
+
+
+def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float | None) -> Any:
+    """Hold a place for every worker: a placement group, which Ray moves when a node is lost.
+
+    Raises:
+        ConfigError: A worker takes nothing, or there was no place for all of them in time.
+    """
+    bundles = [{name: k for name, k in needs.items() if k} for needs in workers]
+    if not all(bundles):
+        msg = f"placement={placement!r} holds what workers take, and resources= lets one take nothing"
+        raise ConfigError(msg)
+    group = ray.util.placement_group(bundles, strategy=placement.upper())
+    began = time.monotonic()
+    while not ray.wait([group.ready()], timeout=1.0)[0]:  # in turns, so that an interrupt is seen
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            ray.util.remove_placement_group(group)
+            msg = (
+                f"the cluster had no place for {len(bundles)} workers placed by {placement!r} after "
+                f"start_timeout_s={timeout_s}; others may hold them"
+            )
+            raise ConfigError(msg)
+    return group
