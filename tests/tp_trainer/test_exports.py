@@ -22,6 +22,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "Step",
         "Trainer",
         "callbacks",
+        "checkpoint_activations",
         "compat",
         "launch",
         "loggers",

@@ -2,6 +2,7 @@ from tp_trainer import callbacks as callbacks
 from tp_trainer import compat as compat
 from tp_trainer import loggers as loggers
 from tp_trainer import tuning as tuning
+from tp_trainer._activations import checkpoint_activations as checkpoint_activations
 from tp_trainer._backends._ddp import DdpOptions as DdpOptions
 from tp_trainer._backends._fsdp._options import FsdpOptions as FsdpOptions
 from tp_trainer._checkpoint import Checkpoints as Checkpoints

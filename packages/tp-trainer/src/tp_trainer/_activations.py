@@ -1,0 +1,79 @@
+"""Modules that keep their inputs alone, and are computed again in the backward pass."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from tp_core.errors import ConfigError, ModelError
+
+__all__ = ["checkpoint_activations"]
+
+
+class _Checkpointed:
+    """Marks the classes made here."""
+
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}  # one for each, so that modules of one class stay so
+
+
+def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> None:
+    """Have the modules of some classes compute their activations again in backward, instead of keeping them.
+
+    It trades a second forward pass of these modules for memory. Call it before the model is prepared, on
+    every rank. The numbers are the same, dropout's too; names, parameters and checkpoints stay what they
+    are. For the units of ``fsdp`` there is ``FsdpOptions(activation_checkpointing=True)``, too.
+
+    Args:
+        model: The model; its modules are changed in place.
+        *kinds: Classes of its modules, or their names: ``nn.TransformerEncoderLayer``, ``"GPT2Block"``.
+
+    Raises:
+        ModelError: The model has no module of a class.
+        ConfigError: No class is given.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> checkpoint_activations(model, nn.Linear)
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
+    """
+    if not kinds or not all(isinstance(kind, str | type) for kind in kinds):
+        msg = f"checkpoint_activations() needs classes of modules, or their names, got {kinds!r}"
+        raise ConfigError(msg)
+    for kind in kinds:
+        found = list(_modules_of(model, kind))
+        if not found:
+            names = sorted({type(module).__name__ for module in model.modules()})
+            name = kind if isinstance(kind, str) else kind.__name__
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            msg = f"the model has no module of the class {name!r}; {hint}"
+            raise ModelError(msg)
+        for module in found:
+            # Its class and not its forward pass: copies of the module, such as replicas, have it, too.
+            if not isinstance(module, _Checkpointed):
+                module.__class__ = _checkpointed(type(module))
+
+
+def _modules_of(model: nn.Module, kind: type[nn.Module] | str) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind):
+            yield module
+
+
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class like ``kind``, by its name too, whose forward pass is computed again in backward."""
+    if kind in _made:
+        return _made[kind]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.forward(self, *args, **kwargs)
+        return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    _made[kind] = type(kind.__name__, (_Checkpointed, kind), {**names, "forward": forward})
+    return _made[kind]
