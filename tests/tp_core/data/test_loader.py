@@ -1,6 +1,7 @@
 """Which samples each rank sees, in which order, and how many there are."""
 
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -278,3 +279,22 @@ def test_the_collate_function_of_a_stream_is_turned_too():
     doubled = PreparedLoader(loader, collate=lambda collate: lambda items: 2 * collate(items))
     assert list(doubled) == [2, 10, 8]
     assert list(loader) == [1, 5, 4]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 5, 6])
+def test_a_loader_knows_by_itself_how_much_it_has_yielded(done):
+    def endless(loader):
+        while True:
+            yield from loader
+
+    def own():
+        return PreparedLoader(loader_of(6, 2, shuffle=True), seed=4)
+
+    whole = [batch.tolist() for batch in islice(endless(own()), 9)]
+    parts = own()
+    found = [batch.tolist() for batch in islice(endless(parts), done)]
+    for _ in range(2):  # saved, and saved again before it is used
+        state, parts = parts.state_dict(), own()
+        parts.load_state_dict(state)
+    found += [batch.tolist() for batch in islice(endless(parts), 9 - done)]
+    assert found == whole

@@ -281,3 +281,79 @@ def test_run_needs_a_model_and_a_batch():
         trainer.run(lambda model: 0, model)
     with pytest.raises(ConfigError, match="last the batch"):
         trainer.run(lambda: 0)
+
+
+def test_one_model_of_several_is_loaded_by_its_name(tmp_path):
+    gan(disc_step, folder=tmp_path, epochs=1)
+    newest = max(path for path in tmp_path.iterdir() if path.is_dir())
+    gen, disc = gan_models()
+    with Trainer(devices="cpu", progress=False) as trainer:
+        trainer.load_model(gen, newest, name="gen")
+        trainer.load_model(disc, newest, name="disc")
+        assert numbers_of(gen, disc) == gan(disc_step, folder=tmp_path, epochs=1)["weights"]
+        with pytest.raises(ConfigError, match=r"has no model 'net'; .* begin with \['disc', 'gen'\]"):
+            trainer.load_model(gen, newest, name="net")
+        trainer.save_model(gen, tmp_path / "gen.pt")
+        with pytest.raises(ConfigError, match="is a file of one model, and name='gen'"):
+            trainer.load_model(gen, tmp_path / "gen.pt", name="gen")
+
+
+def two_loaders(*, devices="cpu", backend="auto", folder=None, stop_at=None):
+    """Labeled and unlabeled batches in one step, of which the second loader is the shorter one."""
+    torch.manual_seed(4)
+    model = nn.Linear(2, 2)
+    generator = torch.Generator().manual_seed(5)
+    more = DataLoader(TensorDataset(torch.randn(10, 2, generator=generator)), batch_size=4, shuffle=True)
+
+    def endless(loader):
+        while True:
+            yield from loader
+
+    with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer, labeled, unlabeled = trainer.prepare(model, optimizer, loader(), more)
+        state = {"model": model, "optimizer": optimizer, "unlabeled": unlabeled}
+        checkpoint = Checkpoints(folder, every_steps=1) if folder else None
+        others = endless(unlabeled)
+        with trainer.loop(
+            labeled, epochs=3, state=state, checkpoint=checkpoint, resume="auto" if folder else None
+        ) as loop:
+            for batch in loop:
+                other = next(others)
+                optimizer.zero_grad()
+                loss = trainer.run(lambda m, b: F.mse_loss(m(b[0]), b[1]), model, batch)
+                trainer.backward(loss, batch=batch)
+                loss = trainer.run(lambda m, b: m(b[0]).square().mean(), model, other)
+                trainer.backward(loss, batch=other)
+                optimizer.step()
+                if loop.step + 1 == stop_at:
+                    loop.stop("enough")
+    return numbers_of(model)
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 5])
+def test_two_loaders_are_both_resumed_where_they_stood(tmp_path, stop_at):
+    whole = two_loaders()
+    two_loaders(folder=tmp_path, stop_at=stop_at)
+    assert two_loaders(folder=tmp_path) == whole
+
+
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+def test_two_loaders_are_those_of_one_device(backend):
+    found = two_loaders(devices=["cpu", "cpu"], backend=backend)
+    assert found == pytest.approx(two_loaders(), rel=1e-5)
+
+
+def _two_loaders_on_a_rank(folder):
+    whole = two_loaders()
+    two_loaders(folder=folder, stop_at=4)
+    return whole, two_loaders(folder=folder)
+
+
+@pytest.mark.slow
+def test_two_loaders_are_resumed_on_two_ranks(tmp_path):
+    from functools import partial
+
+    expected = two_loaders()
+    for whole, parts in run_ranks(partial(_two_loaders_on_a_rank, tmp_path), 2):
+        assert parts == whole == pytest.approx(expected, rel=1e-5)

@@ -86,6 +86,7 @@ class PreparedLoader:
         self.loader = loader
         self._epoch = 0
         self._first = 0
+        self._has_begun = False
         self._seed = seed
         self._move = move
         self._on_share = on_share
@@ -170,6 +171,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         first, self._first = self._first, 0
+        self.number, self._has_begun = first - 1, True
         if self.stream is not None:
             batches = self._iterate_opaque(epoch, first, self.stream)
         else:
@@ -238,14 +240,16 @@ class PreparedLoader:
 
     # -- where it stands ----------------------------------------------------------------------
 
-    def state_dict(self, *, batches: int) -> dict[str, Any]:
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
         """Return where the loader stands, for :meth:`load_state_dict`.
 
         Args:
-            batches: How many batches of the current epoch have been used. Only the caller knows:
-                workers load ahead of that.
+            batches: How many batches of the current epoch have been used; all that were yielded by default.
         """
-        state: dict[str, Any] = {"seed": self._seed, "epoch": self._epoch - 1, "batches": batches}
+        epoch = self._epoch - 1
+        if batches is None:
+            epoch, batches = (epoch, self.number + 1) if self._has_begun else (self._epoch, self._first)
+        state: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "batches": batches}
         if self._batches is not None:
             state["samples"] = sum(map(len, self._batches.order[:batches]))
             state["dataset"] = self._n_samples()
@@ -281,7 +285,7 @@ class PreparedLoader:
                 "of an epoch"
             )
             raise LoaderError(msg)
-        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._seed, self._epoch, self._has_begun = state["seed"], state["epoch"], False
         batches: int = state["batches"]
         if self._batches is not None:
             self._batches.seed = self._seed

@@ -185,20 +185,29 @@ def _check_whole(session: Session, folder: Path) -> None:
         raise StateError(failure)
 
 
-def load_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
+def load_model(
+    session: Session, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None
+) -> None:
     """Load what :func:`save_model` or :func:`export_model` wrote into a prepared model; called on every rank.
 
     Each rank reads what it holds. A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``, whose
-    model is loaded; or it has an index of weights.
+    model is loaded, that of a name where it has several; or it has an index of weights.
 
     Raises:
+        ConfigError: A name is given for what is not the checkpoint of several models.
         FileNotFoundError: The file does not exist.
         StateError: The file is damaged, or is of another model; the model is untouched.
     """
     if Path(path).is_dir() and not is_weights(Path(path)):
         _check_whole(session, Path(path))
-        restore_state(session.unwrap(model), None, open_tensors(path), cut=session.as_slice)
+        tensors = open_tensors(path)
+        if name is not None:
+            tensors = _OneOfSeveral(tensors, name)
+        restore_state(session.unwrap(model), None, tensors, cut=session.as_slice)
         return
+    if name is not None:
+        msg = f"{os.fspath(path)} is a file of one model, and name={name!r} is for checkpoints of several"
+        raise ConfigError(msg)
     if is_weights(Path(path)):
         stored: StoredTensors = WeightsFiles(Path(path), prefix=_MODEL)
     else:
@@ -243,3 +252,26 @@ class _StateInAFile(StoredTensors):
         """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
         for name, target in targets.items():
             fill_from_whole(target, self._state[name.removeprefix(_MODEL)])
+
+
+class _OneOfSeveral(StoredTensors):
+    """The model of one name in the checkpoint of several, under its own names.
+
+    Raises:
+        ConfigError: There is no model of that name.
+    """
+
+    def __init__(self, whole: StoredTensors, name: str) -> None:
+        self._whole, self._prefix = whole, f"{_MODEL}{name}."
+        found = {
+            n.removeprefix(self._prefix): t for n, t in whole.infos.items() if n.startswith(self._prefix)
+        }
+        if not found:
+            models = {n.removeprefix(_MODEL).partition(".")[0] for n in whole.infos if n.startswith(_MODEL)}
+            msg = f"{whole.path} has no model {name!r}; the names in it begin with {sorted(models)}"
+            raise ConfigError(msg)
+        self.path, self.infos = whole.path, {_MODEL + n: info for n, info in found.items()}
+
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
+        self._whole.fill({self._prefix + n.removeprefix(_MODEL): target for n, target in targets.items()})

@@ -27,20 +27,26 @@ class ModelFiles(TrainerBase):
         prepared = self._prepare_model(model)
         save_model(self.session, prepared, path)
 
-    def load_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
 
         So are weights that :meth:`export` wrote, or another program: a safetensors file, an index of several,
         or their folder; and the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
 
+        Args:
+            model: The model.
+            path: The file or folder.
+            name: Which model of a checkpoint that has several: as it was called in ``state={...}``.
+
         Raises:
+            ConfigError: ``name`` is given for what is not the checkpoint of several models.
             FileNotFoundError: The file does not exist.
             StateError: The file is damaged, or is of another model; the model is untouched.
         """
         from tp_trainer._checkpoint._model_files import load_model
 
         prepared = self._prepare_model(model)
-        load_model(self.session, prepared, path)
+        load_model(self.session, prepared, path, name=name)
 
     def export(
         self, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
