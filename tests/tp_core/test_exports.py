@@ -34,12 +34,13 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress SampleRows Sharding Units
-        backward_of_nothing check_backend_name check_offload containers describe_given device_of_rank
-        exports_of_stub find_units free_nbytes given_mesh has_left in_notebook is_dtensor join_rows
-        need_of_shards parameter_type reduction_type rendezvous_store resolve_options
-        row_count seed_of seeded shows_progress split_evenly
-        sync_folder total_shard_norm whole_matrix_optimizer write_atomically
+        KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress SampleRows Sharding
+        Units available_cores backward_of_nothing check_backend_name check_offload containers
+        describe_given device_of_rank exports_of_stub find_units free_nbytes given_mesh has_left
+        in_notebook is_dtensor join_rows kept_generators need_of_shards parameter_type
+        reduction_type rendezvous_store resolve_options row_count seed_everything seed_of seeded
+        shows_progress split_evenly sync_folder total_shard_norm whole_matrix_optimizer
+        write_atomically
     """,
 }
 

@@ -11,12 +11,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tp_core.errors import NonFiniteLossError
 
+from tests.tp_shard.shards import own
+
 d = ts.distributed
 Linear = ts.nn.ParallelLinear
-
-
-def own(full, dim):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def close(a, b):

@@ -11,13 +11,11 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from tp_core.errors import ConfigError, ModelError
 
+from tests.tp_shard.shards import own
+
 d = ts.distributed
 to_linear = ts.nn.ParallelLinear.convert_parallel_linear
 to_embedding = ts.nn.ParallelEmbedding.convert_parallel_embedding
-
-
-def own(full, dim):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def close(a, b):

@@ -9,6 +9,8 @@ from torch import nn
 from tp_shard._split import Split
 from tp_shard.nn import _replay
 
+from tests.tp_shard.shards import own
+
 d, init = ts.distributed, nn.init
 helper = ts.nn.init.shard_init_helper_
 
@@ -29,10 +31,6 @@ METHODS = [
     (lambda t: t.normal_().mul_(0.02).clamp_(-0.03, 0.03), {}),
     (lambda t: t.copy_(torch.arange(t.numel()).reshape(t.shape)), {}),
 ]
-
-
-def own(full, dim):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def every_method_gives_the_values_of_the_whole_tensor():

@@ -13,17 +13,14 @@ from torch.nn import functional as F
 from tp_core.errors import ConfigError
 from tp_core.plugins import is_sharded
 
+from tests.tp_shard.shards import own
+
 d = ts.distributed
 Linear, Embedding = ts.nn.ParallelLinear, ts.nn.ParallelEmbedding
 
 
 def close(a, b, **kw):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, **kw)
-
-
-def own(full, dim):
-    """This rank's shard of a whole tensor."""
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def a_seeded_layer_holds_its_shard_of_torchs_own():

@@ -6,10 +6,11 @@ import warnings
 import pytest
 import torch
 import tp_shard as ts
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+
+from tests.tp_shard.shards import drawn
 
 d = ts.distributed
 
@@ -28,26 +29,6 @@ embedding_cases = st.tuples(
     st.booleans(),
     st.lists(st.integers(0, 12), max_size=6),
 )
-
-
-def drawn(strategy, count):
-    """Draw some cases, the same ones in every process."""
-    found = []
-
-    @settings(
-        max_examples=count,
-        database=None,
-        derandomize=True,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def collect(case):
-        found.append(case)
-
-    collect()
-    return found
 
 
 def compare(plain, layer, expected, output):

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tp_core.errors import DeviceError
-
-from tp_runner._options import available_cores
+from tp_core.internal import available_cores
 
 __all__ = ["resolve"]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from joblib.parallel import AutoBatchingMixin, ParallelBackendBase
+from tp_core.internal import available_cores
 
 from tp_runner._executor import Executor
-from tp_runner._options import available_cores
 
 __all__ = ["TpBackend"]
 

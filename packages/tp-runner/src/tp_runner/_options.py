@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from tp_core.errors import ConfigError
+from tp_core.internal import available_cores
 
 from tp_runner._batching import Batching
 
-__all__ = ["START_METHODS", "RunnerOptions", "Settings", "available_cores", "make_settings"]
+__all__ = ["START_METHODS", "RunnerOptions", "Settings", "make_settings"]
 
 START_TIMEOUT_S = 600.0
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
@@ -276,11 +277,3 @@ def _check_resources(value: Any) -> None:
             f"{{'num_cpus': 2, 'num_gpus': 0.5}}, got {value!r}"
         )
         raise ConfigError(msg)
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1

@@ -3,42 +3,19 @@
 import pytest
 import torch
 import tp_shard as ts
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+
+from tests.tp_shard.shards import drawn, own
 
 d = ts.distributed
 parallel_cross_entropy = ts.nn.functional.parallel_cross_entropy
 fused = ts.nn.functional.parallel_linear_cross_entropy
 
 
-def own(full, dim=-1):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
-
-
 def close(a, b, **kw):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, equal_nan=True, **kw)
-
-
-def drawn(strategy, count):
-    """Draw some cases, the same ones in every process."""
-    found = []
-
-    @settings(
-        max_examples=count,
-        database=None,
-        derandomize=True,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def collect(case):
-        found.append(case)
-
-    collect()
-    return found
 
 
 cases = st.tuples(

@@ -5,13 +5,11 @@ import torch
 import tp_shard as ts
 from torch.nn import functional as F
 
+from tests.tp_shard.shards import own
+
 d = ts.distributed
 parallel_cross_entropy = ts.nn.functional.parallel_cross_entropy
 fused = ts.nn.functional.parallel_linear_cross_entropy
-
-
-def own(full, dim=-1):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def half_types_are_computed_in_float32():

@@ -9,6 +9,8 @@ import tp_shard as ts
 from torch.nn import functional as F
 from tp_shard._groups._group import ALONE
 
+from tests.tp_shard.shards import own
+
 d = ts.distributed
 margin_loss = ts.nn.functional.parallel_margin_cross_entropy
 sample_classes = ts.nn.functional.sample_classes
@@ -22,10 +24,6 @@ MARGINS = [  # m1, m2, m3, scale
     (0.9, 0.4, 0.15, 30.0),  # all of them
     (1.0, 0.0, 0.0, 10.0),  # none
 ]
-
-
-def own(full, dim=0):
-    return ts.slice(full, d.get_world_size(), dim)[d.get_rank()]
 
 
 def dense(x, w, target, margins, *, classes=None, monotonic=True, **options):
@@ -61,7 +59,7 @@ def drawn(rows, features, classes, dtype=torch.float64):
 def compare(x, w, target, margins, *, sampled=None, classes=None, tolerance=1e-9, **options):
     """Compare the loss and both gradients with those of the dense loss."""
     full = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    mine = [x.clone().requires_grad_(), own(w).clone().requires_grad_()]
+    mine = [x.clone().requires_grad_(), own(w, 0).clone().requires_grad_()]
     kept = {k: v for k, v in options.items() if k not in ("chunk_rows", "sparse")}
     expected = dense(*full, target, margins, classes=classes, **kept)
     m1, m2, m3, scale = margins
@@ -75,7 +73,7 @@ def compare(x, w, target, margins, *, sampled=None, classes=None, tolerance=1e-9
     (expected * upstream).sum().backward()
     torch.testing.assert_close(mine[0].grad, full[0].grad, **close)
     grad = mine[1].grad
-    torch.testing.assert_close(grad.to_dense() if grad.is_sparse else grad, own(full[1].grad), **close)
+    torch.testing.assert_close(grad.to_dense() if grad.is_sparse else grad, own(full[1].grad, 0), **close)
 
 
 def every_margin_and_reduction_equals_the_dense_loss():
@@ -102,7 +100,7 @@ def a_feature_on_or_opposite_of_its_center_has_finite_gradients():
     w = torch.eye(3)
     for sign in (1.0, -1.0):
         x = (sign * w).requires_grad_()
-        centers = own(w).clone().requires_grad_()
+        centers = own(w, 0).clone().requires_grad_()
         margin_loss(x, centers, torch.arange(3), m1=1.2, num_classes=3).backward()
         assert x.grad.isfinite().all()
         assert centers.grad.isfinite().all()
@@ -131,7 +129,7 @@ def a_sample_does_not_depend_on_the_number_of_ranks():
     classes = 200_003
     mine = sample_classes(classes, 0.1, seed=9)
     whole = sample_classes(classes, 0.1, seed=9, group=ALONE)
-    start, stop = own(torch.arange(classes))[[0, -1]].tolist()
+    start, stop = own(torch.arange(classes), 0)[[0, -1]].tolist()
     assert torch.equal(mine + start, whole[(whole >= start) & (whole <= stop)])
     assert abs(whole.numel() / classes - 0.1) < 0.005
     assert not torch.equal(whole, sample_classes(classes, 0.1, seed=10, group=ALONE))
@@ -141,9 +139,9 @@ def autocast_multiplies_in_bfloat16_and_does_the_rest_in_float32():
     x, w, target = drawn(16, 32, 101, torch.float32)
     for margins, is_sampled in itertools.product(MARGINS[:2], [False, True]):
         full = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        mine = [x.clone().requires_grad_(), own(w).clone().requires_grad_()]
+        mine = [x.clone().requires_grad_(), own(w, 0).clone().requires_grad_()]
         m1, m2, m3, scale = margins
-        every = torch.arange(own(w).size(0)) if is_sampled else None
+        every = torch.arange(own(w, 0).size(0)) if is_sampled else None
         with torch.autocast("cpu", torch.bfloat16):
             cosine = F.linear(F.normalize(full[0]), F.normalize(full[1]))
             got = margin_loss(*mine, target, m1=m1, m2=m2, m3=m3, scale=scale, num_classes=101, sampled=every)
@@ -156,12 +154,12 @@ def autocast_multiplies_in_bfloat16_and_does_the_rest_in_float32():
         got.backward()
         expected.backward()
         torch.testing.assert_close(mine[0].grad, full[0].grad, rtol=5e-2, atol=2e-3)
-        torch.testing.assert_close(mine[1].grad, own(full[1].grad), rtol=5e-2, atol=2e-2)
+        torch.testing.assert_close(mine[1].grad, own(full[1].grad, 0), rtol=5e-2, atol=2e-2)
 
 
 def half_centers_are_trained_in_their_own_type():
     x, w, target = drawn(16, 32, 101, torch.float32)
-    mine = [x.bfloat16().requires_grad_(), own(w).bfloat16().requires_grad_()]
+    mine = [x.bfloat16().requires_grad_(), own(w, 0).bfloat16().requires_grad_()]
     loss = margin_loss(*mine, target, num_classes=101)
     loss.backward()
     assert loss.dtype == mine[0].grad.dtype == mine[1].grad.dtype == torch.bfloat16
@@ -171,7 +169,7 @@ def half_centers_are_trained_in_their_own_type():
 def centers_alone_or_features_alone_get_gradients():
     x, w, target = drawn(6, 4, 9)
     for needs in [(True, False), (False, True)]:
-        a, b = x.clone().requires_grad_(needs[0]), own(w).clone().requires_grad_(needs[1])
+        a, b = x.clone().requires_grad_(needs[0]), own(w, 0).clone().requires_grad_(needs[1])
         margin_loss(a, b, target, num_classes=9, chunk_rows=4).backward()
         assert ((a.grad is not None), (b.grad is not None)) == needs
 
@@ -190,7 +188,7 @@ def no_more_than_a_chunk_of_logits_and_no_copy_of_the_centers_exists():
 
     classes, features = 3000 * d.get_world_size(), 64
     x, target = torch.randn(64, features).requires_grad_(), torch.randint(0, classes, (64,))
-    w = own(torch.randn(classes, features)).clone().requires_grad_()
+    w = own(torch.randn(classes, features), 0).clone().requires_grad_()
     with Watch():
         margin_loss(x, w, target, num_classes=classes, chunk_rows=8).backward()
     assert made.pop(w.grad.data_ptr()) == w.nbytes
@@ -242,7 +240,7 @@ def the_layer_trains_like_the_whole_one_and_a_resumed_one_goes_on_with_its_sampl
 
 def what_cannot_be_is_refused():
     x, w, target = drawn(4, 3, 12, torch.float32)
-    mine = own(w)
+    mine = own(w, 0)
 
     def refused(message, *args, **kwargs):
         with pytest.raises(ValueError, match=message):

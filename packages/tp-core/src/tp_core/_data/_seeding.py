@@ -6,14 +6,14 @@ torch is imported where its generators are seeded: processes without torch make 
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["seed_generators", "seed_of", "seeded", "seeded_own"]
+__all__ = ["kept_generators", "seed_everything", "seed_generators", "seed_of", "seeded", "seeded_own"]
 
 
 @contextmanager
@@ -22,13 +22,24 @@ def seeded(*key: int) -> Iterator[None]:
 
     Their states are restored afterwards.
     """
+    with kept_generators():
+        seed_generators(key)
+        yield
+
+
+@contextmanager
+def kept_generators(devices: Iterable[int] = ()) -> Iterator[None]:
+    """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
+
+    Args:
+        devices: Those of which CUDA devices, too.
+    """
     import torch
 
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        seed_generators(key)
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:
@@ -55,16 +66,25 @@ def seeded_own(generator: "torch.Generator | None", *key: int) -> Iterator[None]
 
 
 def seed_generators(key: tuple[int, ...]) -> None:
-    """Seed Python's, numpy's (if loaded) and torch's CPU generators by ``key``."""
-    import torch
+    """Seed Python's, numpy's and torch's CPU generators, the latter two if they are loaded, by ``key``."""
+    seed_everything(seed_of(key), devices=False)
 
-    seed = seed_of(key)
-    # Not torch.manual_seed, which would also reseed the accelerators.
-    torch.default_generator.manual_seed(seed)
+
+def seed_everything(seed: int, *, devices: bool = True) -> None:
+    """Seed Python's generator, and numpy's and torch's if they are loaded.
+
+    Args:
+        seed: The seed.
+        devices: Whether the generators of accelerators are seeded, too.
+    """
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
         numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
+        if devices:
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
 
 
 def seed_of(key: tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from tp_core._launch._cores import available_cores
 from tp_core._launch._slurm import derive_port, expand_counts, expand_hosts, is_step
 from tp_core._launch._variables import LauncherVariables, VariableReader
 
@@ -41,12 +42,6 @@ _SLURM = LauncherVariables(
 )
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what taskset, Slurm and containers left to this process
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
     """What launched this process, and its place among the processes of the job.
@@ -79,7 +74,7 @@ class LaunchEnvironment:
     hosts: int = 1
     master_address: str | None = None
     master_port: int | None = None
-    cores: int = field(default_factory=_usable_cores)
+    cores: int = field(default_factory=available_cores)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:

@@ -16,6 +16,8 @@ from typing import BinaryIO, Literal
 
 from torch import Tensor
 
+from tp_core._launch._cores import available_cores
+
 __all__ = ["DIGEST_SIZE", "DigestingFile", "FileRecord", "digest_of", "record_of"]
 
 Algorithm = Literal["sha256", "blake2b"]
@@ -105,7 +107,7 @@ def record_of(path: Path, algorithm: Algorithm = "sha256") -> FileRecord:
         def digest(start: int) -> bytes:
             return _digest_piece(file.fileno(), start, algorithm)
 
-        threads = min(len(starts), os.cpu_count() or 1, _MAX_THREADS)
+        threads = min(len(starts), available_cores(), _MAX_THREADS)
         if threads < 2:
             return _record(nbytes, map(digest, starts), algorithm)
         with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,6 @@
 from tp_core._data._batches import split_evenly as split_evenly
+from tp_core._data._seeding import kept_generators as kept_generators
+from tp_core._data._seeding import seed_everything as seed_everything
 from tp_core._data._seeding import seed_of as seed_of
 from tp_core._data._seeding import seeded as seeded
 from tp_core._devices._containers import Container as Container
@@ -18,6 +20,7 @@ from tp_core._fully_sharded._session import FullyShardedSession as FullyShardedS
 from tp_core._fully_sharded._sharding import Sharding as Sharding
 from tp_core._fully_sharded._units import Units as Units
 from tp_core._fully_sharded._units import find_units as find_units
+from tp_core._launch._cores import available_cores as available_cores
 from tp_core._launch._store import LEFT_KEY as LEFT_KEY
 from tp_core._launch._store import has_left as has_left
 from tp_core._launch._store import rendezvous_store as rendezvous_store

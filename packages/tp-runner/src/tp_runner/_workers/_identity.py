@@ -3,13 +3,11 @@
 import contextlib
 import importlib
 import os
-import random
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tp_core.internal import seed_of
+from tp_core.internal import kept_generators, seed_everything, seed_of
 
 __all__ = [
     "WorkerInfo",
@@ -89,12 +87,7 @@ def import_generators() -> None:
 
 def seed_generators(*key: int) -> None:
     """Seed Python's generator by some numbers, and numpy's and torch's where they are loaded."""
-    seed = seed_of(key)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
-        numpy.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
-        torch.manual_seed(seed)
+    seed_everything(seed_of(key))
 
 
 @contextlib.contextmanager
@@ -102,14 +95,5 @@ def keep_generators() -> Iterator[None]:
     """Leave the generators as they were: the caller's own, where its thread does the work."""
     import torch
 
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+    with kept_generators(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        yield

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tp_core.internal import seed_of
+from tp_core.internal import seed_everything, seed_of
 
-__all__ = ["capture", "reseed", "restore", "seed_everything"]
+__all__ = ["capture", "reseed", "restore"]
 
 
 def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -46,15 +46,6 @@ def restore(state: Mapping[str, Any]) -> None:
 def reseed(*key: int) -> None:
     """Seed all generators from numbers that say when and where: the same again for the same ones."""
     seed_everything(seed_of(key))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's (if it is loaded), torch's and the devices' generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _as_text(tensor: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_core.errors import ConfigError
+from tp_core.internal import available_cores
 
 from tp_trainer._launch._hosts._addresses import (
     Endpoint,
@@ -20,7 +21,7 @@ from tp_trainer._launch._hosts._addresses import (
 )
 from tp_trainer._launch._request import LaunchRequest
 
-__all__ = ["Plan", "cores", "make_plan"]
+__all__ = ["Plan", "make_plan"]
 
 _LOOPBACK = "127.0.0.1"
 _TRUE = {"1", "true", "t", "yes", "y"}
@@ -105,13 +106,6 @@ def make_plan(request: LaunchRequest) -> Plan:
         bind=bind,
         env=_environment(nproc=nproc, max_nodes=max_nodes, local_addr=local_addr),
     )
-
-
-def cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_script(request: LaunchRequest) -> None:
@@ -272,7 +266,7 @@ def _is_loopback(address: str) -> bool:
 def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if nproc > 1:  # one process alone may have all cores, which is torch's default
-        env["OMP_NUM_THREADS"] = str(max(1, cores() // nproc))
+        env["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))
     interface = interface_of(_LOOPBACK if max_nodes == 1 else local_addr or "")
     if interface is not None:
         # gloo looks its own host name up and may end on an interface that the others cannot reach, or

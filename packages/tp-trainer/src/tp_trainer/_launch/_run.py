@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 from tp_core.errors import RankFailedError
+from tp_core.internal import available_cores
 
-from tp_trainer._launch._plan import cores, make_plan
+from tp_trainer._launch._plan import make_plan
 from tp_trainer._launch._ranks._host_run import LocalRun
 from tp_trainer._launch._ranks._log_dir import TemporaryLogs
 from tp_trainer._launch._ranks._outcome import Outcome, report, say
@@ -56,7 +57,7 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     plan = make_plan(request)
     if is_program and "OMP_NUM_THREADS" in plan.env:
         threads = plan.env["OMP_NUM_THREADS"]
-        say(f"OMP_NUM_THREADS={threads} for each process ({cores()} cores, {plan.nproc} processes)")
+        say(f"OMP_NUM_THREADS={threads} for each process ({available_cores()} cores, {plan.nproc} processes)")
     logs = None if request.log_dir is not None else TemporaryLogs()
     log_dir = Path(request.log_dir or "") if logs is None else logs.path
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
-from tp_core.internal import Progress, device_of_rank, shows_progress
+from tp_core.internal import Progress, device_of_rank, seed_everything, shows_progress
 from tp_core.plugins import (
     Job,
     LossReduction,
@@ -86,7 +86,7 @@ class TrainerBase:
         self._lazy = LazySession(job, plugins, backend, seed=seed)
         self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         if seed is not None:
-            _seed_everything(seed)
+            seed_everything(seed)
 
     @property
     def selection(self) -> Selection:
@@ -116,7 +116,7 @@ class TrainerBase:
             self._shares = BatchShares(session)
             if self._seed is not None:
                 # Models are made alike on all ranks; dropout and augmentation must not be.
-                _seed_everything(self._seed + session.data_rank * 1_000_003)
+                seed_everything(self._seed + session.data_rank * 1_000_003)
         return session
 
     # Known from the environment: asking must not choose a backend before the model is known.
@@ -203,9 +203,3 @@ def _devices_here(
     """Return the devices of this process: under a launcher one of those of its host."""
     found = resolve_devices(devices)
     return (device_of_rank(found, environment, explicit=explicit),) if environment.is_distributed else found
-
-
-def _seed_everything(seed: int) -> None:
-    from tp_trainer._checkpoint import _generators
-
-    _generators.seed_everything(seed)
