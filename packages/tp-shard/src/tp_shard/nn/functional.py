@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import gather, scatter
@@ -42,7 +42,7 @@ def parallel_linear(
     input_is_parallel: bool | None = None,
     out_features: int | None = None,
     group: GroupLike = None,
-    layer: object = None,
+    layer: nn.Module | str | None = None,
 ) -> Tensor:
     """Apply a linear layer whose weight is split: ``input @ weight.T + bias``.
 
@@ -65,7 +65,7 @@ def parallel_linear(
             tells.
         out_features: The width of the output over all ranks, where outputs are split.
         group: Who; the current model-parallel group by default.
-        layer: Who communicates, for messages.
+        layer: The module that communicates, or a name for it, for messages.
 
     Returns:
         A tensor of shape (..., out), or (..., local out) where outputs are split.
@@ -99,7 +99,12 @@ class _Form(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, group: Group, layer: object
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: LinearForm,
+    group: Group,
+    layer: nn.Module | str | None,
 ) -> Tensor:
     """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
     dim, gather_output, input_is_parallel = form.dim, form.gather_output, form.input_is_parallel
@@ -140,7 +145,7 @@ def parallel_embedding(
     embedding_dim: int | None = None,
     gather_output: bool = True,
     group: GroupLike = None,
-    layer: object = None,
+    layer: nn.Module | str | None = None,
 ) -> Tensor:
     """Look tokens up in a table that is split.
 
@@ -162,7 +167,7 @@ def parallel_embedding(
         embedding_dim: The number of features over all ranks.
         gather_output: Whether split features are joined.
         group: Who; the current model-parallel group by default.
-        layer: Who communicates, for messages.
+        layer: The module that communicates, or a name for it, for messages.
 
     Returns:
         A tensor of shape (..., features), or (..., local features).
@@ -223,7 +228,7 @@ def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
     return gather(x, -1, size=expected, group=group) if x.size(-1) == stop - start else x
 
 
-def wrong_width(x: Tensor, expected: int, layer: object) -> ConfigError:
+def wrong_width(x: Tensor, expected: int, layer: nn.Module | str | None) -> ConfigError:
     """Return the error for an input of another width."""
     named = "" if layer is None else f" of {layer}"
     msg = (

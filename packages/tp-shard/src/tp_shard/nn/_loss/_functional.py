@@ -1,7 +1,7 @@
 """Functional forms of the losses over class shards: what their arguments mean, and what is refused."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import ALONE, GroupLike, as_group
@@ -39,7 +39,7 @@ def parallel_cross_entropy(
     z_loss: float = 0.0,
     inplace: bool = False,
     group: GroupLike = None,
-    layer: object = None,
+    layer: nn.Module | str | None = None,
 ) -> Tensor:
     """Return the cross entropy of logits whose classes are split over the ranks.
 
@@ -70,7 +70,7 @@ def parallel_cross_entropy(
             caller loses them, and there is one backward pass. In compiled code buffers are the compiler's
             concern.
         group: Who; the current model-parallel group by default.
-        layer: Who communicates, for messages.
+        layer: The module that communicates, or a name for it, for messages.
 
     Returns:
         A scalar, or with "none" a tensor of the target's shape; of the logits' type, and under
@@ -137,7 +137,7 @@ def parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_rows: int | None = None,
     group: GroupLike = None,
-    layer: object = None,
+    layer: nn.Module | str | None = None,
 ) -> Tensor:
     """Return the cross entropy of ``input @ weight.T + bias`` without ever holding its logits.
 
@@ -166,7 +166,7 @@ def parallel_linear_cross_entropy(
         chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
             logits, 128 at least.
         group: Who; the current model-parallel group by default.
-        layer: Who communicates, for messages.
+        layer: The module that communicates, or a name for it, for messages.
 
     Returns:
         A scalar, or with "none" a tensor of the target's shape.

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import GroupLike, as_group
@@ -39,7 +39,7 @@ def parallel_margin_cross_entropy(
     sparse: bool = False,
     chunk_rows: int | None = None,
     group: GroupLike = None,
-    layer: object = None,
+    layer: nn.Module | str | None = None,
 ) -> Tensor:
     """Return the cross entropy of cosines of features and class centers, with a margin at the targets.
 
@@ -74,7 +74,7 @@ def parallel_margin_cross_entropy(
         chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
             logits, 128 at least.
         group: Who; the current model-parallel group by default.
-        layer: Who communicates, for messages.
+        layer: The module that communicates, or a name for it, for messages.
 
     Returns:
         A scalar, or with "none" a tensor of the target's shape; under autocast a float32.
