@@ -175,7 +175,7 @@ def test_another_number_of_ranks_goes_on_each_time(tmp_path):
 
 
 def test_other_values_of_data_are_refused():
-    with pytest.raises(ConfigError, match="must be 'ddp', 'fsdp' or FullyShardOptions"):
+    with pytest.raises(ConfigError, match="must be 'auto', 'ddp', 'fsdp' or FullyShardOptions"):
         ts.ShardOptions(data="zero")
 
 

@@ -4,7 +4,7 @@ import pytest
 import tp_shard as ts
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.plugins import Job
+from tp_core.plugins import Footprint, Job
 from tp_core.testing import BackendConformance
 from tp_shard._backend import ShardBackend
 
@@ -93,3 +93,34 @@ def test_it_says_why_it_does_not_fit():
     assert not unsplit.is_fit
     assert "no split parameters" in unsplit.reason
     assert verdict(**LAUNCHED).score == 5
+
+
+def need(free, **options):
+    """Return the backend's verdict, and what it says that a job of four ranks in pairs needs."""
+    model = nn.Linear(2, 2)
+    model.weight.tp_sharded = True
+    job = Job(
+        devices=resolve_devices("cpu"),
+        environment=LaunchEnvironment.read(LAUNCHED | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}),
+        model=model,
+        options={"shard": {"group_size": 2, **options}},
+        footprint=Footprint(weights=100, gradients=100, optimizer=200, activations=10, with_gradients=110),
+        free_nbytes=free,
+    )
+    backend = ShardBackend()
+    return backend.assess(job).reason, backend.estimate_memory(job)
+
+
+def test_shards_are_fully_sharded_where_whole_ones_do_not_fit():
+    reason, whole = need(10_000)
+    assert "fully sharded" not in reason
+    reason, half = need(whole.total - 1)
+    assert "fully sharded over the copies" in reason
+    assert half.total < whole.total
+    assert need(10_000, data="fsdp")[1].total == half.total
+
+
+def test_they_are_not_where_something_else_was_asked_for():
+    assert "fully sharded" not in need(1, data="ddp")[0]
+    assert "fully sharded" not in need(1, bucket_cap_mb=1.0)[0]
+    assert "fully sharded" not in need(1, group_size=4)[0]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
-from tp_core.plugins import Backend, Job, MemoryNeed, Verdict, need_of_copy
+from tp_core.plugins import Backend, Footprint, Job, MemoryNeed, Verdict, need_of_copy
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_core.plugins import FullyShardOptions
@@ -26,7 +26,8 @@ class ShardOptions:
             own choice.
         data: What the copies of the model do. "ddp" averages gradients between those that hold the same
             shards; "fsdp" shards those once more over them, with gradients and optimizer state, by torch's
-            ``fully_shard``; `tp_core.plugins.FullyShardOptions` say how in detail.
+            ``fully_shard``; `tp_core.plugins.FullyShardOptions` say how in detail. "auto" is "ddp" where
+            that fits the memory, as far as is known.
 
     Raises:
         ConfigError: ``data`` is something else, or an option of the other way is given with it.
@@ -35,15 +36,15 @@ class ShardOptions:
     group_size: int = -1
     find_unused_parameters: bool = False
     bucket_cap_mb: float | None = None
-    data: "Literal['ddp', 'fsdp'] | FullyShardOptions" = "ddp"
+    data: "Literal['auto', 'ddp', 'fsdp'] | FullyShardOptions" = "auto"
 
     def __post_init__(self) -> None:
-        if self.data == "ddp":
+        if self.data in ("auto", "ddp"):
             return
         if self.fully_sharded is None:
             msg = (
-                "the option data of backend 'shard' must be 'ddp', 'fsdp' or FullyShardOptions(...), got "
-                f"{self.data!r}"
+                "the option data of backend 'shard' must be 'auto', 'ddp', 'fsdp' or "
+                f"FullyShardOptions(...), got {self.data!r}"
             )
             raise ConfigError(msg)
         if self.find_unused_parameters or self.bucket_cap_mb is not None:
@@ -55,7 +56,7 @@ class ShardOptions:
 
     @property
     def fully_sharded(self) -> "FullyShardOptions | None":
-        """How shards are sharded over the copies; ``None`` where they are not."""
+        """How shards are to be sharded over the copies; ``None`` where that was not asked for."""
         from tp_core.plugins import FullyShardOptions
 
         if isinstance(self.data, FullyShardOptions):
@@ -103,7 +104,7 @@ class ShardBackend(Backend[ShardOptions]):
     def _describe_copies(self, job: Job) -> str:
         from tp_core.internal import find_units
 
-        options = self.parse_options(job).fully_sharded
+        options = self._fully_sharded(job)
         if options is None:
             return ""
         units = "" if job.model is None else f", {find_units(job.model, options.units)}"
@@ -113,17 +114,42 @@ class ShardBackend(Backend[ShardOptions]):
         """Return what each rank needs: its shards, and the batch of all ranks that hold a copy with it."""
         if job.footprint is None:
             return None
-        options = self.parse_options(job)
-        ranks = job.environment.world_size
-        together = ranks if options.group_size == -1 else options.group_size
-        footprint = job.footprint.with_batch_of(together)
-        if options.fully_sharded is None:
-            return need_of_copy(job, footprint, keeps_gradients=job.accumulate > 1 or together < ranks)
+        options = self._fully_sharded(job)
+        if options is None:
+            return self._need_of_ddp(job, job.footprint)
         from tp_core.internal import need_of_shards
 
-        return need_of_shards(
-            replace(job, footprint=footprint), options.fully_sharded, ranks=max(1, ranks // together)
+        together, copies = self._ranks(job)
+        footprint = job.footprint.with_batch_of(together)
+        ranks = max(1, copies // options.replicas)
+        return need_of_shards(replace(job, footprint=footprint), options, ranks=ranks)
+
+    def _need_of_ddp(self, job: Job, footprint: Footprint) -> MemoryNeed:
+        together, copies = self._ranks(job)
+        return need_of_copy(
+            job, footprint.with_batch_of(together), keeps_gradients=job.accumulate > 1 or copies > 1
         )
+
+    def _ranks(self, job: Job) -> tuple[int, int]:
+        """Return how many ranks hold a copy of the model together, and how many copies there are."""
+        from tp_shard._groups._group import current_group
+
+        ranks, size = job.environment.world_size, self.parse_options(job).group_size
+        formed = current_group()
+        together = formed.size if formed is not None else ranks if size == -1 else size
+        return together, max(1, ranks // together)
+
+    def _fully_sharded(self, job: Job) -> "FullyShardOptions | None":
+        """Return how shards are sharded over the copies; ``None`` where they are not."""
+        options = self.parse_options(job)
+        if options.data != "auto" or job.footprint is None:
+            return options.fully_sharded
+        is_ddp = options.find_unused_parameters or options.bucket_cap_mb is not None
+        if is_ddp or self._ranks(job)[1] == 1 or self._need_of_ddp(job, job.footprint).fits:
+            return None
+        from tp_core.plugins import FullyShardOptions
+
+        return FullyShardOptions()
 
     def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.
@@ -133,15 +159,14 @@ class ShardBackend(Backend[ShardOptions]):
                 not go with the ranks or the device.
         """
         options = self.parse_options(job)
-        sharded = options.fully_sharded
+        sharded = self._fully_sharded(job)
         if sharded is not None:
             from tp_core.internal import check_offload, resolve_options
 
             from tp_shard._fsdp_session import ShardFsdpSession
 
-            size, ranks = options.group_size, job.environment.world_size
-            copies = 1 if size == -1 else max(1, ranks // size)
-            sharded = resolve_options(job, sharded, ranks=copies)
+            copies = self._ranks(job)[1]
+            sharded = resolve_options(job, sharded, ranks=max(1, copies // sharded.replicas))
             check_offload(sharded, job)
             return ShardFsdpSession(job, group_size=options.group_size, options=sharded)
         from tp_shard._session import ShardSession
