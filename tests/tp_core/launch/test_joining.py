@@ -1,10 +1,13 @@
 """Joining the process group of a job, leaving it, and joining again."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from tp_core import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError
+from tp_core.internal import new_process_group, rendezvous_store
 from tp_core.plugins import ProcessGroupSession, join_process_group
 from tp_core.testing import make_job, run_ranks
 from tp_core.testing._kit import ConformanceKit
@@ -62,3 +65,44 @@ class Kit(ConformanceKit):
 
 def test_a_process_joins_again_after_it_has_left():
     assert run_ranks(joined_again_and_again, 2) == [[2.0] * 3] * 2
+
+
+def knows_that_the_other_is_connected(key, name, form):
+    environment = LaunchEnvironment.read()
+    store = rendezvous_store(environment)
+    if environment.rank == 1:
+        original = getattr(dist, name)
+
+        def slowly(*args, **kwargs):
+            result = original(*args, **kwargs)
+            time.sleep(0.3)
+            store.set(key, b"")
+            return result
+
+        setattr(dist, name, slowly)
+    form(environment)
+    return store.check([key])
+
+
+def joins(environment):
+    join_process_group(environment, device=CPU)
+
+
+def makes_a_group(environment):
+    joins(environment)
+    return new_process_group([0, 1], known_to_all=False)
+
+
+@pytest.mark.parametrize(("name", "form"), [("init_process_group", joins), ("new_group", makes_a_group)])
+def test_a_group_that_was_formed_may_be_left_at_once(name, form):
+    assert run_ranks(knows_that_the_other_is_connected, 2, "connected", name, form) == [True, True]
+
+
+def makes_groups_of_some():
+    joins(LaunchEnvironment.read())
+    groups = new_process_group([1]), new_process_group()
+    return [None if group is None else dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_a_rank_that_is_no_member_gets_no_group():
+    assert run_ranks(makes_groups_of_some, 2) == [[None, [0, 1]], [[1], [0, 1]]]

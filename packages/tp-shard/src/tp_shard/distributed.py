@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
+from tp_core.internal import new_process_group
 from tp_core.plugins import join_process_group
 
 import tp_shard._guards  # noqa: F401 - notes what of torch is replaced while there are groups
@@ -189,11 +190,17 @@ def _form(partition: list[list[int]], rank: int) -> Group:
         return Group(rank, len(partition[0]), dist.group.WORLD)
     mine = ALONE
     for ranks in partition if len(partition[0]) > 1 else ():
-        group = dist.new_group(ranks)  # every rank has to take part in making every group
-        if rank in ranks:
-            _made.append(group)
-            mine = Group(ranks.index(rank), len(ranks), group)
+        mine = _group_of(ranks, known_to_all=True) or mine
     return mine
+
+
+def _group_of(ranks: list[int], *, known_to_all: bool) -> Group | None:
+    """Make a group, in which this rank need not be where all ranks know of it."""
+    group = new_process_group(ranks, known_to_all=known_to_all)
+    if group is None:
+        return None
+    _made.append(group)
+    return Group(ranks.index(dist.get_rank()), len(ranks), group)
 
 
 def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
@@ -219,6 +226,4 @@ def _group_of_axes(mesh: DeviceMesh, axes: list[int]) -> Group:
     place = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[place].flatten().tolist()
     # A mesh may be a part of a larger one, of whose other parts nothing is known here.
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    _made.append(group)
-    return Group(ranks.index(dist.get_rank()), len(ranks), group)
+    return _group_of(ranks, known_to_all=False) or ALONE

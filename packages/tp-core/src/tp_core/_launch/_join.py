@@ -1,18 +1,18 @@
-"""Joining torch's group of all processes of a job, and leaving it."""
+"""Joining torch's group of all processes of a job, leaving it, and making groups of some of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # torch does not export it
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]  # torch does not export it
 
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._store import rendezvous_store
 
-__all__ = ["join_process_group"]
+__all__ = ["join_process_group", "new_process_group"]
 
 _joined = count()
 
@@ -69,6 +69,7 @@ def join_process_group(
         device_id=device if device is not None and device.type == "cuda" else None,
     )
     group = dist.group.WORLD
+    _wait_until_connected(group)
 
     def leave() -> None:
         # Another one may have left for us, and joined again.
@@ -81,6 +82,42 @@ def join_process_group(
             dist.destroy_process_group()
 
     return leave
+
+
+def new_process_group(
+    ranks: Sequence[int] | None = None, *, backend: str = "", known_to_all: bool = True
+) -> ProcessGroup | None:
+    """Make a group of some ranks that may be left at once.
+
+    `torch.distributed.new_group` returns as soon as this rank has its connections; if it then destroys
+    the group, the ranks that are still connecting fail with "Connection closed by peer". Here the members
+    wait for each other.
+
+    Args:
+        ranks: The members, all ranks by default.
+        backend: torch's name of the communication backend; by default that of the default group.
+        known_to_all: Every rank calls this, members or not. Otherwise the members alone do.
+
+    Returns:
+        The group; ``None`` for a rank that is no member.
+
+    Collectives: forming the group, and one tiny all-reduce over the members.
+    """
+    group = dist.new_group(
+        None if ranks is None else list(ranks),
+        backend=backend or None,
+        use_local_synchronization=not known_to_all,
+    )
+    if not isinstance(group, ProcessGroup):  # what torch has in place of a group for everybody else
+        return None
+    _wait_until_connected(group)
+    return group
+
+
+def _wait_until_connected(group: ProcessGroup | None) -> None:
+    # NCCL connects at a group's first collective, so there is nothing to wait for.
+    if dist.get_world_size(group) > 1 and "gloo" in dist.get_backend_config(group):
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 def _meeting_point(environment: LaunchEnvironment, timeout_s: float) -> Store:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["apply"]
+__all__ = ["apply", "as_output"]
 
 
 def apply(kind: Any, *inputs: Any) -> Tensor:
@@ -26,6 +26,15 @@ def apply(kind: Any, *inputs: Any) -> Tensor:
         kind = _transformable(kind)
     output: Tensor = kind.apply(*inputs)
     return output
+
+
+def as_output(result: Tensor) -> Tensor:
+    """Return what a forward pass may return after an operation in place, or one that may do nothing.
+
+    Of such a result (`add_`, an all-reduce, a `.to()` or `.contiguous()` without effect) torch 2.11 loses
+    the gradient in compiled code: it is zero, without a word. A view of it keeps it, and costs nothing there.
+    """
+    return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
 class _NoContext:

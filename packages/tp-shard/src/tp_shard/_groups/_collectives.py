@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._groups._autograd import apply
+from tp_shard._groups._autograd import apply, as_output
 from tp_shard._groups._comm import all_gather, all_reduce_, gather_sizes
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._split import bounds, shard_sizes
@@ -170,7 +170,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         _keep_of_reduce(ctx, tensor, group)
-        return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+        return as_output(all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_shard._groups._autograd import apply
+from tp_shard._groups._autograd import apply, as_output
 from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._comm import all_reduce_, start_all_reduce_
 from tp_shard._groups._group import Group
@@ -127,7 +127,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
         _keep_of_row(ctx, x, weight, bias, group, layer)
         output = all_reduce_(F.linear(x, weight), group, layer=layer)
-        return output if bias is None else output.add_(bias)
+        return as_output(output if bias is None else output.add_(bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import StateError
+from tp_core.internal import new_process_group
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
 
@@ -119,7 +120,7 @@ class Writer:
         Collectives: torch makes a new group, once.
         """
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_process_group(backend="gloo")
 
     def leave_group(self) -> None:
         """Leave the group of the threads, if it was formed."""

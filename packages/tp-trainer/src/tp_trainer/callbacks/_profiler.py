@@ -94,6 +94,7 @@ class Profiler(Callback):
             with_stack=self._with_stack,
             record_shapes=self._record_shapes,
             profile_memory=self._profile_memory,
+            acc_events=True,  # there is one cycle; torch 2.11 warns of what would be lost between several
         )
         self._profile.start()
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_shard._groups._autograd import apply
+from tp_shard._groups._autograd import apply, as_output
 from tp_shard.nn._loss._exchange import exchange
 from tp_shard.nn._loss._options import LossOptions, Rows, computed_in, returned_in
 from tp_shard.nn._loss._softmax_parts import merge, per_row, reduce_rows
@@ -44,7 +44,8 @@ class _Compiled(torch.autograd.Function):
             rows.valid,
             denominator,
         )
-        return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(logits, dtype))
+        loss = reduce_rows(merged.loss, rows.factor, options.reduction)
+        return as_output(loss.to(returned_in(logits, dtype)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_shard._groups import _debug
-from tp_shard._groups._autograd import apply
+from tp_shard._groups._autograd import apply, as_output
 from tp_shard._groups._collectives import copy
 from tp_shard._groups._comm import all_gather
 from tp_shard._groups._group import Group
@@ -133,7 +133,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
-        return _sum_and_take(tensor, dim, size, group)
+        return as_output(_sum_and_take(tensor, dim, size, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
