@@ -168,7 +168,7 @@ def _one_batch(loader: Iterable[Any]) -> Iterable[Any]:
         return loader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         dataset: Dataset[Any] = loader.dataset
-        size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1))
+        size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
         known: int = len(dataset)  # type: ignore[arg-type]  # one without a length has an IterableDataset
         return DataLoader(
             Subset(dataset, range(min(size, known))), batch_size=size, collate_fn=loader.collate_fn
