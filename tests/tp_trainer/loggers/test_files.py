@@ -43,6 +43,7 @@ def write(logger, steps, **info):
     logger.open(RunInfo(**info))
     for step in steps:
         logger.log({"loss": float(step), "a name": 0.5}, step=step, epoch=1)
+    logger.flush()
     return logger
 
 

@@ -71,6 +71,9 @@ class Logger(abc.ABC):
             epoch: The epoch they belong to, from 1.
         """
 
+    def flush(self) -> None:  # noqa: B027 - most write at once
+        """Bring rows to where others read them; called after those that are handed over together."""
+
     def event(  # noqa: B027 - most loggers have no place for them
         self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int
     ) -> None:

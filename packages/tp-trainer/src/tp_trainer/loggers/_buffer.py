@@ -90,6 +90,7 @@ class LogBuffer:
         for step, epoch, row in rows:
             numbers = {n: next(read) if isinstance(v, Tensor) else v for n, v in row.items()}
             self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))
+        self._each(lambda logger: logger.flush())
 
     # -- what happens beside --------------------------------------------------------------------
 

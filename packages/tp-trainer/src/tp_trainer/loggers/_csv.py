@@ -21,8 +21,8 @@ _FIRST = ("step", "epoch")
 class CsvLogger(Logger):
     """Writes ``metrics.csv``: the columns "step", "epoch" and one for each name.
 
-    Every row is with the system once it is logged: a process that is killed loses none. A resumed run drops
-    the rows after its checkpoint and goes on; a run that begins anew keeps an older file as
+    Rows are with the system once a run has handed them over: a process that is killed loses none of them. A
+    resumed run drops the rows after its checkpoint and goes on; a run that begins anew keeps an older file as
     ``metrics-1.csv``. A name that is met later becomes a further column; a name without a number of that row
     has an empty field.
 
@@ -64,11 +64,16 @@ class CsvLogger(Logger):
             return
         new = [name for name in numbers if name not in self._columns]
         if new:
+            self.flush()
             self._columns += new
             self._rewrite(_read(self._path)[1])
         if self._file is not None:
             values = [repr(float(numbers[name])) if name in numbers else "" for name in self._columns[2:]]
             csv.writer(self._file).writerow([step, epoch, *values])
+
+    def flush(self) -> None:
+        """Hand the rows to the system."""
+        if self._file is not None:
             self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it

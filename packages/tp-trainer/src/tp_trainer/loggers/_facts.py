@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 from tp_core.plugins import Selection
@@ -59,12 +60,14 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this project's distributions, and of torch and numpy."""
+    """Return the versions of Python, of torch and numpy, and of the distributions that bring plugins."""
     found = {"python": platform.python_version()}
-    for distribution in distributions():
-        name = str(distribution.name).lower()
-        if name in {"torch", "numpy"} or name.startswith("tp-"):
-            found[name] = distribution.version
+    for name in ("numpy", "torch", "tp-core"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    # Not all distributions: to read what each says of itself takes longer than many a step.
+    brought = {point.dist for point in entry_points(group="tp.plugins") if point.dist is not None}
+    found |= {str(distribution.name).lower(): distribution.version for distribution in brought}
     return {name: found[name] for name in sorted(found)}
 
 

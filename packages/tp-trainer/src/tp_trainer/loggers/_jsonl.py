@@ -34,10 +34,10 @@ __all__ = ["JsonLinesLogger"]
 class JsonLinesLogger(Logger):
     """Writes ``log.jsonl``: numbers, events, and what the run is, one JSON object in each line.
 
-    Every line is with the system once it is logged: a process that is killed loses none, and a last line
-    that was cut off is left out by :func:`tp_trainer.loggers.read_run`. A resumed run drops the numbers after
-    its checkpoint, keeps what happened, and goes on; a run that begins anew keeps an older file as
-    ``log-1.jsonl``.
+    Lines are with the system once a run has handed them over: a process that is killed loses none of them,
+    and a last line that was cut off is left out by :func:`tp_trainer.loggers.read_run`. A resumed run drops
+    the numbers after its checkpoint, keeps what happened, and goes on; a run that begins anew keeps an older
+    file as ``log-1.jsonl``.
 
     Args:
         folder: Where the file is; the folder of the run's checkpoints by default.
@@ -75,6 +75,11 @@ class JsonLinesLogger(Logger):
         if numbers:
             self._write("numbers", {"step": step, "epoch": epoch, "numbers": dict(numbers)})
 
+    def flush(self) -> None:
+        """Hand the lines to the system."""
+        if self._file is not None:
+            self._file.flush()
+
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
         """Write a line of what happened."""
         self._write("event", {"step": step, "epoch": epoch, "event": kind, "facts": dict(facts)})
@@ -95,7 +100,8 @@ class JsonLinesLogger(Logger):
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(_line({"type": kind, "time": round(time.time(), 3), **values}))
-            self._file.flush()
+            if kind != "numbers":  # of which many come at once
+                self._file.flush()
 
 
 def _write_all(path: Path, lines: list[dict[str, Any]]) -> None:
