@@ -69,6 +69,17 @@ def test_several_runs_are_on_one_page_under_names_of_their_own(tmp_path):
     assert "b/run" in page
 
 
+def test_one_chart_has_one_value_for_each_step_where_a_callback_logs_the_same_name(tmp_path):
+    logger = JsonLinesLogger(tmp_path)
+    logger.open(RunInfo())
+    for step in (4, 8):
+        logger.log({"samples_per_s": 10.0 * step}, step=step, epoch=1)
+    logger.log({"epoch_samples_per_s": 50.0}, step=8, epoch=1)
+    logger.close("finished")
+    (chart,) = charts([("run", read_run(tmp_path))])
+    assert [(curve.steps, curve.values) for curve in chart.curves] == [([4, 8], [40.0, 80.0])]
+
+
 def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
     evil = "<script>alert(1)</script>"
     folder = leave_run(tmp_path / "run", host=evil)

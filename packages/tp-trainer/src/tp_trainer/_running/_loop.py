@@ -168,7 +168,7 @@ class Loop(Between):
         state.metrics = train | {f"val_{name}": value for name, value in found.items()}
         record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, found)
         means = {f"epoch_{name}": value for name, value in train.items()}
-        self._log_now({**means, "learning_rate": rate, "samples_per_s": record.samples_per_s})
+        self._log_now({**means, "learning_rate": rate, "epoch_samples_per_s": record.samples_per_s})
         return record
 
     def _end_epoch(self) -> None:
