@@ -16,6 +16,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "History",
         "Interrupted",
         "Loop",
+        "MemoryTable",
         "Metric",
         "Predictions",
         "RunView",

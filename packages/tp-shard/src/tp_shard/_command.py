@@ -1,16 +1,12 @@
 """``tp shard``: plans on the command line."""
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import load_builder
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call
@@ -62,45 +58,6 @@ def verify_command(
     report = verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)
     typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
-
-
-def load_builder(name: str) -> Callable[[], Any]:
-    """Return the function that ``file.py:function`` or ``package.module:function`` names.
-
-    Raises:
-        ConfigError: The file, the module or the function does not exist.
-    """
-    place, _, function = name.rpartition(":")
-    if not place or not function.isidentifier():
-        msg = f"a builder is written model.py:build or package.module:build, got {name!r}"
-        raise ConfigError(msg)
-    found = getattr(_module(place), function, None)
-    if not callable(found):
-        msg = f"{place} has no function {function!r}"
-        raise ConfigError(msg)
-    return found  # type: ignore[no-any-return]  # it is callable, as seen
-
-
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            msg = f"there is no module {place!r} ({error}); a file is written with its .py: model.py:build"
-            raise ConfigError(msg) from error
-    path = Path(place)
-    if not path.is_file():
-        msg = f"there is no file {place!r}"
-        raise ConfigError(msg)
-    sys.path.insert(0, str(path.parent.resolve()))  # for what it imports from beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        msg = f"{place!r} is not a Python file"
-        raise ConfigError(msg)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _built(name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from tp_trainer._backends._ddp import DdpOptions as DdpOptions
 from tp_trainer._backends._fsdp._options import FsdpOptions as FsdpOptions
 from tp_trainer._checkpoint import Checkpoints as Checkpoints
 from tp_trainer._launch._function import launch as launch
+from tp_trainer._memory._table import MemoryTable as MemoryTable
 from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
 from tp_trainer._metrics._metric import Metric as Metric
 from tp_trainer._metrics._predictions import Predictions as Predictions

@@ -35,6 +35,12 @@ def _report_app() -> Any:
     return report_app()
 
 
+def _estimate_app() -> Any:
+    from tp_trainer._memory._command import estimate_app
+
+    return estimate_app()
+
+
 @hookimpl
 def tp_commands() -> Iterable[Command]:
     """Starting processes, and looking after those in the background."""
@@ -50,4 +56,5 @@ def tp_commands() -> Iterable[Command]:
         Command("logs", "Show what a background job has printed.", _launch.logs_app),
         Command("stop", "End a background job.", _launch.stop_app),
         Command("report", "Make one HTML page of what runs have left in their folders.", _report_app),
+        Command("estimate", "Print what training a model needs on each device.", _estimate_app),
     ]

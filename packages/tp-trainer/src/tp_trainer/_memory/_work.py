@@ -1,6 +1,6 @@
 """What a job needs of memory, found out before a backend is chosen for it, and alike on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,17 +9,23 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from tp_core import tree_leaves
 from tp_core.internal import free_nbytes
-from tp_core.plugins import Footprint, Job
+from tp_core.plugins import Backend, Contribution, Footprint, Job
 
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._table import MemoryTable, resized, row_count_of, table_of
 from tp_trainer._opening._agreement import agree_at_start
 
-__all__ = ["Work", "add_memory"]
+__all__ = ["Work", "add_memory", "estimate_job"]
 
 LEAST_NBYTES = 64 * 2**20
 """Smaller models are not looked at: this is known without asking anybody."""
 LEAST_PART = 0.05
 """Nor are those whose weights, gradients and optimizer state take less than this part of what is free."""
+
+RESERVED = {"cpu": 128 * 2**20}
+RESERVED_ELSEWHERE = 512 * 2**20
+"""What of a device is not for tensors: libraries load code and take workspaces when first used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,33 @@ def add_memory(job: Job, work: Work) -> Job:
     return replace(job, footprint=Footprint(**found["footprint"]), free_nbytes=found["free"])
 
 
+def estimate_job(
+    job: Job,
+    work: Work,
+    model: nn.Module,
+    batch: Any,
+    backends: Iterable[Contribution[Backend[Any]]],
+    *,
+    devices: int | None,
+    memory: int | str | None,
+) -> MemoryTable:
+    """Return what a job would need; see :meth:`tp_trainer.Trainer.estimate`."""
+    from tp_trainer._memory._footprint import measure_footprint
+
+    count = devices or job.environment.world_size * len(job.devices)
+    job = replace(job, model=model)
+    free = parse_nbytes(memory) if isinstance(memory, str) else memory
+    if free is None:
+        free = _free(job, model, work.optimizer)
+    rows = row_count_of(batch)
+    share = batch if rows is None else resized(batch, -(-rows // count))
+    footprint = measure_footprint(
+        model, work.optimizer, share, work.step, precision=job.precision, device=job.devices[0]
+    )
+    job = replace(job, footprint=footprint, free_nbytes=free)
+    return table_of(job, backends, devices=count, kind=job.devices[0].type)
+
+
 def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:
     """Return what is free on each device, with what the model holds there already."""
     device, devices = job.devices[0], len(job.devices)
@@ -78,6 +111,7 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     held = {id(t): t for t in [*model.parameters(), *model.buffers(), *gradients, *states]}
     there = [t for t in held.values() if isinstance(t, Tensor) and t.device.type == device.type]
+    free = max(0, free - RESERVED.get(device.type, RESERVED_ELSEWHERE))
     return free + sum(t.numel() * t.element_size() for t in there)
 
 
@@ -85,7 +119,8 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
     from tp_trainer._memory._footprint import measure_footprint  # seldom needed, and torch's part is large
 
     traits = job.traits
-    is_split = traits is not None and traits.has_dtensors
+    # What ranks hold parts of exchanges values in a step, and here is one rank alone.
+    is_split = traits is not None and (traits.has_dtensors or traits.has_sharded_parameters)
     batch = None if is_split else _one_share(work.loader, job)
     return measure_footprint(
         model, work.optimizer, batch, work.step, precision=job.precision, device=job.devices[0]

@@ -46,6 +46,11 @@ class LazySession:
         self.current: Session | None = None
 
     @property
+    def job(self) -> Job:
+        """What is to be done, without a model."""
+        return self._job
+
+    @property
     def selection(self) -> Selection:
         """How the backend was chosen; before that, how it would be for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection

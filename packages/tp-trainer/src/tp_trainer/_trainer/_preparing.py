@@ -10,7 +10,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.errors import ConfigError
 
 from tp_trainer._checks._objects import check_model, check_owner, check_preparable
-from tp_trainer._memory._work import Work
+from tp_trainer._checks._values import check_positive
+from tp_trainer._memory._table import MemoryTable
+from tp_trainer._memory._work import Work, estimate_job
+from tp_trainer._steps._precision import Step
 from tp_trainer._trainer._base import TrainerBase
 
 __all__ = ["Preparing"]
@@ -128,6 +131,48 @@ class Preparing(TrainerBase):
             materialize(model)
         self._prepare_model(model)
         return model
+
+    def estimate(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        batch: Any = None,
+        step: Step | None = None,
+        *,
+        devices: int | None = None,
+        memory: int | str | None = None,
+    ) -> MemoryTable:
+        """Return what training would need on each device, under every installed backend; nothing is started.
+
+        One step is run on tensors without memory. The model may be on the meta device, and the devices
+        need not be there.
+
+        Args:
+            model: The plain model.
+            optimizer: Its optimizer; without it, one that keeps two values for each parameter is assumed.
+            batch: A batch of the whole job, as the loader yields it.
+            step: As for :meth:`fit`. Without batch and step activations are not known.
+            devices: How many devices there would be; as many as the trainer has by default.
+            memory: What each of them has free: bytes, or text such as "80GiB"; by default what this trainer's
+                device has now.
+
+        Returns:
+            The verdicts with their numbers; print it to see a table.
+
+        Raises:
+            ConfigError: An argument has a wrong value.
+
+        Example:
+            >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
+        """
+        check_model("estimate()", model)
+        if devices is not None:
+            check_positive("devices", devices)
+        work = Work(optimizer, None, step)
+        plugins = self._lazy.plugins
+        return estimate_job(
+            self._lazy.job, work, model, batch, plugins.backends(), devices=devices, memory=memory
+        )
 
     def _refuse_scaled(self, *_: object) -> None:
         if not self._may_step:

@@ -10,6 +10,7 @@ from tp_core.errors import ConfigError
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer, check_scheduler
+from tp_trainer._memory._running_out import telling_why
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import check_metrics
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite
@@ -175,7 +176,9 @@ class Runs(RunStarter):
             shard=shard,
         )
         check_scheduler(scheduler, scheduler_every, optimizer)
-        return self._fit(model, optimizer, train_loader, settings)
+        return telling_why(
+            lambda: self.selection, lambda: self._fit(model, optimizer, train_loader, settings)
+        )
 
     def loop(
         self,

@@ -11,6 +11,7 @@ from tp_core.errors import ConfigError
 
 from tp_trainer._checks._objects import check_model, check_optimizer
 from tp_trainer._checks._values import check_callable, check_positive
+from tp_trainer._memory._running_out import is_out_of_memory
 from tp_trainer._steps._precision import Step
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._traceless import traceless
@@ -75,7 +76,7 @@ def largest_batch_size(
             with trainer.no_sync(prepared):  # a rank that fails leaves no other one waiting
                 _try(trainer, prepared, using, step, _batches_of(loader, size))
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             failed = True
         using.zero_grad()
@@ -130,12 +131,3 @@ class _Repeated(Dataset[object]):
 
     def __getitem__(self, index: int) -> object:
         return self._dataset[self._indices[index]]
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that memory has run out."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -1,0 +1,105 @@
+"""``tp estimate``: what training would need on devices that need not be there."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, cast, get_args
+
+import typer
+from torch import Tensor, nn
+from tp_core import LaunchEnvironment, resolve_devices, tree_leaves
+from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import load_builder
+from tp_core.plugins import Job, Precision, build_deferred, registry
+
+from tp_trainer._memory._footprint import measure_footprint
+from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._table import resized, table_of
+
+__all__ = ["estimate_app"]
+
+_KEYS = ("model", "optimizer", "batch", "step")
+
+
+def estimate_app() -> typer.Typer:
+    """``tp estimate`` as an application of its own."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_estimate)
+    return app
+
+
+def _estimate(
+    builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")],
+    *,
+    devices: Annotated[int, typer.Option(min=1, help="How many devices there would be.")] = 1,
+    memory: Annotated[str, typer.Option(help="What each of them has free: 80GiB.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Samples on each device; as built by default.")] = 0,
+    precision: Annotated[str, typer.Option(help="As of the trainer.")] = "fp32",
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of one optimizer step.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what training a model needs on each device, under every installed backend.
+
+    The builder takes no arguments and returns a model, or a dict with "model" and any of "optimizer", "batch"
+    and "step". It is built without memory, and nothing is computed. The exit status is 0 if a backend fits.
+    """
+    if precision not in get_args(Precision):
+        msg = f"--precision is one of {', '.join(get_args(Precision))}, got {precision!r}"
+        raise ConfigError(msg)
+    chosen = cast(Precision, precision)
+    built = _built(builder)
+    model, samples = built["model"], built.get("batch")
+    if batch and samples is not None:
+        samples = resized(samples, batch)
+    footprint = measure_footprint(
+        model, built.get("optimizer"), samples, built.get("step", _plain_step), precision=chosen
+    )
+    job = Job(
+        devices=resolve_devices("cpu"),
+        environment=LaunchEnvironment(),
+        model=model,
+        precision=chosen,
+        accumulate=accumulate,
+        footprint=footprint,
+        free_nbytes=parse_nbytes(memory) if memory else None,
+    )
+    table = table_of(job, registry.backends(), devices=devices, kind="cuda")
+    typer.echo(json.dumps(table.to_dict(), indent=2) if as_json else str(table))
+    raise typer.Exit(0 if table.best is not None else 1)
+
+
+def _built(name: str) -> dict[str, Any]:
+    found: list[Any] = []
+
+    def make() -> nn.Module:
+        made = load_builder(name)()
+        made = {"model": made} if isinstance(made, nn.Module) else made
+        if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
+            msg = (
+                f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
+                f"{type(made).__name__}"
+            )
+            raise ModelError(msg)
+        unknown = sorted(set(made) - set(_KEYS))
+        if unknown:
+            msg = f"{name} returns {unknown} beside what is known: {', '.join(_KEYS)}"
+            raise ConfigError(msg)
+        found.append(dict(made))
+        model: nn.Module = made["model"]
+        return model
+
+    build_deferred(make)
+    built: dict[str, Any] = found[-1]
+    return built
+
+
+def _plain_step(model: nn.Module, batch: Any) -> Tensor:
+    """Return a loss where none was given: the model's own, or the mean of its first output."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return first.float().mean()

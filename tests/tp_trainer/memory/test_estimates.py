@@ -1,0 +1,111 @@
+"""What users see of a job's need of memory: `trainer.estimate`, `tp estimate`, errors where it ran out."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.cli._main import run
+from tp_core.errors import ConfigError
+from tp_trainer import MemoryTable, Trainer
+from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._table import resized
+
+BUILDER = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer, "batch": torch.zeros(2, 512)}
+
+def plain():
+    return nn.Linear(4, 4)
+"""
+
+
+def step(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def test_every_backend_tells_what_it_needs_of_devices_that_are_not_there():
+    model = nn.Linear(1000, 1000, device="meta")
+    trainer = Trainer(devices="cpu")
+    table = trainer.estimate(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        [torch.zeros(64, 1000)],
+        step,
+        devices=8,
+        memory="15MiB",
+    )
+    assert isinstance(table, MemoryTable)
+    weights = 1001 * 1000 * 4
+    ddp, fsdp = table.verdicts["ddp"], table.verdicts["fsdp"]
+    assert (ddp.memory.weights, ddp.memory.gradients) == (weights, weights)
+    assert fsdp.memory.weights == -(-weights // 8)
+    assert not ddp.is_fit
+    assert ddp.memory.free == 15 * 2**20
+    assert "ddp" in str(table)
+    assert "unfit" in str(table)
+    assert trainer._lazy.current is None, "nothing was started"
+
+
+def test_each_device_has_its_share_of_the_batch():
+    model = nn.Linear(8, 8)
+    trainer = Trainer(devices="cpu")
+    whole, share = (
+        trainer.estimate(model, None, [torch.zeros(64, 8)], step, devices=n).footprint for n in (1, 8)
+    )
+    assert whole.batch == 8 * share.batch == 64 * 8 * 4
+
+
+def test_a_batch_is_cut_or_repeated():
+    batch = {"x": torch.arange(3), "n": 5}
+    assert resized(batch, 2)["x"].tolist() == [0, 1]
+    assert resized(batch, 5)["x"].tolist() == [0, 1, 2, 0, 1]
+    assert resized(batch, 5)["n"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("80GiB", 80 * 2**30), ("512 MiB", 2**29), ("24e9", 24 * 10**9), ("1.5GB", 15 * 10**8)],
+)
+def test_amounts_of_memory(text, nbytes):
+    assert parse_nbytes(text) == nbytes
+
+
+def test_an_amount_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"written 80GiB, 512MiB or 24e9, got 'much'"):
+        parse_nbytes("much")
+
+
+def test_the_command_prints_the_table_of_a_model_that_is_never_built(tmp_path, capsys):
+    file = tmp_path / "big_model.py"
+    file.write_text(BUILDER)
+    arguments = ["estimate", f"{file}:build", "--devices", "8", "--memory", "80GiB", "--batch", "4", "--json"]
+    assert run(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 8
+    assert found["best"] == "ddp"
+    assert found["free"] == 80 * 2**30
+    need = found["backends"]["ddp"]["memory"]
+    assert need["weights"] == 8 * (512 * 512 + 512) * 4
+    assert abs(need["optimizer"] - 2 * need["weights"]) < 100
+    assert need["activations"] > 4 * 512 * 4
+
+
+def test_memory_that_ran_out_is_told_with_the_table_and_what_helps():
+    def greedy(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        Trainer(devices="cpu").fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=greedy)
+    (note,) = [n for n in caught.value.__notes__ if n.startswith("Memory has run out")]
+    assert "accumulate=" in note
+    assert "backend 'single'" in note
+    assert "trainer.estimate(" in note
