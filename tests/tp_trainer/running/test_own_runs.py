@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
@@ -56,7 +57,9 @@ def critic_step(disc, gen, batch):
 
 
 def numbers_of(*models):
-    return torch.cat([p.detach().double().flatten() for model in models for p in model.parameters()]).tolist()
+    parameters = [p.detach() for model in models for p in model.parameters()]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+    return torch.cat([p.double().flatten() for p in whole]).tolist()
 
 
 def gan(step, *, devices="cpu", backend="auto", epochs=2, folder=None, stop_at=None, keep=("seen",)):
@@ -328,7 +331,7 @@ def two_loaders(*, devices="cpu", backend="auto", folder=None, stop_at=None):
                 optimizer.step()
                 if loop.step + 1 == stop_at:
                     loop.stop("enough")
-    return numbers_of(model)
+        return numbers_of(model)
 
 
 @pytest.mark.parametrize("stop_at", [2, 3, 5])
@@ -357,3 +360,21 @@ def test_two_loaders_are_resumed_on_two_ranks(tmp_path):
     expected = two_loaders()
     for whole, parts in run_ranks(partial(_two_loaders_on_a_rank, tmp_path), 2):
         assert parts == whole == pytest.approx(expected, rel=1e-5)
+
+
+def _on_shards(folder):
+    found = [gan(step, backend="fsdp")["weights"] for step in STEPS] + [two_loaders(backend="fsdp")]
+    whole = gan(critic_step, backend="fsdp", folder=folder / "whole")
+    gan(critic_step, backend="fsdp", folder=folder / "parts", stop_at=4)
+    return found, gan(critic_step, backend="fsdp", folder=folder / "parts") == whole
+
+
+@pytest.mark.slow
+def test_own_loops_train_sharded_models_as_by_hand_and_are_resumed(tmp_path):
+    from functools import partial
+
+    expected = [by_hand(step) for step in STEPS] + [two_loaders()]
+    for found, is_resumed in run_ranks(partial(_on_shards, tmp_path), 2):
+        assert is_resumed
+        for weights, hand in zip(found, expected, strict=True):
+            assert weights == pytest.approx(hand, rel=1e-4, abs=1e-6)
