@@ -13,9 +13,9 @@ from torch import Tensor
 from tp_core.errors import StateError
 from tp_core.internal import new_process_group
 from tp_core.plugins import Session, TensorSlice
-from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
+from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, record_of, write_whole
 
-from tp_trainer._checkpoint._files import write_json
+from tp_trainer._checkpoint._files import sync_file, write_json
 from tp_trainer._checkpoint._folders import RunFolder
 from tp_trainer._checkpoint._lock import FolderLock
 from tp_trainer._checkpoint._settings import Checkpoints
@@ -160,9 +160,9 @@ class Writer:
         """
         try:
             if together:
-                self._write_together(tensors, folder)
+                written = self._write_together(tensors, folder)
                 if self._session.is_main:
-                    self._complete(folder, values)
+                    self._complete(folder, values, written)
             else:
                 self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
         except BaseException as error:
@@ -184,21 +184,29 @@ class Writer:
                 raise
             write(self._new_scratch(values.step))
 
-    def _write_together(self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
+    def _write_together(
+        self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path
+    ) -> dict[str, FileRecord]:
         """Write this rank's part, and raise here and on rank 0 if it could not.
+
+        Returns:
+            What all ranks have written and brought onto the disk, each with the digests of its own files.
 
         Collectives: those of writing together, one gather; over the group of the writing threads.
         """
         from tp_core.state import write_tensors
 
         failure: BaseException | None = None
+        mine: dict[str, FileRecord] = {}
         try:
             write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
+            mine = _records_of(folder, self._session.rank)
         except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
             failure = error
-        told: list[str | None] = [None] * self._session.world_size
+        told: list[Any] = [None] * self._session.world_size
         try:
-            dist.all_gather_object(told, failure and (str(failure) or repr(failure)), group=self._group)
+            text = None if failure is None else str(failure) or repr(failure)
+            dist.all_gather_object(told, (text, mine), group=self._group)
         except RuntimeError as error:  # a rank has gone
             for lost in (failure, error):
                 if lost is not None:
@@ -206,11 +214,12 @@ class Writer:
             self.leave_group()  # by its end the ranks that wait for this one learn of it
             msg = f"the ranks that write a checkpoint together lost one: {error}"
             raise StateError(msg) from error
-        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), None)
+        failed = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text), None)
         if failure is not None:
             raise failure
         if failed is not None and self._session.is_main:
             raise OSError(failed)
+        return {name: record for _, records in told for name, record in records.items()}
 
     def _complete(
         self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None
@@ -238,3 +247,11 @@ class Writer:
             shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
         before = "; the checkpoints before it are whole" if self.folder.committed() else ""
         error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")
+
+
+def _records_of(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """Return the files that a rank has written, with digests, on the disk; their names begin with it."""
+    found = sorted((folder / TENSORS_FOLDER).glob(f"__{rank}_*"))
+    for path in found:
+        sync_file(path)
+    return {str(path.relative_to(folder)): record_of(path) for path in found}
