@@ -94,7 +94,7 @@ class History:
         """Return the records as columns: for each name its value in each epoch, ``None`` where it has none.
 
         Their names are "epoch", "steps", "samples", "seconds", "learning_rate", those of the step's means,
-        and with "val_" before them those of the validation.
+        and those of the validation as ``"val_..."``.
         """
         rows = [
             {

@@ -1,0 +1,151 @@
+"""Draws the picture of the README: a run that is interrupted and resumed, over one that is not.
+
+    hatch run picture
+
+Trains a classifier of handwritten digits on two processes to its end. Then again, but sends one rank SIGTERM
+halfway, and goes on from the checkpoint in one process. Both selections and both curves are what these three
+runs have left in their folders.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+from tp_trainer import Callback, Checkpoints, RunView, Trainer
+
+STEPS, BATCH = 240, 16
+SIGNALLED_AT = 70
+VALIDATED_EVERY = 4  # steps
+WIDTH = 128  # characters of the tables
+
+
+class Interruption(Callback):
+    """What a scheduler does when the time is up."""
+
+    def on_step_end(self, run: RunView) -> None:
+        if run.step == SIGNALLED_AT and run.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def step(model, batch):
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def train(folder: Path, *, interrupted: bool) -> None:
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16  # (n, 64)
+    scans = TensorDataset(images, torch.tensor(digits.target))
+    train_scans, test_scans = random_split(scans, [0.8, 0.2], torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    callbacks = [Interruption()] if interrupted else []
+    with Trainer(seed=0, progress=False) as trainer:
+        trainer.fit(
+            model,
+            optimizer,
+            DataLoader(train_scans, batch_size=BATCH, shuffle=True),
+            step=step,
+            max_steps=STEPS,
+            val_loader=DataLoader(test_scans, batch_size=128),
+            val_every_steps=VALIDATED_EVERY,
+            checkpoint=Checkpoints(folder),
+            resume="auto",
+            callbacks=callbacks,
+            log=["jsonl"],
+        )
+        if trainer.is_main:
+            (folder / "selection.txt").write_text(str(trainer.selection))
+
+
+def run(folder: Path, *, processes: int, interrupted: bool = False) -> str:
+    """Train in other processes; return the table of the selection, or "" after an interruption."""
+    launch = [str(Path(sysconfig.get_path("scripts"), "tp")), "launch", "-n", str(processes)]
+    command = [*(launch if processes > 1 else [sys.executable]), __file__, "--folder", str(folder)]
+    done = subprocess.run([*command, *(["--interrupted"] if interrupted else [])], timeout=600, check=False)
+    if done.returncode != (128 + signal.SIGTERM if interrupted else 0):
+        raise RuntimeError(f"{command} has ended with status {done.returncode}")
+    return "" if interrupted else (folder / "selection.txt").read_text()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of the test scans after each step that was followed by a validation."""
+    found = {}
+    for line in (folder / "log.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["type"] == "numbers" and "val_loss" in entry["numbers"]:
+            found[entry["step"]] = entry["numbers"]["val_loss"]
+    return found
+
+
+def draw(
+    path: Path, whole: dict[int, float], resumed: dict[int, float], saved: int, tables: list[str]
+) -> float:
+    """Draw the picture, and return the largest difference between the curves."""
+    import matplotlib as mpl
+
+    mpl.use("agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    difference = max(abs(loss - resumed[at]) for at, loss in whole.items())
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(10, 7), layout="constrained", height_ratios=[1.4, 1], facecolor="white"
+    )
+    upper.plot(*zip(*whole.items(), strict=True), linewidth=7, color="#c9d6ea", label="two processes")
+    before = {at: loss for at, loss in resumed.items() if at <= saved}
+    after = {at: loss for at, loss in resumed.items() if at >= max(before)}
+    upper.plot(*zip(*before.items(), strict=True), color="#c2410c", label="two processes, ended by SIGTERM")
+    upper.plot(*zip(*after.items(), strict=True), color="#15803d", label="resumed in one process")
+    upper.axvline(saved, color="#c2410c", linestyle=":")
+    upper.set(
+        xlabel="optimizer step",
+        ylabel="loss of the test scans",
+        title=f"largest difference: {difference:.1e}",
+    )
+    upper.grid(alpha=0.3)
+    upper.legend(frameon=False)
+    lower.axis("off")
+    lines = [
+        line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in "\n\n".join(tables).splitlines()
+    ]
+    text = lower.text(
+        0, 1, "\n".join(lines), family="monospace", fontsize=8, va="top", transform=lower.transAxes
+    )
+    text.set_in_layout(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--interrupted", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.folder is not None:
+        train(args.folder, interrupted=args.interrupted)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        whole, resumed = Path(folder, "whole"), Path(folder, "resumed")
+        tables = [run(whole, processes=2)]
+        run(resumed, processes=2, interrupted=True)
+        saved = int(max(resumed.glob("step-*")).name.removeprefix("step-"))
+        tables.append(run(resumed, processes=1))
+        difference = draw(args.out, losses(whole), losses(resumed), saved, tables)
+    print(f"{args.out}: largest difference {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The picture of the README is what its command draws."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "resumed.py"
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_number_of_processes_meets_the_uninterrupted_one(tmp_path):
+    out = tmp_path / "picture.png"
+    command = [sys.executable, str(PICTURE), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"largest difference (\S+)", done.stdout)[1]) < 1e-5
+    assert out.read_bytes().startswith(b"\x89PNG")
