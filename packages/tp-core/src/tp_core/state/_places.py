@@ -37,7 +37,13 @@ def whole(tensor: Tensor) -> Tensor:
 
     Collectives: those of ``DTensor.full_tensor``.
     """
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    device = tensor.device_mesh.device_type
+    # Parts that the host keeps (offload): its ranks' group exchanges on the device alone.
+    there: Any = tensor if tensor.device.type == device else tensor.to(device)
+    full: Tensor = there.full_tensor()
+    return full
 
 
 class Place:
