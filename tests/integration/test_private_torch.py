@@ -10,20 +10,28 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.utils import store
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for package in ("tp-core", "tp-dp-gather", "tp-trainer", "tp-tuple")
+    for package in ("tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple")
     for path in sorted((ROOT / "packages" / package / "src").rglob("*.py"))
 ]
 
 REASONS = {
     "torch._C.DisableTorchFunction": "operators are recorded below what subclasses of tensors make of them",
+    "torch._C._are_functorch_transforms_active": "what torch.func differentiates",
+    "torch._C._disabled_torch_function_impl": "functions of probes are seen as operators",
+    "torch.Tensor._make_wrapper_subclass": "a probe has a shape and no memory",
+    "torch._assert_async": "a wrong target ends a compiled graph without waiting for the device",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "marks of shards stay",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks of the caller's",
     "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the caller's",
     "torch._C._get_function_stack_at": "whether the caller is in a mode, which only its own thread has",
@@ -105,6 +113,24 @@ def test_a_private_name_is_there(name):
 def test_private_members_are_there(kind):
     made = {nn.RNNBase: lambda: nn.LSTM(1, 1)}.get(kind, kind)()
     assert [name for name in MEMBERS[kind] if not hasattr(made, name)] == []
+
+
+def test_what_carries_marks_and_names_of_shards_through_torch_is_there():
+    """Nodes of a function are of a class of their own; fully_shard replaces parameters; DDP reads a note."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    assert isinstance(Twice.apply(torch.ones(1, requires_grad=True)).grad_fn, Twice._backward_cls)
+    assert callable(FSDPParam._init_sharded_param)
+    assert callable(FSDPParam.init_unsharded_param)
+    assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel)
 
 
 def test_the_launcher_releases_agents_at_the_key_where_they_wait():
