@@ -116,6 +116,15 @@ def test_looking_after_jobs_does_not_wait_for_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800, env=environ)
 
 
+@pytest.mark.parametrize(("typed", "completed"), [("tp doc", "doctor"), ("tp doctor --j", "--json")])
+def test_shells_complete_commands_and_options(typed, completed, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    monkeypatch.setenv("_TP_COMPLETE", "complete_bash")
+    run([])
+    assert capsys.readouterr().out.split() == [completed]
+
+
 def test_an_unknown_command_ends_with_a_status(capsys):
     assert run(["no-such-command"]) == 2
 

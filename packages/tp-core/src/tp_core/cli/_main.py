@@ -96,7 +96,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _options() -> list[Any]:
     """Return the options of ``tp`` itself, made by typer as those of every command are."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer()
 
     @app.callback()
     def tp(
