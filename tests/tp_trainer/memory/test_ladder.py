@@ -36,6 +36,7 @@ FOOTPRINT = Footprint(
     optimizer=2 * WEIGHTS,
     update=BLOCK,
     activations=40 * BLOCK,
+    alone=40 * BLOCK,
     with_gradients=40 * BLOCK,
     kept={str(i): 5 * BLOCK - 100 for i in range(BLOCKS)},
     passed={str(i): 100 for i in range(BLOCKS)},

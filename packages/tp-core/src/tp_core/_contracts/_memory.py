@@ -23,6 +23,7 @@ class Footprint:
         update: What an optimizer step needs meanwhile.
         activations: The most that a forward and backward pass has at one time besides all these, with one
             device's share of a batch; ``None`` if that is not known.
+        alone: The same without the gradient that is just being made, for backends that count it themselves.
         with_gradients: The most of activations and gradients together at one time: while the former go
             away the latter come.
         casts: How much of the activations are copies of weights in the type of a mixed precision.
@@ -37,6 +38,7 @@ class Footprint:
     optimizer: int | None = None
     update: int = 0
     activations: int | None = None
+    alone: int = 0
     with_gradients: int = 0
     casts: int = 0
     batch: int = 0
@@ -70,6 +72,7 @@ class Footprint:
         return replace(
             self,
             activations=self.activations + more,
+            alone=max(0, self.alone + round((self.alone - self.casts) * (times - 1))),
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
             kept={name: round(n * times) for name, n in self.kept.items()},

@@ -28,17 +28,13 @@ _SAFE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Bytes of what is whole for a time."""
+class _Unit:
+    """Bytes of the parameters of a unit, or of those in none: whole, their gradients, what is reduced."""
 
-    rest: int  # parameters that lie in no unit
-    rest_gradients: int
-    rest_reduced: int
-    largest: int  # of the units
-    largest_gradients: int
-    largest_reduced: int
-    all: int
-    names: tuple[str, ...]  # of the units
+    name: str
+    whole: int
+    gradients: int
+    reduced: int
 
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
@@ -113,17 +109,18 @@ def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
 def _need(
     job: Job, options: FullyShardOptions, footprint: Footprint, model: nn.Module, ranks: int
 ) -> MemoryNeed:
-    gathered = _gathered(job, options, model)
-    turn = gathered.largest_gradients + gathered.largest_reduced + gathered.rest + gathered.rest_gradients
-    turn += 2 * gathered.largest if options.reshard_after_forward else gathered.all - gathered.rest
-    end = gathered.rest + gathered.rest_gradients + gathered.rest_reduced
+    rest, units = _gathered(job, options, model)
+    kept = options.reshard_after_forward is False
+    turn = rest.whole + rest.gradients + max(_turns(units, ranks, kept=kept), default=0)
+    # A unit is let go before its gradients, which have been copied to be reduced, are.
+    end = rest.gradients + max(rest.whole, _reduced(rest, ranks))
     weights, gradients, optimizer = (
         -(-n // ranks) for n in (footprint.weights, footprint.gradients, footprint.optimizer_nbytes)
     )
     update = footprint.update // ranks
     if options.offload:  # what is throughout lies in the host's memory
         weights = gradients = optimizer = update = 0
-    activations = _activations(job, options, footprint, gathered.names)
+    activations = _activations(job, options, footprint, tuple(unit.name for unit in units))
     # While a pass is at its highest, there are no gradients of this rank's slices yet.
     beyond = max((activations or 0) + turn - gradients, end, update)
     return MemoryNeed(
@@ -146,19 +143,33 @@ def _activations(
     if footprint.activations is None:
         return None
     # Parameters that are gathered in the lower type are not copied to it again.
-    found = footprint.activations - (footprint.casts if parameter_type(options, job) else 0)
+    found = footprint.alone - (footprint.casts if parameter_type(options, job) else 0)
     if options.activation_checkpointing:
         kept = [max(0, footprint.kept.get(name, 0) - footprint.passed.get(name, 0)) for name in units]
         found = max(0, found - sum(kept) + max(kept, default=0))
     return found
 
 
-def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> _Gathered:
+def _turns(units: list[_Unit], ranks: int, *, kept: bool) -> Iterator[int]:
+    """Yield what is whole in the backward pass while each unit, in the order of the model, has its turn."""
+    before = 0  # of units before this one: all of them, or the next, which is gathered ahead
+    for unit in units:
+        yield before + unit.gradients + max(unit.whole, _reduced(unit, ranks))
+        before = before + unit.whole if kept else unit.whole
+
+
+def _reduced(unit: _Unit, ranks: int) -> int:
+    """Return what a reduction holds: its input, and its output on this rank."""
+    return unit.reduced + unit.reduced // ranks
+
+
+def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
+    """Return what lies in no unit, and the units."""
     units = find_units(model, options.units).modules
     low, reduced = parameter_type(options, job), reduction_type(options, job)
     seen: set[int] = set()
 
-    def sizes(module: nn.Module) -> tuple[int, int, int]:
+    def measured(name: str, module: nn.Module) -> _Unit:
         whole = gradients = sums = 0
         for parameter in module.parameters():
             if id(parameter) in seen:
@@ -170,22 +181,11 @@ def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> _Gather
             if parameter.requires_grad:
                 gradients += size
                 sums += n * reduced.itemsize if reduced else size
-        return whole, gradients, sums
+        return _Unit(name, whole, gradients, sums)
 
     # Inner ones first: what a unit has, one around it does not.
-    of_units = [sizes(module) for module in reversed(list(units.values()))]
-    rest = sizes(model)
-    largest = max(of_units, default=(0, 0, 0))
-    return _Gathered(
-        rest[0],
-        rest[1],
-        rest[2],
-        largest[0],
-        largest[1],
-        largest[2],
-        rest[0] + sum(whole for whole, _, _ in of_units),
-        tuple(units),
-    )
+    of_units = [measured(name, module) for name, module in reversed(list(units.items()))]
+    return measured("", model), of_units[::-1]
 
 
 def _size_of(job: Job, parameter: nn.Parameter) -> int:

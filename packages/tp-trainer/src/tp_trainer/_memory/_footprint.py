@@ -98,11 +98,13 @@ def _run_step(
         with live:
             loss = loss_of(run(step, model, batch), training=True)
             casts = live.casts
+            live.gradient_shapes = {tuple(sorted(p.shape)) for p in model.parameters() if p.dim() > 1}
             loss.backward()
             del loss
     return replace(
         found,
         activations=live.highest,
+        alone=live.highest_alone,
         with_gradients=live.highest_with_gradients,
         casts=casts,
         batch=batch_nbytes,

@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):
         values: Bytes of values at this time.
         gradients: Bytes of gradients at this time.
         casts: Bytes of values that are weights in another type.
+        highest_alone: The most bytes of values since :meth:`reset`, without gradients that are being made.
         highest: The most bytes of values since :meth:`reset`.
         highest_with_gradients: The most bytes of both together since then.
     """
@@ -36,7 +37,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
         self.values = self.gradients = self.casts = 0
-        self.highest = self.highest_with_gradients = 0
+        self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
+        self.gradient_shapes: set[tuple[int, ...]] = set()  # of what is a gradient that is being made
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
         self._known = {_address(tensor) for tensor in known}
@@ -86,6 +88,8 @@ class LiveBytes(TorchDispatchMode):
         if address in self._known or address in self._sizes:
             return
         kind = "cast" if is_cast else "value"
+        if tuple(sorted(tensor.shape)) in self.gradient_shapes:
+            kind = "making"
         self._sizes[address] = storage.nbytes(), kind
         self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
         self._add(kind, storage.nbytes())
@@ -102,7 +106,9 @@ class LiveBytes(TorchDispatchMode):
         else:
             self.values += nbytes
             self.casts += nbytes if kind == "cast" else 0
+            self._making += nbytes if kind == "making" else 0
         self.highest = max(self.highest, self.values)
+        self.highest_alone = max(self.highest_alone, self.values - self._making)
         self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
 
 
