@@ -378,3 +378,19 @@ def test_own_loops_train_sharded_models_as_by_hand_and_are_resumed(tmp_path):
         assert is_resumed
         for weights, hand in zip(found, expected, strict=True):
             assert weights == pytest.approx(hand, rel=1e-4, abs=1e-6)
+
+
+def _shares_a_trunk():
+    trunk = nn.Linear(2, 8)
+    with Trainer(devices="cpu", progress=False) as trainer:
+        with pytest.raises(ConfigError) as caught:
+            trainer.prepare(nn.Sequential(trunk, nn.Linear(8, 2)), nn.Sequential(trunk, nn.Linear(8, 1)))
+        trainer.prepare(nn.Sequential(trunk, nn.Linear(8, 2)))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_models_that_share_parameters_are_refused_on_several_ranks():
+    for message in run_ranks(_shares_a_trunk, 2):
+        assert "models 1 and 2 share a parameter ('0.weight' and '0.weight')" in message
+        assert "put both into one module" in message.replace("\n", " ")

@@ -145,6 +145,25 @@ def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         raise ConfigError(msg)
 
 
+def check_not_shared(models: Sequence[nn.Module]) -> None:
+    """Make sure that models share no parameter, for ranks that average the gradients of each on its own.
+
+    Raises:
+        ConfigError: Two models have a parameter in common.
+    """
+    known: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models, start=1):
+        for name, parameter in model.named_parameters():
+            first, its_name = known.setdefault(id(parameter), (number, name))
+            if first != number:
+                msg = (
+                    f"models {first} and {number} share a parameter ({its_name!r} and {name!r}), and on "
+                    "several ranks each model's gradients are averaged on their own; put both into one "
+                    "module, a shared trunk with its heads, and add the losses for one backward()"
+                )
+                raise ConfigError(msg)
+
+
 def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
     """Make sure that an optimizer has parameters of the model alone.
 

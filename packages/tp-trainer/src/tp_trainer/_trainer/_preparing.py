@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.errors import ConfigError
 
-from tp_trainer._checks._objects import check_model, check_owner, check_preparable
+from tp_trainer._checks._objects import check_model, check_not_shared, check_owner, check_preparable
 from tp_trainer._checks._values import check_positive
 from tp_trainer._memory._table import MemoryTable
 from tp_trainer._memory._work import Work, estimate_job
@@ -86,6 +86,8 @@ class Preparing(TrainerBase):
         optimizers = [o for o in objects if isinstance(o, Optimizer)]
         work = Work(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
         self._open(*models, by="prepare()", work=work)
+        if self.session.data_size > 1:
+            check_not_shared(models)
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
                 check_owner(optimizer, models)
