@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from tp_core.errors import StepError
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
@@ -138,19 +137,3 @@ def test_tokens_count_alike_on_two_ranks():
     for outcomes in run_ranks(_trained_on_ranks, 2):
         for trained, (step, accumulate) in zip(outcomes, JOBS, strict=True):
             assert_as_by_hand(trained, step, accumulate)
-
-
-def test_parts_of_a_step_cannot_be_gathered():
-    with Trainer(progress=False, backend="tuple", devices=["cpu", "cpu"]) as trainer:
-
-        def step(model, batch):
-            return model(trainer.all_gather(batch)).mean()
-
-        model = torch.nn.Linear(1, 1)
-        with pytest.raises(StepError, match=r"'tuple' runs the step on each device's part .*'dp-gather'"):
-            trainer.fit(
-                model,
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                DataLoader(torch.ones(4, 1), batch_size=4),
-                step=step,
-            )

@@ -1,10 +1,12 @@
 """The caller's settings hold in the replicas' threads, and errors come back from them."""
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,10 +224,25 @@ def interrupt():
 
 
 def interrupt_once_the_caller_waits():
-    caller = threading.main_thread().ident
-    while sys._current_frames()[caller].f_code is not _threads.ReplicaThread.wait.__code__:
-        time.sleep(0.01)
+    """Interrupt the main thread when it sleeps in its wait: on its way there a signal would not wake it."""
+    caller = threading.main_thread()
+    waits = _threads.ReplicaThread.wait.__code__
+    while not (sys._current_frames()[caller.ident].f_code is waits and sleeps_on(caller.native_id)):
+        pass
     interrupt()
+
+
+def sleeps_on(thread_id):
+    before = switches(thread_id)
+    time.sleep(0.05)  # who waits for the interpreter's lock looks for it every few milliseconds
+    return before is not None and before == switches(thread_id)
+
+
+def switches(thread_id):
+    """Return how often a thread has gone to sleep; ``None`` if it is awake."""
+    status = Path(f"/proc/self/task/{thread_id}/status").read_text()
+    asleep = "\nState:\tS" in status
+    return re.search(r"\nvoluntary_ctxt_switches:\t(\d+)", status)[1] if asleep else None
 
 
 @pytest.mark.parametrize("busy", [0, 1])
