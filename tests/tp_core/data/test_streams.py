@@ -4,7 +4,7 @@ from itertools import count, islice
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from tp_core.errors import LoaderError
@@ -97,6 +97,7 @@ def test_two_iterations_at_once_are_their_own():
 
 
 @given(n=st.integers(4, 12), steps=st.integers(1, 4), done=st.integers(0, 3), before=st.integers(0, 5))
+@example(n=9, steps=1, done=0, before=5)  # a dataset that begins again by itself has done so
 def test_a_stream_goes_on_as_if_it_had_never_ended(n, steps, done, before):
     done %= steps
     for kind in (Numbers, Placed):

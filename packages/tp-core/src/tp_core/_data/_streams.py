@@ -7,6 +7,8 @@ goes on with. A pass goes from the stream's beginning to its end::
     epochs    |-- 0 --|-- 1 --|-- 2 --|-- 3 --|-- 4 --|
 """
 
+import hashlib
+import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -152,6 +154,7 @@ class Stream:
         self._pass, self._done = 0, 0  # which pass it is in, and how many batches of it have been yielded
         self._skip = 0
         self._is_placed = False  # the loader itself knows where the next iteration begins
+        self._beginning: str | None = None  # a digest of what it knows at the beginning of a pass
 
     def epoch(self, epoch: int, *, goes_on: bool, done: int = 0) -> Iterator[Any]:
         """Yield the batches of an epoch; who takes them says where it ends.
@@ -186,6 +189,8 @@ class Stream:
     def _start(self) -> Iterator[Any]:
         if not self._is_placed:
             self._tell_pass()
+            if (holder := position_holder(self.loader)) is not None:
+                self._beginning = _digest(holder.state_dict())
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         return islice(iterator, skip, None) if skip else iterator
@@ -206,7 +211,11 @@ class Stream:
         """Return which pass it is in, how many batches of it are done, and what the loader knows itself."""
         state: dict[str, Any] = {"pass": self._pass, "done": self._done, "size": self._size}
         if (holder := position_holder(self.loader)) is not None:
-            state["position"] = holder.state_dict()
+            position = state["position"] = holder.state_dict()
+            state["beginning"] = self._beginning
+            # A dataset that begins again by itself has done so where the last batch of a pass was not full.
+            if self._done and _digest(position) == self._beginning:
+                state |= {"pass": self._pass + 1, "done": 0}
         return state
 
     def load_state_dict(
@@ -242,6 +251,7 @@ class Stream:
         done = state.get("done", batches) if goes_on else batches
         self._pass, self._done = state.get("pass", epoch) if goes_on else epoch, done
         self._iterator, self._skip, self._is_placed = None, 0, False
+        self._beginning = state.get("beginning")
         holder = position_holder(self.loader)
         if replay and _is_hugging_face(getattr(self.loader, "dataset", None)):
             holder = None  # their positions are without what lies in a shuffle buffer
@@ -260,3 +270,7 @@ class Stream:
                 "Checkpoints(..., replay=True)"
             )
             raise LoaderError(msg)
+
+
+def _digest(position: object) -> str:
+    return hashlib.sha256(pickle.dumps(position)).hexdigest()
