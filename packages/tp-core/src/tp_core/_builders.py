@@ -3,17 +3,19 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tp_core.errors import ConfigError
+from torch import nn
 
-__all__ = ["load_builder"]
+from tp_core.errors import ConfigError, ModelError
+
+__all__ = ["call_builder"]
 
 
-def load_builder(name: str) -> Callable[[], Any]:
+def _load_builder(name: str) -> Callable[[], Any]:
     """Return the function that ``file.py:function`` or ``package.module:function`` names.
 
     Raises:
@@ -28,6 +30,33 @@ def load_builder(name: str) -> Callable[[], Any]:
         msg = f"{place} has no function {function!r}"
         raise ConfigError(msg)
     return found  # type: ignore[no-any-return]  # it is callable, as seen
+
+
+def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
+    """Return what a builder makes, as a dict with the model as "model".
+
+    Args:
+        name: What `_load_builder` takes. The function returns a module, or a dict with one as "model".
+        keys: What else the dict may have.
+
+    Raises:
+        ConfigError: There is no such function, or the dict has other keys.
+        ModelError: It returns no model.
+    """
+    made = _load_builder(name)()
+    if isinstance(made, nn.Module):
+        return {"model": made}
+    if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
+        msg = (
+            f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
+            f"{type(made).__name__}"
+        )
+        raise ModelError(msg)
+    unknown = sorted(set(made) - set(keys))
+    if unknown:
+        msg = f"{name} returns {unknown} beside what is known: {', '.join(keys)}"
+        raise ConfigError(msg)
+    return dict(made)
 
 
 def _module(place: str) -> ModuleType:

@@ -1,18 +1,17 @@
 """``tp shard``: plans on the command line."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
-from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import load_builder
+from tp_core.errors import ConfigError
+from tp_core.internal import call_builder
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call
 from tp_shard._verify._report import verify
 
-__all__ = ["app", "load_builder"]
+__all__ = ["app"]
 
 _KEYS = ("model", "plan", "batch", "loss")
 
@@ -41,7 +40,7 @@ def verify_command(
     if propose not in ("auto", "hf"):
         msg = f'--propose is "auto" or "hf", got {propose!r}'
         raise ConfigError(msg)
-    built = _built(builder)
+    built = call_builder(builder, _KEYS)
     model, batch = built["model"], built.get("batch")
     if batch is None:
         call = example_call(model)
@@ -58,23 +57,6 @@ def verify_command(
     report = verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)
     typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _built(name: str) -> dict[str, Any]:
-    made = load_builder(name)()
-    if isinstance(made, nn.Module):
-        return {"model": made}
-    if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
-        msg = (
-            f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
-            f"{type(made).__name__}"
-        )
-        raise ModelError(msg)
-    unknown = sorted(set(made) - set(_KEYS))
-    if unknown:
-        msg = f"{name} returns {unknown} beside what is known: {', '.join(_KEYS)}"
-        raise ConfigError(msg)
-    return dict(made)
 
 
 def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:

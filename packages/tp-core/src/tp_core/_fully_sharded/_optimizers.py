@@ -1,7 +1,5 @@
 """Optimizers whose parameters become shards."""
 
-import sys
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -9,6 +7,7 @@ from torch.optim import Optimizer
 from tp_core._steps._optimizer_kinds import whole_matrix_optimizer
 from tp_core.errors import ConfigError
 from tp_core.state import Place, fill_from_whole
+from tp_core.state._optimizers import is_zero_redundancy
 
 __all__ = ["check_optimizer", "move_state"]
 
@@ -35,8 +34,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "here; leave fused=True out"
         )
         raise ConfigError(msg)
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+    if is_zero_redundancy(optimizer):
         msg = (
             "ZeroRedundancyOptimizer gives each rank the state of other whole parameters, and here "
             "parameters and state are sharded by the backend; give the optimizer that it wraps (its "

@@ -1,4 +1,4 @@
-from tp_core._builders import load_builder as load_builder
+from tp_core._builders import call_builder as call_builder
 from tp_core._data._batches import split_evenly as split_evenly
 from tp_core._data._seeding import kept_generators as kept_generators
 from tp_core._data._seeding import seed_everything as seed_everything

@@ -23,6 +23,7 @@ __all__ = [
     "OptimizerValues",
     "check_fits",
     "check_optimizer",
+    "is_zero_redundancy",
     "named_state",
     "numbered_state",
     "optimizer_names",
@@ -54,14 +55,19 @@ class OptimizerValues:
     in_order: bool
 
 
+def is_zero_redundancy(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is a ``ZeroRedundancyOptimizer``, without importing that."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Make sure that an optimizer's state can be saved.
 
     Raises:
         ConfigError: ``optimizer`` is a ``ZeroRedundancyOptimizer``: each rank has other parameters' state.
     """
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+    if is_zero_redundancy(optimizer):
         msg = (
             "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps that of "
             "its own share of the parameters; take the optimizer that it wraps (its optimizer_class), or a "

@@ -7,8 +7,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices, tree_leaves
-from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import load_builder
+from tp_core.errors import ConfigError
+from tp_core.internal import call_builder
 from tp_core.plugins import Job, Precision, build_deferred, registry
 
 from tp_trainer._memory._footprint import measure_footprint
@@ -71,19 +71,8 @@ def _built(name: str) -> dict[str, Any]:
     found: list[Any] = []
 
     def make() -> nn.Module:
-        made = load_builder(name)()
-        made = {"model": made} if isinstance(made, nn.Module) else made
-        if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
-            msg = (
-                f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
-                f"{type(made).__name__}"
-            )
-            raise ModelError(msg)
-        unknown = sorted(set(made) - set(_KEYS))
-        if unknown:
-            msg = f"{name} returns {unknown} beside what is known: {', '.join(_KEYS)}"
-            raise ConfigError(msg)
-        found.append(dict(made))
+        made = call_builder(name, _KEYS)
+        found.append(made)
         model: nn.Module = made["model"]
         return model
 
