@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -10,24 +11,31 @@ from typing import Any
 
 from torch import nn
 
-from tp_core.errors import ConfigError, ModelError
+from tp_core._suggestions import did_you_mean, file_meant
+from tp_core.errors import ConfigError, ModelError, TpError
 
-__all__ = ["call_builder"]
+__all__ = ["call_builder", "load_function"]
 
 
-def _load_builder(name: str) -> Callable[[], Any]:
+def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
     """Return the function that ``file.py:function`` or ``package.module:function`` names.
+
+    Args:
+        name: What the user wrote.
+        example: The name of the function in messages of how it is written.
 
     Raises:
         ConfigError: The file, the module or the function does not exist.
     """
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
-        msg = f"a builder is written model.py:build or package.module:build, got {name!r}"
+        msg = f"a function is written file.py:{example} or package.module:{example}, got {name!r}"
         raise ConfigError(msg)
-    found = getattr(_module(place), function, None)
+    module = _module(place)
+    found = getattr(module, function, None)
     if not callable(found):
-        msg = f"{place} has no function {function!r}"
+        own = [name for name, value in vars(module).items() if callable(value)]
+        msg = f"{place} has no function {function!r}{did_you_mean(function, own)}"
         raise ConfigError(msg)
     return found  # type: ignore[no-any-return]  # it is callable, as seen
 
@@ -36,14 +44,24 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
     """Return what a builder makes, as a dict with the model as "model".
 
     Args:
-        name: What `_load_builder` takes. The function returns a module, or a dict with one as "model".
+        name: A function without arguments, written ``file.py:function`` or ``package.module:function``. It
+            returns a module, or a dict with one as "model".
         keys: What else the dict may have.
 
     Raises:
         ConfigError: There is no such function, or the dict has other keys.
-        ModelError: It returns no model.
+        ModelError: The builder returns no model, or raises: the message says where.
     """
-    made = _load_builder(name)()
+    build = load_function(name)
+    try:
+        made = build()
+    except TpError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        msg = f"{name} raised {text} (line {place.lineno} of {place.filename})"
+        raise ModelError(msg) from error
     if isinstance(made, nn.Module):
         return {"model": made}
     if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
@@ -62,13 +80,15 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         try:
+            if (here := str(Path.cwd())) not in sys.path:  # as python -m does, and no installed command
+                sys.path.insert(0, here)
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            msg = f"there is no module {place!r} ({error}); a file is written with its .py: model.py:build"
+            msg = f"there is no module {place!r} ({error}); a file is written with its .py: {place}.py"
             raise ConfigError(msg) from error
     path = Path(place)
     if not path.is_file():
-        msg = f"there is no file {place!r}"
+        msg = f"there is no file {place!r}{file_meant(path)}"
         raise ConfigError(msg)
     sys.path.insert(0, str(path.parent.resolve()))  # for what it imports from beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -21,8 +21,12 @@
     └── StateError               RuntimeError    saved state that cannot be read or does not fit
 
 Each is also a subclass of the builtin in the second column, so that code which catches that keeps
-working. A message tells what was wrong, what was given and what to do about it.
+working. A message tells what was wrong, what was given and what to do about it. A traceback ends with the
+place in the documents that says more, such as ``errors#state-error``; it is a note (PEP 678), not part of
+the message.
 """
+
+import re
 
 __all__ = [
     "ConfigError",
@@ -47,6 +51,19 @@ __all__ = [
 
 class TpError(Exception):
     """The root of all errors that the tp packages raise on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"More in tp's documents: {self.anchor()}")
+
+    @classmethod
+    def anchor(cls) -> str:
+        """Return where the documents explain this error: ``errors#state-error``.
+
+        A class that no ``errors`` module of tp defines is explained by the nearest one above it that is.
+        """
+        named = next(kind for kind in cls.__mro__ if re.fullmatch(r"tp_\w+\.errors", kind.__module__))
+        return "errors#" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", named.__name__).lower()
 
 
 class DeviceError(TpError, ValueError):

@@ -5,10 +5,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
 
+from tp_core._contracts._option_values import check_option_types
 from tp_core._contracts._verdict import Verdict
 from tp_core.errors import ConfigError
 
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
+    from torch import nn
+
     from tp_core._contracts._job import Job
     from tp_core._contracts._memory import MemoryNeed
     from tp_core._contracts._session import Session
@@ -70,6 +73,18 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
         return None if job.footprint is None else need_of_copy(job, job.footprint)
 
+    def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
+        """Return a plain model in the form that this backend trains; by default as it is.
+
+        ``tp test`` calls it on every rank before it trains its own small model. A backend for models of
+        another form, such as layers that are split over ranks, brings it into that form here.
+
+        Args:
+            model: The model, with the same values on all ranks.
+            inputs: What it can be called with.
+        """
+        return model
+
     @abc.abstractmethod
     def open(self, job: "Job") -> "Session":
         """Start what the job needs (process groups, replicas) and return the session.
@@ -82,10 +97,12 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Return this backend's options in ``job``, which has them as an object or by name.
 
         Raises:
-            ConfigError: The options are of another type, or there is none of a given name.
+            ConfigError: The options are of another type, or there is none of a given name, or a value
+                is not of its field's plain type (``bool``, ``int``, ``float``, ``str``, ``Literal``).
         """
         given = job.options.get(self.name, {})
         if isinstance(given, self.options_type):
+            check_option_types(given)
             return given
         if not isinstance(given, Mapping):
             msg = (
@@ -101,4 +118,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
                 f"it has: {', '.join(known) or 'none'}"
             )
             raise ConfigError(msg)
-        return self.options_type(**given)
+        options = self.options_type(**given)
+        check_option_types(options)
+        return options

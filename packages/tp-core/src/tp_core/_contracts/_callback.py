@@ -123,10 +123,13 @@ class Callback:
         """Called before the first batch of an epoch; not where a resumed run goes on within one."""
 
     def on_backward_end(self, run: RunView) -> None:
-        """Called after the backward pass of each batch."""
+        """Called after each backward pass."""
 
     def on_optimizer_step(self, run: RunView, grad_norm: "Tensor") -> None:
         """Called before an optimizer step that will be made, with its gradients in place.
+
+        In a loop of one's own each optimizer in ``state`` makes its own. A step whose closure makes the
+        gradients, as LBFGS's does, is left out.
 
         Args:
             run: The run.

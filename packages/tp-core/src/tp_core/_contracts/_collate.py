@@ -39,4 +39,8 @@ class CollateAdapter(abc.ABC):
             parts: How many parts to make at most; fewer items make fewer parts.
             weights: The share of each part, e.g. ``[2, 1]`` for a fast and a slow device.
             cost: The cost of an item; parts then have nearly equal total cost.
+
+        Raises:
+            tp_core.errors.ConfigError: An argument has a wrong value; or, in the function that is returned,
+                samples cannot be split so.
         """

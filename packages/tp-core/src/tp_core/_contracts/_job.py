@@ -16,6 +16,7 @@ from tp_core._tensors._sharding import is_dtensor, is_sharded
 __all__ = ["Job", "ModelTraits", "Precision"]
 
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
+"""All in float32; steps under autocast to bfloat16, or to float16 with a scaled loss; or all in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

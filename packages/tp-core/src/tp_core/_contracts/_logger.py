@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 __all__ = ["Logger", "LoggerFactory", "RunInfo", "RunStatus"]
 
 RunStatus = Literal["finished", "interrupted", "failed"]
+"""How a run ended: by itself, by a signal after a step, or by an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Logger(abc.ABC):
         """Begin, or go on with, the record of a run.
 
         Raises:
-            tp_core.errors.TpError: It cannot be written; nothing was trained yet.
+            tp_core.errors.TpError: The record cannot be written; nothing was trained yet.
         """
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from tp_core._contracts._session import ReduceOp, Session, StepOutput
 from tp_core._contracts._stepping import SteppingDataParallel
 from tp_core._data._batches import Share
 from tp_core._steps._backward import backward_of_nothing
-from tp_core.errors import DisagreementError
+from tp_core.errors import DisagreementError, StepError
 
 __all__ = ["ProcessGroupSession"]
 
@@ -137,6 +137,8 @@ class ProcessGroupSession(Session):
 
     def take_share(self, share: Share | None) -> None:
         """Note the share, and what it makes of a loss whose gradients are averaged."""
+        if share is self.share and share is not None:  # as with every batch of a stream or a list
+            return
         self.share = share
         if self.job.loss == "sum":
             self._factor = float(self._data_size) if share is None or share.samples else 0.0
@@ -182,6 +184,9 @@ class ProcessGroupSession(Session):
 
         DDP averages over the ranks; each rank's mean loss counts as much as it has samples. That of a
         stand-in counts as nothing, even if it is NaN.
+
+        Raises:
+            StepError: A second backward pass of one step came to a parameter.
 
         Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
@@ -274,4 +279,14 @@ class ProcessGroupSession(Session):
 
 
 def _backward(loss: Tensor, **options: bool) -> None:
-    loss.backward(**options)
+    try:
+        loss.backward(**options)
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error):  # torch has no class for it
+            raise
+        msg = (
+            "a second backward pass came to a parameter within one step of several ranks, which average each "
+            "gradient once; add the losses and go back once, trainer.backward(first + second), or run the "
+            "step for each of them"
+        )
+        raise StepError(msg) from error

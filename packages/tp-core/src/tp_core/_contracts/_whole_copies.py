@@ -16,7 +16,7 @@ def need_of_copy(
         footprint: What training its model takes.
         keeps_gradients: Whether gradients have their memory throughout, as in buckets of all-reduces; by
             default where several batches make a step.
-        communication: Buffers of exchanges.
+        communication: Buffers of exchanges, in bytes.
     """
     keeps = job.accumulate > 1 if keeps_gradients is None else keeps_gradients
     return MemoryNeed(

@@ -123,7 +123,7 @@ class EpochBatches:
             order: The digest that it had, where the order may not follow from seed and epoch alone.
 
         Raises:
-            LoaderError: None do: it is in the middle of a batch; or the order is another one.
+            LoaderError: The samples end in the middle of a batch, or were in another order.
         """
         self.start(epoch)
         self._is_found = True

@@ -1,4 +1,4 @@
-"""How many samples a batch has that nobody has counted."""
+"""How many samples a batch has that nobody has counted; apart from `Parts`, which load without torch."""
 
 from typing import Any
 

@@ -29,6 +29,12 @@ class Parts(tuple[Any, ...]):
     ) -> Self:
         """Make the parts.
 
+        Args:
+            parts: One batch for each device that takes part.
+            counts: How many samples each of them holds.
+            order: Where each sample of the concatenated parts stood in the original list; ``None`` if they
+                keep the order.
+
         Raises:
             ConfigError: The number of counts is not the number of parts.
         """

@@ -3,7 +3,6 @@
 torch is imported where its generators are seeded: processes without torch make seeds of keys, too.
 """
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -70,18 +69,20 @@ def seed_generators(key: tuple[int, ...]) -> None:
     seed_everything(seed_of(key), devices=False)
 
 
-def seed_everything(seed: int, *, devices: bool = True) -> None:
+def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> None:
     """Seed Python's generator, and numpy's and torch's if they are loaded.
 
     Args:
         seed: The seed.
         devices: Whether the generators of accelerators are seeded, too.
+        load: Whether numpy's is loaded if numpy is, which does so itself only when somebody asks for it.
     """
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (hasattr(numpy, "random") if load else "numpy.random" in sys.modules):
         numpy.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
-        if devices:
+        if devices and torch.accelerator.current_accelerator() is not None:  # of this build, used or not
             torch.manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
@@ -89,5 +90,7 @@ def seed_everything(seed: int, *, devices: bool = True) -> None:
 
 def seed_of(key: tuple[int, ...]) -> int:
     """Return a seed of 63 bits that is a function of ``key``."""
+    import hashlib  # which takes longer to load than all else here
+
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed

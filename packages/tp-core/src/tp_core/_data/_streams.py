@@ -239,7 +239,7 @@ class Stream:
             goes_on: Whether the epochs go on where the ones before have ended.
 
         Raises:
-            LoaderError: There is no other way; or it was split over another number of ranks.
+            LoaderError: The stream cannot go on from there, or was split over another number of ranks.
         """
         if state.get("size", 1) != self._size:
             msg = (

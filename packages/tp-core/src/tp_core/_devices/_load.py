@@ -33,8 +33,8 @@ class DeviceLoad:
     Attributes:
         device: The device.
         name: What its maker calls it.
-        free_bytes: Memory that is free.
-        total_bytes: All its memory.
+        free_bytes: Its free memory, in bytes.
+        total_bytes: All of its memory, in bytes.
         utilization: The fraction of the last moment in which it worked, 0 to 1; for the CPU, the
             load average of the last minute over its cores.
     """

@@ -31,7 +31,7 @@ _WRITE = "'auto', a count like 2, 'cpu', 'cuda:1', [0, 1], 'cuda:0,cpu' or 'idle
 def available_devices() -> tuple[torch.device, ...]:
     """Return every accelerator that this process sees, or the one CPU where there is none.
 
-    Variables like ``CUDA_VISIBLE_DEVICES`` count, because torch heeds them.
+    Variables like ``CUDA_VISIBLE_DEVICES`` count, because torch follows them.
 
     Example:
         >>> len(available_devices()) >= 1

@@ -27,7 +27,7 @@ def describe_given(model: nn.Module) -> str | None:
     """Return what was done to a model that ``fully_shard`` has sharded; ``None`` for a plain one.
 
     Raises:
-        ModelError: It was sharded in a way that the backend cannot go on with.
+        ModelError: The model was sharded in a way that the backend cannot go on with.
     """
     check_no_first_fsdp(model)
     modules = sharded_modules(model)

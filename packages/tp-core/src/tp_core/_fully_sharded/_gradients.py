@@ -20,7 +20,7 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device) -> Tensor:
-    """Return the norm of the whole gradient, equal on all ranks.
+    """Return the norm of the whole gradient: a scalar tensor, equal on all ranks.
 
     Args:
         model: The sharded model.

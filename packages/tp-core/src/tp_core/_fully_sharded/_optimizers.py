@@ -16,8 +16,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Make sure that an optimizer treats each element by itself, as shards need it.
 
     Raises:
-        ConfigError: It computes with whole matrices, shards its state itself, or is fused where torch
-            has no such step for shards.
+        ConfigError: The optimizer computes with whole matrices, shards its state itself, or is fused where
+            torch has no such step for shards.
     """
     name = whole_matrix_optimizer(optimizer)
     if name is not None:

@@ -50,6 +50,10 @@ class FullyShardOptions:
     Raises:
         ConfigError: A value is out of its range, or two of them do not go together.
 
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
+    for ``replicas`` Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023,
+    section 3.2.2, "hybrid sharding".
+
     Example:
         >>> FullyShardOptions(units="GPT2Block", reshard_after_forward=False).replicas
         1
@@ -102,14 +106,25 @@ def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
 
 
 def check_offload(options: FullyShardOptions, job: Job) -> None:
-    """Make sure that there is an accelerator, where its shards are to be kept by the host.
+    """Make sure that there is an accelerator, and memory that it copies from, where the host keeps shards.
 
     Raises:
-        ConfigError: The job computes on the CPU.
+        ConfigError: The job computes on the CPU, or no memory can be pinned.
     """
-    if options.offload is True and job.devices[0].type == "cpu":
+    if options.offload is not True:
+        return
+    if job.devices[0].type == "cpu":
         msg = (
             "offload=True moves shards from an accelerator to the host's memory, and this job computes on "
             "the CPU, where they are already; leave it out"
         )
         raise ConfigError(msg)
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        msg = (
+            "offload=True keeps shards in pinned memory of the host, and torch cannot pin any here: "
+            f"{reason}; raise the limit of locked memory (ulimit -l, or the container's), or leave it out"
+        )
+        raise ConfigError(msg) from error

@@ -46,7 +46,7 @@ class FullyShardedSession(ProcessGroupSession):
         """Give the optimizer the shards in place of the parameters that it was made with.
 
         Raises:
-            ConfigError: It computes with whole matrices, or shards its state itself.
+            ConfigError: The optimizer computes with whole matrices, or shards its state itself.
         """
         check_optimizer(optimizer)
         optimizer = super().prepare_optimizer(optimizer)

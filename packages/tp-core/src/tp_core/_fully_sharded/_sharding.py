@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import StepOutput
-from tp_core._fully_sharded._activations import checkpoint_activations
 from tp_core._fully_sharded._given import sharded_modules
 from tp_core._fully_sharded._gradients import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
@@ -38,6 +38,8 @@ class Sharding:
             where there are any. It is called when the first model comes.
         group: The ranks of that mesh, the first of which has the weights that all begin with; ``None`` for
             all ranks.
+        share: Called with each module that is about to be sharded, on its device: lets ranks that hold parts
+            of a tensor together have in common what is not split among them.
 
     Attributes:
         mesh: The mesh; one of a model that was sharded before may be set in its place.
@@ -50,12 +52,14 @@ class Sharding:
         make_mesh: "Callable[[], DeviceMesh]",
         *,
         group: dist.ProcessGroup | None = None,
+        share: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._job = job
         self._options = options
         self._device = job.devices[0]
         self._make_mesh = make_mesh
         self._group = group
+        self._share = share
         self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
         # Which shard has taken the place of a parameter, by its identity. Weakly: to hold the parameters
         # would be to hold their memory.
@@ -89,7 +93,7 @@ class Sharding:
         units = {} if given else find_units(model, self._options.units).modules
         if self._options.activation_checkpointing:
             for module in units.values() or [model]:
-                checkpoint_activations(module)
+                _checkpoint_activations(module)
         whole: list[nn.Parameter] = []
         # Inner ones first, as torch wants it: what a unit has, one around it does not.
         for module in reversed([*self._with_batch_norms(model, units)]):
@@ -135,13 +139,16 @@ class Sharding:
     def _share_weights(self, module: nn.Module) -> None:
         """Bring what is not sharded to the device, with the first rank's values; or give it memory.
 
-        Collectives: a broadcast of each.
+        Collectives: a broadcast of each, after those of ``share``.
         """
         materialize(module, self._first_value)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not is_dtensor(tensor):
-                tensor.data = tensor.data.to(self._device)
-                dist.broadcast(tensor.data, group_src=0, group=self._group)
+        tensors = [t for t in [*module.parameters(), *module.buffers()] if not is_dtensor(t)]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self._device)
+        if self._share is not None:
+            self._share(module)
+        for tensor in tensors:
+            dist.broadcast(tensor.data, group_src=0, group=self._group)
 
     def _first_value(self, tensor: Tensor) -> Tensor:
         """Return the value of a tensor without memory on the first rank, and room for it on the others."""
@@ -195,6 +202,20 @@ class Sharding:
         """Set whether backward passes reduce gradients over ranks."""
         model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above
         self._whole[id(model)].reduces = is_on
+
+
+def _checkpoint_activations(module: nn.Module) -> None:
+    """Compute a module again in the backward pass, in place of keeping what it needs.
+
+    The module keeps its names and its class; its forward pass alone is another one. torch's own wrapper
+    would put a part of its own into every name.
+    """
+    forward = module.forward
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = checkpointed
 
 
 def _call(call: Callable[[], StepOutput]) -> StepOutput:

@@ -1,15 +1,14 @@
-"""What launched this process, read from the environment."""
+"""What launched this process, read from the environment, and what it was left of the machine."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from tp_core._launch._cores import available_cores
 from tp_core._launch._slurm import derive_port, expand_counts, expand_hosts, is_step
 from tp_core._launch._variables import LauncherVariables, VariableReader
 
-__all__ = ["LaunchEnvironment"]
+__all__ = ["LaunchEnvironment", "available_cores"]
 
 _TORCHRUN = LauncherVariables(
     names=(
@@ -40,6 +39,13 @@ _SLURM = LauncherVariables(
     ),
     remedy="start the script with srun, which sets them all",
 )
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: what taskset, Slurm and containers left to it."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

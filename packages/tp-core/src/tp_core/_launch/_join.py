@@ -36,7 +36,7 @@ def join_process_group(
         device: Where this process computes. An accelerator becomes the current device and chooses
             the communication backend; with ``None`` torch brings one for each kind of device.
         backend: torch's name of the communication backend; empty chooses by the device.
-        timeout_s: How long a collective waits for the other ranks.
+        timeout_s: How many seconds a collective waits for the other ranks.
 
     Returns:
         A function that leaves the group; calling it again does nothing.
@@ -99,7 +99,7 @@ def new_process_group(
         known_to_all: Every rank calls this, members or not. Otherwise the members alone do.
 
     Returns:
-        The group; ``None`` for a rank that is no member.
+        The group; ``None`` for a rank that is not a member.
 
     Collectives: forming the group, and one tiny all-reduce over the members.
     """

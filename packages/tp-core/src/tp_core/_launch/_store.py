@@ -22,6 +22,10 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
     address. There is one for each process: asking again returns the same. The agent's outlives a
     restart of the processes: what was written before one is not seen after it.
 
+    Args:
+        environment: What launched this process, with the master address and port.
+        timeout_s: How many seconds to wait for the store to answer.
+
     Raises:
         LaunchEnvironmentError: The environment has no master address and port.
         RankFailedError: The store did not answer in time.

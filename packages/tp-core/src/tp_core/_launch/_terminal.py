@@ -1,11 +1,14 @@
-"""Whether somebody watches: what ``progress=`` means in all packages."""
+"""Whether somebody watches: what ``progress=`` means in all packages, and how wide tables are."""
 
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tp_core.errors import ConfigError
 
-__all__ = ["Progress", "in_notebook", "shows_progress"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Progress", "in_notebook", "output_console", "shows_progress"]
 
 Progress = bool | Literal["auto"]
 """Whether progress is shown: with "auto" where standard error is a terminal, with ``True`` in files, too."""
@@ -30,3 +33,10 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")
+
+
+def output_console() -> "Console":
+    """Return what prints tables on stdout; in a pipe, lines are not cut to a terminal's width."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=10_000)

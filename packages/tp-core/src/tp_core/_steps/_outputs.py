@@ -60,6 +60,9 @@ def restore_order(values: T, order: Sequence[int] | None) -> T:
         values: A tensor (rows along dim 0) or a list, with one row per item.
         order: ``.order`` of the parts; ``None`` if the split kept the order.
 
+    Raises:
+        ConfigError: ``order`` has another length than ``values``.
+
     Example:
         >>> restore_order(["b", "c", "a"], (1, 2, 0))
         ['a', 'b', 'c']

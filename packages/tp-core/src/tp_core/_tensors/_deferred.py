@@ -32,7 +32,7 @@ def build_deferred(make: Callable[[], nn.Module], *, least_nbytes: int = LEAST_N
 
     Args:
         make: Builds a model on the CPU.
-        least_nbytes: What a large tensor is. Smaller ones are made at once.
+        least_nbytes: From how many bytes on a tensor is large. Smaller ones are made at once.
 
     An error of ``make`` has a note, since it may do with large tensors what cannot be done without memory.
 
@@ -73,7 +73,8 @@ def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_v
     """Give the parameters and buffers of a module that have no memory yet theirs, one after the other.
 
     Args:
-        module: The module. Its parameters become others; tied ones stay tied.
+        module: The module. Its parameters become others, with the attributes that they had; tied ones stay
+            tied.
         value: Returns the value of a parameter or buffer.
     """
     done: dict[int, Tensor] = {}
@@ -83,7 +84,13 @@ def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_v
                 if tensor is None or not is_deferred(tensor):
                     continue
                 if id(tensor) not in done:
-                    real = value(tensor)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    done[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_parameter else real
+                    done[id(tensor)] = _in_place_of(tensor, value(tensor))
                 held[name] = done[id(tensor)]  # type: ignore[assignment]  # of the same kind as before
+
+
+def _in_place_of(tensor: Tensor, real: Tensor) -> Tensor:
+    """Return what takes the place of a parameter or buffer, with all that it carries."""
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    return real

@@ -1,33 +1,61 @@
-"""The digest of a file, computed on several cores.
+"""The digest of a file, which tells whether it is what was written.
 
-One core digests about as fast as one disk writes. So a file's digest is that of its pieces' digests,
-which are computed side by side: a tree of two levels. SHA-256, which processors have instructions for,
-takes half the time of BLAKE2b there; checkpoints of earlier versions have the latter.
+Digests are against accidents: bits that flip, files that are cut off or mixed up. Nobody who can write a
+checkpoint is kept out by them, since its manifest has them too. So XXH3 with 128 bits, of
+https://xxhash.com, takes the place of a cryptographic hash: it is about as fast as memory, SHA-256 as one
+disk. Where xxhash is not installed digests are by SHA-256; a record names its algorithm. Earlier versions
+took SHA-256 or BLAKE2b, which are read, too.
+
+A file's digest is that of its pieces' digests, so that several cores can check one file.
 """
 
-import ctypes
 import hashlib
+import json
 import os
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
-from torch import Tensor
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from tp_core._launch._cores import available_cores
+from tp_core._launch._environment import available_cores
+from tp_core.errors import StateError
 
-__all__ = ["DIGEST_SIZE", "DigestingFile", "FileRecord", "digest_of", "record_of"]
+__all__ = [
+    "DIGESTS",
+    "DIGEST_SIZE",
+    "INDEX",
+    "DigestingFile",
+    "FileRecord",
+    "digest_of",
+    "read_digests",
+    "record_of",
+    "records_of",
+    "without_checksums",
+]
 
-Algorithm = Literal["sha256", "blake2b"]
+Algorithm = Literal["xxh3_128", "sha256", "blake2b"]
 
-DIGEST_SIZE = 16  # of BLAKE2b
+DIGESTS = "digests.json"
+"""The name of the file with the digests of the others in a folder of ``tp_shard.save_sharded``."""
+INDEX = ".metadata"
+"""The name that torch.distributed.checkpoint gives the index of the tensors in a folder."""
+DIGEST_SIZE = 16
+"""The length of a digest by BLAKE2b, in bytes."""
 PIECE = 16 << 20
 _CHUNK = 1 << 20
-_SMALL = 1 << 16  # bytes that are copied sooner than looked up
-_COPIES = 4  # pieces of copies that may wait to be digested: 64 MiB
 _MAX_THREADS = 4  # more would take the cores from the training that goes on
+
+
+class _Digest(Protocol):
+    """What hashlib and xxhash make; both let other threads run while they digest long pieces."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +63,40 @@ class FileRecord:
     """What is known of a file.
 
     Attributes:
-        nbytes: How long it is.
+        nbytes: Its size in bytes.
         sha256: The digest of the digests of its pieces of 16 MiB, in hexadecimal digits.
-        blake2b: The same in a file that an earlier version has written; one of the two is there.
+        blake2b: The same in a file that an earlier version has written.
+        xxh3_128: The same by XXH3; one of the three is there.
 
     Raises:
-        TypeError: Neither digest is given, or both are.
+        TypeError: No digest is given, or several are.
     """
 
     nbytes: int
     sha256: str | None = None
     blake2b: str | None = None
+    xxh3_128: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.sha256 is None) == (self.blake2b is None):
-            msg = "a file has one digest, sha256 or blake2b"
+        if [self.sha256, self.blake2b, self.xxh3_128].count(None) != 2:
+            msg = "a file has one digest, xxh3_128, sha256 or blake2b"
             raise TypeError(msg)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Which digest it is."""
+        if self.xxh3_128 is not None:
+            return "xxh3_128"
+        return "sha256" if self.blake2b is None else "blake2b"
+
+    @property
+    def can_be_checked(self) -> bool:
+        """Whether this process has what its digest is made by."""
+        return self.algorithm != "xxh3_128" or _has_xxhash()
 
     def to_dict(self) -> dict[str, int | str]:
         """Return the record as JSON can hold it; its items are the arguments of another one."""
-        found = {"nbytes": self.nbytes, "sha256": self.sha256, "blake2b": self.blake2b}
-        return {name: value for name, value in found.items() if value is not None}
+        return {"nbytes": self.nbytes, self.algorithm: getattr(self, self.algorithm)}
 
     def difference(self, path: Path) -> str | None:
         """Return in words how the file at ``path`` differs from this one, if it does."""
@@ -65,143 +106,173 @@ class FileRecord:
             nbytes = path.stat().st_size
             if nbytes != self.nbytes:
                 return f"has {nbytes} bytes of {self.nbytes}"
-            algorithm: Algorithm = "sha256" if self.blake2b is None else "blake2b"
-            return None if record_of(path, algorithm) == self else "is not what was written"
+            return None if record_of(path, self.algorithm) == self else "is not what was written"
         except OSError as error:
             return f"cannot be read: {error}"
 
 
-def _new(algorithm: Algorithm) -> "hashlib._Hash | hashlib.blake2b":
+def _has_xxhash() -> bool:
+    try:
+        import xxhash  # noqa: F401 - a machine that was set up by hand may lack it
+    except ImportError:
+        return False
+    return True
+
+
+def _best() -> Algorithm:
+    return "xxh3_128" if _has_xxhash() else "sha256"
+
+
+def _new(algorithm: Algorithm) -> _Digest:
+    if algorithm == "xxh3_128":
+        import xxhash
+
+        return xxhash.xxh3_128()
     if algorithm == "sha256":
         return hashlib.sha256(usedforsecurity=False)  # against accidents
     return hashlib.blake2b(digest_size=DIGEST_SIZE)
 
 
 def digest_of(parts: Iterable[bytes], algorithm: Algorithm = "blake2b") -> str:
-    """Return the digest of bytes, in hexadecimal digits."""
+    """Return the digest of bytes, in hexadecimal digits.
+
+    Args:
+        parts: The bytes, piece by piece; where the pieces begin and end makes no difference.
+        algorithm: "xxh3_128", "sha256", or BLAKE2b with `DIGEST_SIZE` bytes.
+    """
     digest = _new(algorithm)
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
 
 
+def records_of(listed: Mapping[str, Mapping[str, Any]], path: Path) -> dict[str, FileRecord]:
+    """Return the records that a file lists, by name.
+
+    Args:
+        listed: What :meth:`FileRecord.to_dict` returned, by name.
+        path: The file.
+
+    Raises:
+        TypeError: They are not records.
+        StateError: This process lacks what some digests are made by.
+    """
+    records = {str(name): FileRecord(**record) for name, record in listed.items()}
+    if not all(record.can_be_checked for record in records.values()):
+        msg = f"{path} has digests by xxh3_128, which need xxhash to be checked: pip install xxhash"
+        raise StateError(msg)
+    return records
+
+
+def read_digests(folder: Path) -> dict[str, FileRecord]:
+    """Return the files of a folder of ``tp_shard.save_sharded``, by name.
+
+    Raises:
+        FileNotFoundError: The folder has no checkpoint.
+        StateError: The digests are missing or damaged, or this process lacks what they are made by.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        if not (folder / INDEX).is_file():
+            msg = f"there is no checkpoint at {folder}: it has no {DIGESTS}"
+            raise FileNotFoundError(msg)
+        msg = f"{folder} has no {DIGESTS}: ts.save_sharded() was ended before its end, or did not write it"
+        raise StateError(msg)
+    try:
+        return records_of(json.loads(path.read_text()), path)
+    except (ValueError, TypeError, AttributeError) as error:
+        msg = f"{path} is damaged: {error}"
+        raise StateError(msg) from error
+
+
 def _record(nbytes: int, pieces: Iterable[bytes], algorithm: Algorithm) -> FileRecord:
-    digest = digest_of(pieces, algorithm)
-    return FileRecord(nbytes, sha256=digest) if algorithm == "sha256" else FileRecord(nbytes, blake2b=digest)
+    return FileRecord(nbytes, **{algorithm: digest_of(pieces, algorithm)})
 
 
-def record_of(path: Path, algorithm: Algorithm = "sha256") -> FileRecord:
+def record_of(path: Path, algorithm: Algorithm | None = None) -> FileRecord:
     """Return the size and the digest of a file.
 
     Args:
         path: The file.
-        algorithm: Which digest.
+        algorithm: Which digest: by default "xxh3_128", and "sha256" where xxhash is not installed.
 
     Raises:
         OSError: The file cannot be read.
     """
+    kind = algorithm or _best()
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         starts = range(0, nbytes, PIECE)
 
         def digest(start: int) -> bytes:
-            return _digest_piece(file.fileno(), start, algorithm)
+            return _digest_piece(file.fileno(), start, kind)
 
         threads = min(len(starts), available_cores(), _MAX_THREADS)
         if threads < 2:
-            return _record(nbytes, map(digest, starts), algorithm)
+            return _record(nbytes, map(digest, starts), kind)
         with ThreadPoolExecutor(threads) as pool:
-            return _record(nbytes, pool.map(digest, starts), algorithm)
+            return _record(nbytes, pool.map(digest, starts), kind)
 
 
 class DigestingFile:
-    """Writes bytes to a file, while threads digest them: nothing is read again for it.
-
-    The threads may fall behind: what lies in the memory of ``kept`` is digested where it is, while more is
-    written and while the system brings the file onto the disk.
+    """Writes bytes to a file, and digests them on the way: nothing is read again for it.
 
     Args:
         file: Where the bytes go.
-        pool: The threads.
-        kept: Tensors whose memory stays as it is until the record is asked for.
     """
 
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor, kept: Iterable[Tensor] = ()) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._pool = pool
-        tensors = (tensor for tensor in kept if tensor.device.type == "cpu")
-        self._kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        self._digests: list[Future[bytes]] = []
+        self._algorithm = _best()
         self._nbytes = 0
-        self._piece: list[bytes | memoryview] = []  # the one that is being filled
-        self._filled = 0
+        self._pieces: list[bytes] = []  # digests
+        self._piece = _new(self._algorithm)  # the one that is being filled
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Write and digest ``data``; what is not in the memory of a kept tensor is copied."""
+        """Write and digest ``data``."""
         view, start = memoryview(data).cast("B"), 0
-        storage = self._kept.get(_address(view)) if len(view) > _SMALL else None
-        is_kept = storage is not None and len(view) <= storage.nbytes()
         while start < len(view):
-            part = view[start : start + PIECE - self._filled]
-            self._piece.append(part if is_kept else bytes(part))
-            self._filled += len(part)
+            part = view[start : start + PIECE - self._nbytes % PIECE]
+            self._piece.update(part)
+            self._file.write(part)
+            self._nbytes += len(part)
             start += len(part)
-            if self._filled == PIECE:
-                self._end_piece()
-                if not is_kept and len(self._digests) > _COPIES:
-                    self._digests[-_COPIES].result()
-        self._file.write(view)
-        self._nbytes += len(view)
+            if self._nbytes % PIECE == 0:
+                self._pieces.append(self._piece.digest())
+                self._piece = _new(self._algorithm)
         return len(view)
 
     def flush(self) -> None:
         """Hand what is buffered to the system."""
         self._file.flush()
 
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._nbytes
+
+    def fileno(self) -> int:
+        """Return the system's number of the file."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file; its record is still to be had."""
+        self._file.close()
+
     def record(self) -> FileRecord:
-        """Return the size and the digest of what was written; nothing is written afterwards."""
-        if self._filled:
-            self._end_piece()
-        return _record(self._nbytes, (digest.result() for digest in self._digests), "sha256")
-
-    def _end_piece(self) -> None:
-        self._digests.append(self._pool.submit(_digest_parts, self._piece))
-        self._piece, self._filled = [], 0
+        """Return the size and the digest of what was written."""
+        unfinished = [self._piece.digest()] if self._nbytes % PIECE else []
+        return _record(self._nbytes, [*self._pieces, *unfinished], self._algorithm)
 
 
-def _digest_parts(parts: Iterable[bytes | memoryview]) -> bytes:
-    digest = _new("sha256")
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-class _Buffer(ctypes.Structure):
-    """Python's ``Py_buffer``, which is part of its stable interface."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("nbytes", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address(view: memoryview) -> int:
-    """Return where the bytes of a view lie; ctypes itself asks that of writable memory alone."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Let ``torch.save`` leave out its checksums, which cost more than a digest and are never looked at."""
+    before = get_crc32_options()
+    set_crc32_options(False)
     try:
-        return int(buffer.address or 0)
+        yield
     finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+        set_crc32_options(before)
 
 
 def _digest_piece(handle: int, start: int, algorithm: Algorithm) -> bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tp_core._tensors._digests import FileRecord
 from tp_core._tensors._slices import TensorInfo, TensorSlice
 from tp_core.errors import StateError
 
@@ -27,15 +28,18 @@ def write_tensors(
     *,
     group: "ProcessGroup | None" = None,
     together: bool = False,
-) -> None:
-    """Write tensors into ``folder``.
+) -> dict[str, FileRecord]:
+    """Write tensors into ``folder``, and bring them onto the disk.
 
     Args:
-        tensors: By name. With ``together`` each rank gives its slices, and whole tensors that are
-            the same on all ranks, which one of them writes.
+        tensors: By name. With ``together`` each rank gives its slices, and whole tensors, which are
+            written as the first rank has them.
         folder: Where; it is made if it is not there.
         group: The ranks that write together; all by default.
         together: Whether all ranks of the group call this, or one alone.
+
+    Returns:
+        The files with tensors that this rank has written, by name: digests of what was given to the system.
 
     Raises:
         OSError: The disk is full, or writing is not allowed.
@@ -45,7 +49,7 @@ def write_tensors(
     """
     from tp_core._tensors._format import write
 
-    write(tensors, Path(folder), group=group, together=together)
+    return write(tensors, Path(folder), group=group, together=together)
 
 
 def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
@@ -53,7 +57,7 @@ def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 
     Raises:
         FileNotFoundError: ``folder`` has no checkpoint.
-        StateError: Its index is damaged.
+        StateError: The folder's index is damaged.
     """
     from tp_core._tensors._format import read_index
 

@@ -5,29 +5,38 @@ The index is a pickle. It is read here by an unpickler that knows the few types 
 """
 
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
+from tp_core._tensors._archives import Part, fill_from_archive
+from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
+from tp_core._tensors._sharding import is_dtensor
 from tp_core._tensors._slices import TensorSlice
 from tp_core.errors import StateError
 
 __all__ = ["read_index", "read_into", "write"]
 
 _CHECKPOINT = "torch.distributed.checkpoint"
+_SUFFIX = ".distcp"
 _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -97,17 +106,70 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in _PATH_MODULES and name in _PATHS:
             return _PATHS[name]
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _ALLOWED:
             msg = f"it names {module}.{name}, which has no place in an index of tensors"
             raise pickle.UnpicklingError(msg)
         return super().find_class(module, name)
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration, which some Pythons (3.11.2) write as ``getattr(kind, name)``.
+
+    Raises:
+        UnpicklingError: ``kind`` is not an enumeration, or has no such member.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        msg = f"it asks for {name!r} of {kind!r}, which has no place in an index of tensors"
+        raise pickle.UnpicklingError(msg)
+    return kind[name]
+
+
+class _DigestedFiles(FileSystem):
+    """torch's way to files; those with tensors are digested while they are written.
+
+    Attributes:
+        written: The files with tensors, by name.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, DigestingFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file."""
+        with super().create_stream(path, mode) as stream:
+            if Path(path).suffix != _SUFFIX:
+                yield stream
+                return
+            file = DigestingFile(cast("BinaryIO", stream))
+            self.written[Path(path).name] = file
+            yield file
+
+
 class _Reader(FileSystemReader):
-    """torch's reader with an index that cannot run code."""
+    """torch's reader with an index that cannot run code, and without copies on the way."""
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of a plan."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for item in items:
+                    stored = self.storage_data[item.storage_index]
+                    target = planner.resolve_tensor(item).detach()
+                    part = Part(tuple(item.storage_offsets), tuple(item.lengths))
+                    fill_from_archive(target, file.fileno(), stored.offset, stored.length, part)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def write(
@@ -116,7 +178,7 @@ def write(
     *,
     group: ProcessGroup | None,
     together: bool,
-) -> None:
+) -> dict[str, FileRecord]:
     """Write tensors; see :func:`tp_core.state.write_tensors`.
 
     Raises:
@@ -124,14 +186,20 @@ def write(
         StateError: torch could not write for another reason.
     """
     try:
-        with _no_warning_of_one_process():
+        with _no_warning_of_one_process(), without_checksums():
+            if together and dist.get_rank(group):
+                # Whole ones are the first rank's: statistics of batch norms differ from rank to rank.
+                tensors = {n: t for n, t in tensors.items() if isinstance(t, TensorSlice) or is_dtensor(t)}
+            writer = FileSystemWriter(folder, sync_files=True)
+            writer.fs = files = _DigestedFiles()
             save(
                 dict(tensors),
-                storage_writer=FileSystemWriter(folder, sync_files=True),
+                storage_writer=writer,
                 planner=_SavePlanner(),
                 process_group=group,
                 no_dist=not together,
             )
+            return {name: file.record() for name, file in files.written.items()}
     except CheckpointException as error:
         rank, cause = _first(error)
         if isinstance(cause, OSError):

@@ -35,7 +35,9 @@ class OnTheCpu(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _SAY_WHERE and self._recorder.knows(args[0]):
-            return torch.device("cpu") if func is _SAY_WHERE[1] else False
+            return (
+                torch.device("cpu") if func == _SAY_WHERE[1] else False
+            )  # made anew each time: not the same one
         return func(*args, **kwargs or {})
 
 

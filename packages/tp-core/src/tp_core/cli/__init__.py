@@ -1,5 +1,6 @@
 """The command ``tp``. Its libraries are the extra ``tp-core[cli]``; without them it names that extra."""
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -18,4 +19,11 @@ def main() -> None:
         )
     from tp_core.cli._main import run
 
-    sys.exit(run())
+    status = run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        status = status or 141
+    if status == 141:  # the interpreter would complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

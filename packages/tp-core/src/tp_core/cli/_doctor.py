@@ -2,9 +2,11 @@
 
 import json
 import platform
+import re
 import sys
 from contextlib import redirect_stdout
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,8 +16,11 @@ from tp_core._contracts._job import Job
 from tp_core._devices._load import device_loads
 from tp_core._devices._resolve import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core._launch._terminal import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
+from tp_core.plugins._contribution import describe
+from tp_core.plugins._discovery import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 
 __all__ = ["app", "examine"]
@@ -29,14 +34,34 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def doctor(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    measures: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="Have ranks meet, and measure what training waits for."),
+    ] = True,
+    ranks: Annotated[int, typer.Option(min=2, help="How many ranks meet on this host.")] = 2,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints would go; its disk is measured.")] = Path(),
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that ranks may take.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show versions, devices, launch environment, plugins, and which backend would be selected.
+    """Show versions, devices, launch environment, plugins, which backend would be selected, and what is slow.
 
-    The exit status is 0 only if nothing is broken.
+    Two ranks of this host meet over its loopback, unless a launcher has started this command on several: then
+    those do, of all hosts, and rank 0 reports. The exit status is 0 only if nothing is broken.
     """
     with redirect_stdout(sys.stderr):  # what plugins print is not part of the report
         report = examine(registry)
+        environment = report["environment"]
+        if measures and environment is not None:
+            from tp_core.cli._measurements import measure, slow_parts
+
+            found, problems = measure(
+                LaunchEnvironment(**environment), ranks=ranks, folder=folder, timeout_s=timeout_s
+            )
+            report["measurements"] = found
+            report["slow"] = slow_parts(found)
+            report["problems"] += problems
+    if environment is not None and environment["rank"] > 0:
+        raise typer.Exit  # rank 0 reports
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -55,7 +80,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
             "name": b.info.name,
             "distribution": b.info.distribution,
             "version": b.info.version,
-            "error": f"{type(b.error).__name__}: {b.error}",
+            "error": describe(b.error),
             "traceback": b.traceback,
         }
         for b in plugins.broken()
@@ -67,6 +92,11 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         f"tp_contract = {CONTRACT_VERSION}"
         for p in plugins.plugins()
         if p.contract is None
+    ]
+    notes += [
+        f"distribution {name} has the keyword {KEYWORD!r} and brings no plugin; its pyproject.toml needs "
+        f'[project.entry-points."{ENTRY_POINT_GROUP}"], and has to be installed again then'
+        for name in find_forgotten()
     ]
     try:
         environment: LaunchEnvironment | None = LaunchEnvironment.read()
@@ -95,6 +125,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": str(torch.__version__),
+            **_libraries(),
             **_installed(),
         },
         "devices": [_device(load) for load in device_loads()],
@@ -104,6 +135,8 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         "broken": broken,
         "backend": None if selection is None else selection.chosen.name,
         "candidates": [] if selection is None else _candidates(selection),
+        "measurements": None,
+        "slow": [],
         "problems": problems,
         "notes": notes,
     }
@@ -135,14 +168,27 @@ def _candidates(selection: Selection) -> list[dict[str, Any]]:
     ]
 
 
+def _libraries() -> dict[str, str]:
+    """Return the versions of what torch was built with for accelerators, where it was."""
+    found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if torch.cuda.is_available() and torch.version.cuda is not None:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: text for name, text in found.items() if text is not None}
+
+
 def _installed() -> dict[str, str]:
-    found = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    """Return the versions of tp's distributions, and after them of what these require, with their extras."""
+    ours = {name: found for name in _DISTRIBUTIONS if (found := _version(name)) is not None}
+    needed = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for name in ours for text in requires(name) or ()}
+    others = {name: _version(name) for name in sorted(needed - {*_DISTRIBUTIONS, "torch"})}
+    return ours | {name: found for name, found in others.items() if found is not None}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -154,11 +200,10 @@ def _device(load: Any) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    console = output_console()
 
     def table(title: str, *columns: str) -> Table:
         return Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
@@ -195,15 +240,22 @@ def _print(report: dict[str, Any]) -> None:
     for b in report["broken"]:
         console.print(f"\n[red]broken:[/] {escape(b['name'])} of {escape(b['distribution'])}")
         console.print(escape(b["traceback"]))
-    if report["notes"]:
-        console.print("\nNotes")
-        for note in report["notes"]:
-            console.print(f"- {escape(note)}")
-    if report["problems"]:
-        console.print("\n[red]Problems[/]")
-        for problem in report["problems"]:
-            console.print(f"- {escape(problem)}")
-    else:
+    if report["measurements"] is not None:
+        from tp_core.cli._measurements import lines_of
+
+        console.print("\nMeasurements")
+        for line in lines_of(report["measurements"]):
+            console.print(escape(line))
+    for title, sentences in (
+        ("[yellow]Slow[/]", report["slow"]),
+        ("Notes", report["notes"]),
+        ("[red]Problems[/]", report["problems"]),
+    ):
+        if sentences:
+            console.print(f"\n{title}")
+        for sentence in sentences:
+            console.print(f"- {escape(sentence)}")
+    if not report["problems"]:
         console.print("\nNothing is broken.")
 
 

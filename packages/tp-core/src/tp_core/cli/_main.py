@@ -1,17 +1,19 @@
 """The command ``tp`` and the sub-commands that plugins bring."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from tp_core._suggestions import did_you_mean
 from tp_core.errors import TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
+from tp_core.plugins._contribution import describe
 
 __all__ = ["build_app", "run"]
 
@@ -22,7 +24,17 @@ def _load_doctor() -> Any:
     return app
 
 
-_OWN = Command("doctor", "Show what is here, what is broken, and which backend would run.", _load_doctor)
+def _load_new_plugin() -> Any:
+    from tp_core.cli._new_plugin import app
+
+    return app
+
+
+_OWN = (
+    Command("doctor", "Show what is here, what is broken, and which backend would run.", _load_doctor),
+    Command("new-plugin", "Write a package with a plugin, to begin from.", _load_new_plugin),
+)
+_INTERRUPTED, _NOBODY_READS = 128 + signal.SIGINT, 128 + 13  # SIGPIPE, which not every system has
 
 
 class _Tp(TyperGroup):
@@ -31,7 +43,7 @@ class _Tp(TyperGroup):
     def __init__(self, plugins: PluginRegistry, **settings: Any) -> None:
         super().__init__(**settings)
         self._waiting: dict[str, Contribution[Command]] = {
-            _OWN.name: Contribution(_OWN, "tp-core", "tp-core", "")
+            command.name: Contribution(command, "tp-core", "tp-core", "") for command in _OWN
         }
         self._waiting |= {contribution.item.name: contribution for contribution in plugins.commands()}
         for conflict in plugins.conflicts(Command):
@@ -48,9 +60,32 @@ class _Tp(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments begin with; the error for an unknown one suggests others."""
         known = {*self._waiting, *self.commands}
-        if args[0] not in known and (meant := get_close_matches(args[0], sorted(known), n=1)):
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant[0]!r}?")
+        if args[0] not in known and (meant := did_you_mean(args[0], known)):
+            ctx.fail(f"no such command {args[0]!r}{meant}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; what goes wrong there is one line on stderr, and a status.
+
+        The status is 2 for a request that cannot be fulfilled as it is, 1 for what failed on the way, 130
+        after Ctrl-C. Errors of others than tp keep their traceback.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except (TpError, OSError) as error:
+            _warn(str(error), ctx.invoked_subcommand or "")
+            raise typer.Exit(2 if isinstance(error, ValueError | LookupError) else 1) from error
+        except Exception as error:
+            # Newer typers have a click of their own, and do not know the errors of a plugin's click.
+            if not (type(error).__module__ == "click.exceptions" and hasattr(error, "exit_code")):
+                raise
+            if hasattr(error, "show"):
+                error.show()
+            raise typer.Exit(error.exit_code) from error
 
     def _load(self, name: str) -> Any:
         if name not in self.commands and name in self._waiting:
@@ -58,17 +93,19 @@ class _Tp(TyperGroup):
             try:
                 with redirect_stdout(sys.stderr):  # what it prints is not output of the command
                     self.commands[name] = _loaded(contribution.item)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 _warn(
                     f"command {name!r} of {contribution.distribution} "
-                    f"{contribution.version} is broken: {type(error).__name__}: {error}"
+                    f"{contribution.version} is broken: {describe(error)}"
                 )
                 del self._waiting[name]
         return self.commands.get(name)
 
 
 def build_app(plugins: PluginRegistry = registry) -> TyperGroup:
-    """Return ``tp`` as a click group: ``doctor`` and every plugin's commands.
+    """Return ``tp`` as a click group: its own commands and every plugin's commands.
 
     A command that fails to load is left out with a line on stderr; the others work.
     """
@@ -81,16 +118,17 @@ def build_app(plugins: PluginRegistry = registry) -> TyperGroup:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run ``tp`` and return its exit status; errors of tp's own print as one line."""
+    """Run ``tp`` and return its exit status: 128 + the signal after Ctrl-C, and where a pipe was closed."""
     try:
         build_app()(args=arguments, prog_name="tp")
-    except TpError as error:
-        _warn(str(error))
-        return 1
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # nobody reads on: typer and rich end with 1
+            return _NOBODY_READS
         if isinstance(end.code, int):
             return end.code
         return 0 if end.code is None else 1
+    except BrokenPipeError:
+        return _NOBODY_READS
     return 0
 
 
@@ -128,5 +166,5 @@ def _loaded(command: Command) -> Any:
     return loaded
 
 
-def _warn(text: str) -> None:
-    print(f"tp: {text}", file=sys.stderr)
+def _warn(text: str, command: str = "") -> None:
+    print(f"tp {command}".rstrip() + f": {text}", file=sys.stderr)

@@ -1,9 +1,10 @@
 """What plugins brought, and where it came from."""
 
+import traceback as tracebacks
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["BrokenPlugin", "Contribution", "PluginInfo"]
+__all__ = ["BrokenPlugin", "Contribution", "PluginInfo", "describe"]
 
 T = TypeVar("T")
 
@@ -54,12 +55,23 @@ class BrokenPlugin:
     Attributes:
         info: Which one.
         error: Why.
-        traceback: The whole story, as Python prints it.
     """
 
     info: PluginInfo
     error: BaseException
-    traceback: str
+
+    @property
+    def traceback(self) -> str:
+        """The whole story, as Python prints it."""
+        return "".join(tracebacks.format_exception(self.error))
 
     def __str__(self) -> str:
-        return f"plugin {self.info} is broken: {type(self.error).__name__}: {self.error}"
+        return f"plugin {self.info} is broken: {describe(self.error)}"
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and message, also where asking for the message raises another one."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:  # noqa: BLE001 - a plugin may raise anything
+        return f"{type(error).__name__}, whose message cannot be read ({type(other).__name__})"

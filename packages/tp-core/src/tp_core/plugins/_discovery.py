@@ -1,16 +1,21 @@
 """Finding plugins among the installed distributions."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 
 from tp_core.plugins._conflicts import FIRST_PARTY
 from tp_core.plugins._contribution import PluginInfo
 
-__all__ = ["ENTRY_POINT_GROUP", "find_entry_points", "load"]
+__all__ = ["ENTRY_POINT_GROUP", "KEYWORD", "find_entry_points", "find_forgotten", "load"]
 
 ENTRY_POINT_GROUP = "tp.plugins"
+"""The group of entry points by which installed plugins are found."""
+
+KEYWORD = "tp-plugin"
+"""What distributions with plugins have among their keywords, so that people find them."""
 
 
 def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint]]:
@@ -38,3 +43,13 @@ def load(point: EntryPoint) -> object:
     with redirect_stdout(sys.stderr):  # stdout may be read by machines
         plugin: object = point.load()
     return plugin
+
+
+def find_forgotten() -> list[str]:
+    """Return the distributions that call themselves plugins, by their keyword, and name no module."""
+    return sorted(
+        distribution.name
+        for distribution in distributions()
+        if KEYWORD in re.split(r"[,\s]+", ",".join(distribution.metadata.get_all("Keywords", [])))
+        and not distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    )

@@ -11,10 +11,10 @@ from tp_core._contracts._engine import Engine
 from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError
 from tp_core.plugins._contribution import PluginInfo
-from tp_core.plugins._markers import hookimpl
+from tp_core.plugins._markers import CONTRACT_VERSION, hookimpl
 from tp_core.plugins._spec import Command
 
-__all__ = ["HOOK_OF", "WORD_OF", "as_plugin", "name_of", "validated"]
+__all__ = ["HOOK_OF", "WORD_OF", "as_plugin", "contract_of", "name_of", "validated"]
 
 T = TypeVar("T")
 
@@ -61,13 +61,30 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         )
         raise ContractError(msg)
     name = getattr(item, "name", None)
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or isinstance(getattr(type(item), "name", None), property):
         msg = (
             f"{kind.__name__} {type(item).__name__} of plugin {info} needs a name: a class "
-            f"attribute `name` that is a string and not empty, got {name!r}"
+            f"attribute `name` that is a string and not empty, and no property, got {name!r}"
         )
         raise ContractError(msg)
+    hash(name)  # one that has none cannot be asked for
     return item
+
+
+def contract_of(plugin: object, info: PluginInfo) -> int | None:
+    """Return the version of the hook contract that a plugin declares; ``None`` if it declares none.
+
+    Raises:
+        ContractError: It is another version than that of this process.
+    """
+    declared: int | None = getattr(plugin, "tp_contract", None)
+    if declared not in {None, CONTRACT_VERSION}:
+        msg = (
+            f"plugin {info} was built for version {declared!r} of the hook contract, and this "
+            f"tp-core has version {CONTRACT_VERSION}; install versions that match"
+        )
+        raise ContractError(msg)
+    return declared
 
 
 def name_of(item: object) -> str:

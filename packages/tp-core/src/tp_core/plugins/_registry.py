@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -20,8 +19,8 @@ from tp_core.errors import ContractError, DuplicateNameError, PluginError
 from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
 from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
 from tp_core.plugins._discovery import find_entry_points, load
-from tp_core.plugins._kinds import HOOK_OF, WORD_OF, as_plugin, name_of, validated
-from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME
+from tp_core.plugins._kinds import HOOK_OF, WORD_OF, as_plugin, contract_of, name_of, validated
+from tp_core.plugins._markers import PROJECT_NAME
 from tp_core.plugins._spec import OWN_COMMANDS, Command, HookSpecs
 
 __all__ = ["PluginRegistry", "registry"]
@@ -38,6 +37,9 @@ class PluginRegistry:
     contract is left out and kept in :meth:`broken`; it never takes the host down. One method per
     hook gives what the plugins bring, with its origin, sorted by name. Where several bring one name,
     that of this project keeps it, and of others none has it: see :meth:`conflicts`.
+
+    Args:
+        environ: Where to look for ``TP_DISABLE_PLUGINS``; the process's environment by default.
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
@@ -55,8 +57,6 @@ class PluginRegistry:
         self._disabled: list[PluginInfo] = []
         self._cache: dict[type, tuple[Contribution[Any], ...]] = {}
         self._conflicts: dict[type, tuple[NameConflict, ...]] = {}
-
-    # -- joining ------------------------------------------------------------------------------
 
     def register(self, plugin: object, *, name: str | None = None) -> None:
         """Add a plugin of this process: a module or object with hook implementations.
@@ -99,15 +99,17 @@ class PluginRegistry:
             self._remove(name)
 
     def refresh(self) -> None:
-        """Look for installed plugins again: after a ``pip install`` in a notebook, say."""
+        """Look for installed plugins again: after a ``pip install`` in a notebook, say.
+
+        Raises:
+            DuplicateNameError: A newly installed plugin has the name of one that this process registered.
+        """
         with self._lock:
             registered = self._registered
             self._reset()
             self._discover()
             for info, plugin in registered:
                 self._join(info, plugin)
-
-    # -- asking -------------------------------------------------------------------------------
 
     def backends(self) -> tuple[Contribution[Backend[Any]], ...]:
         """Return the backends, sorted by name."""
@@ -200,8 +202,6 @@ class PluginRegistry:
                     if conflict.name == name and conflict.kept is None:
                         raise DuplicateNameError(str(conflict))
 
-    # -- the machinery ------------------------------------------------------------------------
-
     def _discover(self) -> None:
         if self._discovered:
             return
@@ -214,8 +214,11 @@ class PluginRegistry:
                 continue
             try:
                 self._join(info, load(point))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
-                self._note_broken(info, error)
+            except KeyboardInterrupt:
+                self._reset()  # the next question looks again
+                raise
+            except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
+                self._broken.setdefault(str(info), BrokenPlugin(info, error))
 
     def _join(self, info: PluginInfo, plugin: object) -> None:
         """Register ``plugin`` with pluggy, or raise ``PluginError`` and leave no trace of it."""
@@ -226,22 +229,19 @@ class PluginRegistry:
                 f"{info.distribution!r}; uninstall one, or block it with {DISABLE_VARIABLE}"
             )
             raise DuplicateNameError(msg)
-        built_for = getattr(plugin, "tp_contract", None)
-        if built_for not in {None, CONTRACT_VERSION}:
-            msg = (
-                f"plugin {info} was built for version {built_for} of the hook contract, and this "
-                f"tp-core has version {CONTRACT_VERSION}; install versions that match"
-            )
-            raise ContractError(msg)
+        declared = contract_of(plugin, info)
         try:
             self._manager.register(plugin, name=info.name)
             self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
+        except BaseException as error:
+            # Also where looking at the plugin raised: some of its hooks may be there by then.
             self._manager.unregister(name=info.name)
+            if not isinstance(error, pluggy.PluginValidationError):
+                raise
             hooks = ", ".join(HOOK_OF.values())
             msg = f"plugin {info} breaks the hook contract: {error}; the hooks are {hooks}"
             raise ContractError(msg) from error
-        self._infos[info.name] = replace(info, contract=built_for)
+        self._infos[info.name] = replace(info, contract=declared)
         self._forget_answers()
 
     def _remove(self, name: str) -> None:
@@ -282,15 +282,13 @@ class PluginRegistry:
             try:
                 with redirect_stdout(sys.stderr):  # stdout may be read by machines
                     items = [validated(item, kind, info) for item in implementation.function()]
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything
-                self._note_broken(info, error)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
+                self._broken.setdefault(str(info), BrokenPlugin(info, error))
                 continue
             found += [Contribution(item, info.name, info.distribution, info.version) for item in items]
         return found
-
-    def _note_broken(self, info: PluginInfo, error: BaseException) -> None:
-        trace = "".join(traceback.format_exception(error))
-        self._broken.setdefault(str(info), BrokenPlugin(info, error, trace))
 
 
 registry = PluginRegistry()

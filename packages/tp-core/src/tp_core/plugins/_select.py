@@ -11,7 +11,7 @@ from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
 from tp_core._contracts._verdict import Verdict
 from tp_core.errors import PluginError, SelectionError
-from tp_core.plugins._contribution import Contribution
+from tp_core.plugins._contribution import Contribution, describe
 
 __all__ = ["KNOWN_BACKENDS", "Candidate", "Selection", "check_backend_name", "select"]
 
@@ -41,7 +41,7 @@ class Candidate:
         version: The version of that distribution; empty for one that a script registered.
         verdict: Its verdict on the job.
         error: What ``assess()`` raised, if it did; the verdict is then unfit.
-        seconds: How long ``assess()`` took.
+        seconds: How many seconds ``assess()`` took.
     """
 
     backend: Backend[Any]
@@ -195,8 +195,10 @@ def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
         if isinstance(verdict, Verdict) and verdict.is_fit:
             need = backend.estimate_memory(job)
             verdict = verdict if need is None else verdict.with_memory(need)
-    except (Exception, SystemExit) as e:  # noqa: BLE001 - a plugin may raise anything
-        verdict, error = Verdict.unfit(f"assess() raised {type(e).__name__}: {e}"), e
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # noqa: BLE001 - a plugin may raise anything
+        verdict, error = Verdict.unfit(f"assess() raised {describe(e)}"), e
     else:
         if not isinstance(verdict, Verdict):
             error = TypeError(f"assess() must return a Verdict, got {type(verdict).__name__}")

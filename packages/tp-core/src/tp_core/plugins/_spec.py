@@ -13,7 +13,7 @@ from tp_core.plugins._markers import hookspec
 
 __all__ = ["OWN_COMMANDS", "Command", "HookSpecs"]
 
-OWN_COMMANDS = frozenset({"doctor"})
+OWN_COMMANDS = frozenset({"doctor", "new-plugin"})
 """Sub-commands that `tp` has without any plugin; no plugin's command can have their names."""
 
 

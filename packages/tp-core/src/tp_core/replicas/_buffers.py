@@ -44,6 +44,8 @@ class OwnBuffers:
             force: Copy all of them.
         """
         originals = self._originals
+        if originals.layout == self._layout and not self._own:
+            return
         wanted = originals.generations
         force = force or originals.layout != self._layout or not self._contents.is_same()
         versions = _versions_of(self._own)

@@ -47,6 +47,7 @@ class ReplicaCache:
             number if force_copies else (None if device == home else device)
             for number, device in enumerate(devices)
         ]
+        self._copies = any(key is not None for key in self._keys[1:])
         self._mirrors: dict[Any, ParameterMirror] = {}
         self._structure: Structure | None = None
         self._buffers = OriginalBuffers([])
@@ -93,9 +94,9 @@ class ReplicaCache:
             self._buffers = OriginalBuffers(plain)
             self._modules.clear()
             self._exposed_for = None
-        self._buffers.look(suspect=self._suspected != self._runs_alone)
+        self._buffers.look(version=structure.version, suspect=self._suspected != self._runs_alone)
         self._suspected = self._runs_alone
-        if any(key is not None for key in self._keys[1:count]):
+        if self._copies and any(key is not None for key in self._keys[1:count]):
             self._prepare_parameters(structure, count, grad=grad)
         roots = [self._module]
         for number in range(1, count):

@@ -1,10 +1,10 @@
 """The settings of the caller's thread, which hold in the replicas' threads, too."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,59 +12,63 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from tp_core.replicas._random import SerializedRng
 
-__all__ = ["Caller", "has_modes", "on_device"]
+__all__ = ["Caller", "has_modes", "on_device", "on_streams"]
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """The settings of a thread that torch and Python keep per thread.
 
     Attributes:
         grad: Whether gradients are recorded.
         inference: Whether inference mode is on.
-        autocast: For each device type with autocast on: its dtype.
-        autocast_cache: Whether autocast keeps the weights that it cast.
         num_threads: Threads of one operation on the CPU.
-        default_device: Where factory functions make tensors, if not on the CPU.
-        home: The device of replica 0.
-        streams: The caller's current stream on each accelerator.
         variables: The context variables.
-        saved_tensors: The two functions that pack and unpack what autograd keeps, if there are any.
-        saved_tensors_refusal: Why such hooks are disabled, if they are.
         has_modes: Whether a TorchFunctionMode or TorchDispatchMode is active in this thread.
+        contexts: What returns, for the device of a replica, a context in which it runs; empty where no
+            other setting is in use.
     """
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
     num_threads: int
-    default_device: torch.device | None
-    home: torch.device
-    streams: dict[torch.device, Any]
     variables: Context
-    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
-    saved_tensors_refusal: str | None
     has_modes: bool
+    contexts: Sequence[Callable[[torch.device], AbstractContextManager[Any]]]
 
     @classmethod
     def capture(cls, devices: tuple[torch.device, ...], types: tuple[str, ...]) -> "Caller":
         """Read the settings of this thread."""
-        default = torch.empty(0).device  # torch.get_default_device() takes four times as long
+        contexts: list[Callable[[torch.device], AbstractContextManager[Any]]] = []
+        if types != ("cpu",):
+            streams = {d: torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"}
+            contexts.append(partial(on_streams, streams))
+        inference = torch.is_inference_mode_enabled()
+        if inference:
+            contexts.append(lambda _: torch.inference_mode())
+        for kind in types:
+            if torch.is_autocast_enabled(kind):
+                contexts.append(_autocast(kind))
+        # torch has no public way to ask for the hooks that it lets one set, nor for modes.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            contexts.append(lambda _: saved_tensors_hooks(*hooks))
+        refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if refusal is not None:
+            contexts.append(lambda _: disable_saved_tensors_hooks(refusal))
+        has_function_modes = torch._C._len_torch_function_stack() > 0
+        if has_function_modes:  # a default device is one
+            default = torch.empty(0).device  # torch.get_default_device() takes four times as long
+            if default.type != "cpu":
+                # The caller's own device becomes the replica's; any other stays.
+                contexts.append(lambda device: device if default == devices[0] else default)
+        is_in_modes = has_modes() if has_function_modes or torch._C._len_torch_dispatch_stack() else False
         return cls(
             torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple((t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)),
-            torch.is_autocast_cache_enabled(),
+            inference,
             torch.get_num_threads(),
-            None if default.type == "cpu" else default,
-            devices[0],
-            {d: torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"},
             copy_context(),
-            # torch has no public way to ask for the hooks that it lets one set, nor for modes.
-            torch._C._autograd._top_saved_tensors_default_hooks(True),
-            torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
-            has_modes(),
+            is_in_modes,
+            contexts,
         )
 
     def call(
@@ -74,46 +78,55 @@ class Caller:
         part: Any,
         *,
         device: torch.device,
+        rng: AbstractContextManager[Any],
     ) -> Any:
-        """Return ``function(replica, part)``, run in this thread with the caller's settings."""
+        """Return ``function(replica, part)``, run in this thread with the caller's settings.
+
+        Args:
+            function: What to call.
+            replica: Its first argument.
+            part: Its second one.
+            device: The replica's device.
+            rng: The context of its random numbers.
+        """
         # These two stay set in our threads between calls.
         if torch.is_grad_enabled() is not self.grad:
             torch.set_grad_enabled(self.grad)
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         variables = self.variables.copy()  # a context cannot be entered twice at once
-        contexts = self._contexts(device)
-        if not contexts:
-            return variables.run(function, replica, part)
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+        if not self.contexts:
+            with rng:
+                return variables.run(function, replica, part)
+        with rng, ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context(device))
             return variables.run(function, replica, part)
 
-    def _contexts(self, device: torch.device) -> list[AbstractContextManager[Any]]:
-        contexts: list[AbstractContextManager[Any]] = [
+
+def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
+    """Return what makes contexts with this thread's autocast of a device type."""
+    dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    return lambda _: torch.autocast(kind, dtype=dtype, cache_enabled=cache)
+
+
+@contextmanager
+def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Iterator[None]:
+    """Run on the caller's streams, on a device: the thread of a replica starts on the default ones.
+
+    Args:
+        streams: The caller's current stream on each accelerator.
+        device: The replica's.
+    """
+    with ExitStack() as stack:
+        for other, stream in streams.items():
             # A part may be on another device: its transfer has to come after what made it.
-            stream
-            for other, stream in self.streams.items()
-            if other != device and stream.stream_id != 0
-        ]
+            if other != device and stream.stream_id != 0:
+                stack.enter_context(stream)
         if device.type != "cpu":
-            contexts += [on_device(device), self.streams[device]]
-        if self.inference:
-            contexts.append(torch.inference_mode())
-        contexts += [
-            torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
-            for kind, dtype in self.autocast
-        ]
-        if self.saved_tensors is not None:
-            contexts.append(saved_tensors_hooks(*self.saved_tensors))
-        if self.saved_tensors_refusal is not None:
-            contexts.append(disable_saved_tensors_hooks(self.saved_tensors_refusal))
-        default = self.default_device
-        if default is not None:
-            # The caller's own device becomes the replica's; any other stays.
-            contexts.append(device if default == self.home else default)
-        return contexts
+            stack.enter_context(on_device(device))
+            stack.enter_context(streams[device])
+        yield
 
 
 def has_modes() -> bool:

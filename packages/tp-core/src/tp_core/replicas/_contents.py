@@ -31,17 +31,16 @@ class Contents:
 
     def read(self) -> None:
         """Take what they hold now as the contents to compare with."""
-        self._sizes, self._names, self._values = self._now()
+        rows = self._rows
+        self._sizes = list(map(len, rows))
+        self._names = list(chain.from_iterable(rows))
+        self._values = list(chain.from_iterable(map(dict.values, rows)))
 
     def is_same(self) -> bool:
         """Return whether they hold the same objects under the same names."""
-        sizes, names, values = self._now()
-        return sizes == self._sizes and names == self._names and same_objects(values, self._values)
-
-    def _now(self) -> tuple[list[int], list[str], list[Any]]:
         rows = self._rows
-        return (
-            list(map(len, rows)),
-            list(chain.from_iterable(rows)),
-            list(chain.from_iterable(map(dict.values, rows))),
+        return not rows or (
+            list(map(len, rows)) == self._sizes
+            and list(chain.from_iterable(rows)) == self._names
+            and all(map(is_, self._values, chain.from_iterable(map(dict.values, rows))))
         )

@@ -76,18 +76,24 @@ class OriginalBuffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self._contents = Contents(m._buffers for m in modules)
+        self._version = -1
         self._clock = 0
         self._read()
 
-    def look(self, *, suspect: bool) -> None:
+    def look(self, *, version: int, suspect: bool) -> None:
         """Note what has changed.
 
         Args:
+            version: The structure's version: as long as it is the same, so are the buffers.
             suspect: The module ran without replicas since: buffers may have changed silently.
         """
-        if not self._contents.is_same():
-            self._contents.read()
-            self._read()
+        if version != self._version:
+            self._version = version
+            if not self._contents.is_same():
+                self._contents.read()
+                self._read()
+        if not self._buffers:
+            return
         self._clock += 1
         for buffer in self._buffers:
             if buffer.look(suspect=suspect):

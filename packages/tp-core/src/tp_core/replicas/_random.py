@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from tp_core.replicas._random_ops import is_random_op
 
 __all__ = ["SerializedRng", "Streams"]
 
+_CPU = torch.device("cpu")
+
 
 class Streams:
     """The random streams of the replicas during one call.
@@ -38,8 +41,10 @@ class Streams:
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._home = _generator(devices[0])
-        self._start = None if self._home is None else self._home.get_state()
-        self._shared = {d for d in devices if d.type == "cpu" or devices.count(d) > 1}
+        self._start: Tensor | None = None
+        self._is_shared = _are_shared(devices)
+        if not all(self._is_shared):
+            self.note_start()  # others do not wait for the lock before they draw
         self._lock = _drawing_lock()
         self._devices = devices
         self._drew = False
@@ -49,9 +54,14 @@ class Streams:
         generator = _generator(self._devices[number])
         if generator is None:
             return nullcontext()
-        if self._devices[number] in self._shared:
+        if self._is_shared[number]:
             return SerializedRng(self, generator, number)
         return nullcontext() if number == 0 else OwnRng(self, generator, number)
+
+    def note_start(self) -> None:
+        """Keep the state of the call's beginning; it must be called before anything is drawn."""
+        if self._start is None and self._home is not None:
+            self._start = self._home.get_state()
 
     def close(self) -> None:
         """Make sure that the next call finds another state, if replica 0 drew nothing."""
@@ -98,6 +108,7 @@ class SerializedRng(TorchFunctionMode):
         kwargs = kwargs or {}
         generator = self._generator
         with self._streams.lock:
+            self._streams.note_start()
             if self._number == 0:
                 correct_checkpoints(generator)
                 return func(*args, **kwargs)
@@ -139,6 +150,12 @@ class OwnRng:
         self._generator.set_state(self._saved)
 
 
+@lru_cache(maxsize=64)
+def _are_shared(devices: tuple[torch.device, ...]) -> tuple[bool, ...]:
+    """Return for each device whether others draw from its generator, too."""
+    return tuple(d.type == "cpu" or devices.count(d) > 1 for d in devices)
+
+
 def _drawing_lock() -> AbstractContextManager[Any]:
     """Return the lock under which the generators are drawn from.
 
@@ -156,7 +173,7 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
     While a CUDA graph is captured it does not: random numbers are then drawn with each replay.
     """
-    if device.type == "cpu":
+    if device == _CPU:  # comparing the types takes several times as long
         return torch.default_generator
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None

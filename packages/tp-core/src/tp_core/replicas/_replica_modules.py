@@ -2,10 +2,9 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,9 @@ from tp_core.replicas._contents import Contents, same_objects
 from tp_core.replicas._originals import OriginalBuffers
 from tp_core.replicas._structure import Original, Structure, is_scripted
 
-__all__ = ["ReplicaModules", "as_replica"]
+__all__ = ["ReplicaModules", "call_as_replica"]
+
+R = TypeVar("R")
 
 
 class _ReplicaModule:
@@ -264,14 +265,13 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
     return marks
 
 
-@contextmanager
-def as_replica(module: nn.Module) -> Iterator[None]:
-    """Treat the module itself as a replica while it runs as the first of several."""
-    attributes = module.__dict__
+def call_as_replica(module: nn.Module, function: Callable[..., R], *args: Any) -> R:
+    """Return ``function(*args)``; meanwhile the module itself counts as a replica, the first of several."""
+    attributes = vars(module)
     marks = marks_of(module) if "zero_grad" not in attributes else {}
     attributes.update(marks)
     try:
-        yield
+        return function(*args)
     finally:
         for name in marks:
             attributes.pop(name, None)

@@ -4,7 +4,6 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,10 +13,10 @@ from torch import nn
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
-from tp_core.replicas._caller import Caller, on_device
+from tp_core.replicas._caller import Caller, has_modes, on_device
 from tp_core.replicas._outcome import raise_first
 from tp_core.replicas._random import Streams
-from tp_core.replicas._replica_modules import as_replica
+from tp_core.replicas._replica_modules import call_as_replica
 from tp_core.replicas._threads import ReplicaThreads
 from tp_core.replicas._untraced import untraced
 
@@ -33,7 +32,8 @@ class Replicas:
     attributes as they are when a call begins, buffers of their own, and parameters that are copied
     only when they changed since the last call; replicas on the module's own device share its
     parameters. Gradients of all of them add up in the module's parameters. On CPUs all parts run
-    serially in the caller's thread while they take less time than waking a thread.
+    serially in the caller's thread while they take less time than waking a thread, and always with
+    ``torch.use_deterministic_algorithms(True)``.
 
     A change that version counters do not count (``parameter.data.add_(1)``) is seen if the step of an
     optimizer makes it, if ``module.train()`` or ``module.eval()`` changes the mode after it, or if gradients
@@ -72,6 +72,7 @@ class Replicas:
         self.module = module
         self.devices = resolve_devices(devices)
         self._force_copies = force_copies
+        self._is_home_cpu = self.devices[0].type == "cpu"
         self._types = tuple(dict.fromkeys(d.type for d in self.devices))
         self._cache = ReplicaCache(module, self.devices, force_copies=force_copies)
         self._threads = ReplicaThreads(self.devices)
@@ -81,6 +82,11 @@ class Replicas:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def runs_in_turn(self) -> bool:
+        """Whether parts run one after the other as things are, so that none may wait for another."""
+        return has_modes() or self._is_deterministic()
 
     @untraced
     def run(
@@ -110,8 +116,7 @@ class Replicas:
             msg = f"expected one module per part, got {len(modules)} modules and {count} parts"
             raise ConfigError(msg)
         if count == 1:
-            self._cache.note_run_alone()
-            return [self._run_first(call, self.module if modules is None else modules[0], parts[0])]
+            return [self.run_alone(call, parts[0], module=None if modules is None else modules[0])]
         if not 0 < count <= len(self.devices):
             msg = f"expected 1 to {len(self.devices)} parts, one per device, got {count}"
             raise ConfigError(msg)
@@ -121,6 +126,19 @@ class Replicas:
         finally:
             self._owner = None
             lock.release()
+
+    def run_alone(
+        self, call: Callable[[nn.Module, Any], R], part: Any, *, module: nn.Module | None = None
+    ) -> R:
+        """Return ``call(module, part)``, run on the first device: what `run` does with a single part.
+
+        Args:
+            call: What to do with the module and the part.
+            part: The only part.
+            module: What to call instead of the module itself.
+        """
+        self._cache.note_run_alone()
+        return self._run_first(call, self.module if module is None else module, part)
 
     def modules(self, count: int | None = None) -> list[nn.Module]:
         """Return the first ``count`` replicas, all by default, equal to the module as it is now.
@@ -178,16 +196,17 @@ class Replicas:
         streams = Streams(self.devices[:count])
 
         def run_first() -> Any:
-            with streams.of(0), as_replica(self.module):
-                return self._run_first(call, replicas[0], parts[0])
+            with streams.of(0):
+                return call_as_replica(self.module, self._run_first, call, replicas[0], parts[0])
 
         tasks: list[Callable[[], Any]] = []
         for i in range(1, count):
-            run = partial(caller.call, call, replicas[i], parts[i], device=self.devices[i])
-            tasks.append(partial(_in, streams.of(i), run))
+            rng = streams.of(i)
+            tasks.append(partial(caller.call, call, replicas[i], parts[i], device=self.devices[i], rng=rng))
         try:
             # A mode of the caller's thread is not made for several threads at once.
-            outcomes = self._threads.run(run_first, tasks, in_turn=caller.has_modes)
+            in_turn = caller.has_modes or self._is_deterministic()
+            outcomes = self._threads.run(run_first, tasks, in_turn=in_turn)
         except BaseException:  # threads were abandoned: what they still use is not used again
             self._cache = self._fresh_cache(self._cache.compile_options)
             raise
@@ -195,11 +214,18 @@ class Replicas:
         raise_first(outcomes, self.devices)
         return [o.result for o in outcomes]
 
+    def _is_deterministic(self) -> bool:
+        """Whether parts are to run one after the other, for the same bits in every run.
+
+        In which order autograd adds the gradients of several forward passes follows from the order in which
+        each thread has made its nodes; so do those of more than two parts on one device.
+        """
+        return torch.are_deterministic_algorithms_enabled() and self._types == ("cpu",)
+
     def _run_first(self, call: Callable[[nn.Module, Any], R], module: nn.Module, part: Any) -> R:
-        device = self.devices[0]
-        if device.type == "cpu":
+        if self._is_home_cpu:
             return call(module, part)
-        with on_device(device):
+        with on_device(self.devices[0]):
             return call(module, part)
 
     def _fresh_cache(self, compile_options: Mapping[str, Any] | None) -> ReplicaCache:
@@ -245,8 +271,3 @@ class Replicas:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Replicas, force_copies=self._force_copies), (self.module, self.devices)
-
-
-def _in(context: AbstractContextManager[Any], run: Callable[[], R]) -> R:
-    with context:
-        return run()

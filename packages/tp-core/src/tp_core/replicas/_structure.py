@@ -55,7 +55,7 @@ class Structure:
         root: That module.
         home: That device.
         originals: The modules.
-        version: Grows when attributes of any of them have changed.
+        version: Grows when attributes or buffers of any of them have been replaced.
 
     Raises:
         ModelError: A parameter or buffer is not on ``home``, has no shape yet, or is one rank's
@@ -73,8 +73,8 @@ class Structure:
         self._has_scripts = len(self._plain) < len(modules)
         self._classes = list(map(type, self._plain))
         self._rows = self._read_rows()
-        self._attributes = Contents(map(vars, self._plain))
         self._children = Contents(m._modules for m in self._plain)
+        self._contents = Contents(d for m in self._plain for d in (vars(m), m._modules, m._buffers))
         self._slots = Contents(m._parameters for m in self._plain)
         self._hooks: list[Any] = [h for m in self._plain for h in _hooks_of(m)]
         everywhere = nn.modules.module
@@ -92,14 +92,16 @@ class Structure:
 
         Other changes of attributes increase the versions.
         """
-        if not self._attributes.is_same():
-            self._attributes.read()
-            if not same_objects(self._read_rows(), self._rows):
+        if list(map(type, self._plain)) != self._classes:
+            return False
+        if not self._contents.is_same():
+            if not (self._children.is_same() and same_objects(self._read_rows(), self._rows)):
                 return False
+            self._contents.read()
             self.version += 1
             for original in self.originals:
                 original.look()
-        return self._children.is_same() and same_objects(list(map(type, self._plain)), self._classes)
+        return True
 
     def is_hooked(self) -> bool:
         """Return whether a hook runs before or after the forward of any module."""

@@ -17,6 +17,8 @@ _Task = Callable[[], Any]
 
 _ROUND_TRIPS = 2
 """Waking a thread costs more than the round trip: both threads want the interpreter meanwhile."""
+_SHORT_S = 20e-6
+"""Parts that take less are mostly Python: threads would wait for each other, however fast they wake."""
 _CALLS = 16
 
 
@@ -69,39 +71,73 @@ class ReplicaThreads:
                     outcome.fill(task)
             return outcomes
         threads = self._first_threads(len(others))
-        runs_inline = self._heuristic.runs_inline
-        try:
-            for thread, task in zip(threads, others, strict=True):
-                give = thread.offer if runs_inline else thread.start
-                give(task)
-            began = time.perf_counter()
-            outcomes[0].result = first()
-            if not runs_inline:
-                self._heuristic.note(len(others) * (time.perf_counter() - began))
-        except BaseException as error:  # noqa: BLE001 - raised again when the others are done
-            outcomes[0].error = error
-        if runs_inline:
-            self._run_offered(threads, outcomes)
-        self._await(threads, outcomes)
+        run = self._run_offered if self._heuristic.runs_inline else self._run_woken
+        if run(first, others, threads, outcomes):
+            self._await(threads, outcomes)
         return outcomes
 
     def _first_threads(self, count: int) -> list[ReplicaThread]:
         for number in range(len(self._threads) + 1, count + 1):
             self._threads.append(ReplicaThread(f"tp-replica-{number}-{self._devices[number]}"))
             if number == 1 and all(d.type == "cpu" for d in self._devices):
-                self._heuristic = InlineHeuristic(self._threads[0].round_trip_s())
+                waking_s = _ROUND_TRIPS * self._threads[0].round_trip_s()
+                self._heuristic = InlineHeuristic(max(waking_s, _SHORT_S))
         return self._threads[:count]
 
-    def _run_offered(self, threads: Sequence[ReplicaThread], outcomes: Sequence[Outcome]) -> None:
-        """Run in the caller's thread what no other has taken, unless there was an interrupt."""
+    def _run_woken(
+        self,
+        first: _Task,
+        others: Sequence[_Task],
+        threads: Sequence[ReplicaThread],
+        outcomes: Sequence[Outcome],
+    ) -> bool:
+        """Wake a thread for each task but the first, and run that one.
+
+        Returns:
+            Whether there are threads to be waited for.
+        """
+        try:
+            for thread, task in zip(threads, others, strict=True):
+                thread.start(task)
+            began = time.perf_counter()
+            outcomes[0].result = first()
+            self._heuristic.note(len(others) * (time.perf_counter() - began))
+        except BaseException as error:  # noqa: BLE001 - raised again when the others are done
+            outcomes[0].error = error
+        return True
+
+    def _run_offered(
+        self,
+        first: _Task,
+        others: Sequence[_Task],
+        threads: Sequence[ReplicaThread],
+        outcomes: Sequence[Outcome],
+    ) -> bool:
+        """Run the tasks one after the other, but for those that a thread has taken meanwhile.
+
+        After an interrupt those that remain are left out.
+
+        Returns:
+            Whether there are threads to be waited for.
+        """
+        try:
+            for thread, task in zip(threads, others, strict=True):
+                thread.offer(task)
+            outcomes[0].result = first()
+        except BaseException as error:  # noqa: BLE001 - as above
+            outcomes[0].error = error
         began = time.perf_counter()
+        is_interrupted, was_taken = outcomes[0].interrupted, False
         for thread, outcome in zip(threads, outcomes[1:], strict=True):
-            task = thread.take_back() if thread.busy else None
-            if task is not None and not any(o.interrupted for o in outcomes):
-                outcome.fill(task)
+            left = thread.take_back() if thread.busy else None
+            if left is None:
+                was_taken = was_taken or thread.busy
+            elif not is_interrupted:
+                outcome.fill(left)
+                is_interrupted = outcome.interrupted
         # A part that its thread has taken meanwhile waited for long: so the first one was not short.
-        was_taken = any(thread.busy for thread in threads)
         self._heuristic.note(math.inf if was_taken else time.perf_counter() - began)
+        return was_taken
 
     def _await(self, threads: Sequence[ReplicaThread], outcomes: Sequence[Outcome]) -> None:
         interrupted = outcomes[0].interrupted
@@ -123,16 +159,16 @@ class InlineHeuristic:
     """Decides whether parts are so short that waking threads takes longer than running them.
 
     Args:
-        round_trip_s: Seconds to wake a thread and to wait for it.
+        inline_s: Parts that take fewer seconds are short; 0 for none.
 
     Attributes:
         runs_inline: Whether the parts should run serially in the caller's thread: after some short
             calls in a row, until two are long.
     """
 
-    def __init__(self, round_trip_s: float) -> None:
+    def __init__(self, inline_s: float) -> None:
         self.runs_inline = False
-        self._inline_s = _ROUND_TRIPS * round_trip_s
+        self._inline_s = inline_s
         self._short_calls = 0
 
     def note(self, seconds: float) -> None:

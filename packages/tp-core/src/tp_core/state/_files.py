@@ -7,14 +7,13 @@ long, and half a second to import.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp_core._tensors._digests import DigestingFile, FileRecord
+from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
 from tp_core._tensors._files import read_tensors, tensor_infos
 from tp_core._tensors._slices import TensorInfo, TensorSlice
 from tp_core.errors import StateError
@@ -26,9 +25,6 @@ TENSORS_FILE = "tensors.pt"
 """The name of the file in a trainer's checkpoint."""
 TENSORS_FOLDER = "tensors"
 """The name of the folder in a trainer's checkpoint, where ranks have split the state."""
-
-
-_DIGEST_THREADS = 2  # a tensor often lies in two pieces
 
 
 class StoredTensors(ABC):
@@ -114,9 +110,10 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for name, tensor in tensors.items()
     }
-    with path.open("wb") as file, ThreadPoolExecutor(_DIGEST_THREADS) as pool:
-        digesting = DigestingFile(file, pool, own.values())
-        torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
+    with path.open("wb") as file:
+        digesting = DigestingFile(file)
+        with without_checksums():
+            torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
         digesting.flush()
         os.fsync(file.fileno())
         return digesting.record()

@@ -33,12 +33,13 @@ def is_cut(cut: Cut, parameter: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor's whole value, another tensor as it is.
+    """Return the whole value of a DTensor, or of what has its method ``full_tensor``; others as they are.
 
-    Collectives: those of ``DTensor.full_tensor``.
+    Collectives: those of ``full_tensor``.
     """
     if not is_dtensor(tensor):
-        return tensor
+        put_together: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+        return tensor if put_together is None else put_together()
     device = tensor.device_mesh.device_type
     # Parts that the host keeps (offload): its ranks' group exchanges on the device alone.
     there: Any = tensor if tensor.device.type == device else tensor.to(device)
@@ -47,26 +48,28 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Place:
-    """Memory for what this rank holds of a tensor, on the CPU, to be filled and then taken.
+    """Memory for what this rank holds of a tensor, to be filled and then taken.
 
     Args:
         cut: Which part of a whole tensor this rank's is.
         like: A parameter, or an entry of the model's state: its shape, its cut and its mesh are taken over.
-        dtype: The type of the memory.
+        dtype: The type of the memory, which is new, on the CPU; ``None`` for the memory of ``like`` itself.
     """
 
-    def __init__(self, cut: Cut, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, cut: Cut, like: Tensor, dtype: torch.dtype | None) -> None:
         self._like = like
-        if is_dtensor(like):
-            self._memory = torch.empty(like.to_local().shape, dtype=dtype)
-            self.target: Tensor | TensorSlice = _within(cut, like, like, self._memory)
-        else:
-            self._memory = torch.empty(like.shape, dtype=dtype)
-            self.target = cut(like, self._memory)
+        self._is_own = dtype is None and not like.is_meta
+        local: Tensor = like.detach().to_local() if is_dtensor(like) else like.detach()  # type: ignore[attr-defined]  # a DTensor
+        self._memory = local if self._is_own else torch.empty(local.shape, dtype=dtype or like.dtype)
+        self.target: Tensor | TensorSlice = (
+            _within(cut, like, like, self._memory) if is_dtensor(like) else cut(like, self._memory)
+        )
 
     def take(self) -> Tensor:
         """Return the tensor: a DTensor where ``like`` is one."""
         like: Any = self._like
+        if self._is_own:
+            return self._like
         if not is_dtensor(like):
             return self._memory
         from torch.distributed.tensor import DTensor
@@ -82,7 +85,12 @@ class Place:
 
 
 def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
-    """Fill a tensor, or a rank's slice of it, with its part of the whole ``value``."""
+    """Fill a tensor, or a rank's slice of it, with its part of a whole one.
+
+    Args:
+        target: What is filled, in place: a tensor of the shape of ``value``, or the parts of one.
+        value: The whole tensor, of any type and on any device.
+    """
     parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
     for start, part in parts:
         place = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))

@@ -121,8 +121,9 @@ def restore_state(
 ) -> None:
     """Load what :func:`collect_state` returned, on this or another number of ranks.
 
-    Everything is read before anything is changed: after an error the model and the optimizer are as they
-    were.
+    Names, shapes and settings are looked at before anything is changed. What the model holds is then read
+    into its own memory, so that it is there once: whether the files are what was written is to be known
+    before (their digests); after an error of the disk the model is to be loaded anew.
 
     Args:
         model: The user's own module.
@@ -142,7 +143,7 @@ def restore_state(
     if surplus is not None:
         msg = f"{stored.path} has {surplus.removeprefix(_MODEL)!r}, which the model lacks"
         raise StateError(msg)
-    places = {f"{_MODEL}{name}": Place(cut, tensor, tensor.dtype) for name, tensor in current.items()}
+    places = {f"{_MODEL}{name}": Place(cut, tensor, None) for name, tensor in current.items()}
     optimizers = _by_prefix(optimizer)
     saved: dict[str, OptimizerValues] = {}
     for prefix, one in optimizers.items():

@@ -10,6 +10,7 @@ from tp_core._contracts._engine import Engine, Pool
 from tp_core._contracts._verdict import Verdict
 from tp_core._devices._resolve import resolve_devices
 from tp_core.errors import ConfigError, TpError
+from tp_core.testing._limits import DeclaredLimits
 
 __all__ = ["EngineConformance"]
 
@@ -17,7 +18,7 @@ MOST_READ_AHEAD = 100_000
 """More than any engine needs to keep its workers busy, and less than the endless input has."""
 
 
-class EngineConformance:
+class EngineConformance(DeclaredLimits):
     """What every engine must do. A subclass of this, in a test module, names the engine.
 
     What a pool's ``worker`` is called with is a device; it returns what is applied to each item.
@@ -35,6 +36,10 @@ class EngineConformance:
     engine: ClassVar[type[Engine]]
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cpu")
     options: ClassVar[Mapping[str, Any]] = {}
+
+    def subject(self) -> str:
+        """Return the name of the engine."""
+        return self.engine.name
 
     def open(self, worker: Callable[..., Any]) -> Pool:
         """Open a pool on the engine under test."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tp_core._contracts._backend import Backend
-from tp_core.errors import ConfigError
+from tp_core.testing._limits import DeclaredLimits
 from tp_core.testing._models import Tail
 from tp_core.testing._rank_pool import RankPool
 from tp_core.testing._ranks import run_ranks
@@ -18,7 +18,7 @@ __all__ = ["ConformanceKit", "PooledKit"]
 _pools: dict[type, RankPool] = {}  # here and not on the classes, which are sent to the ranks
 
 
-class ConformanceKit:
+class ConformanceKit(DeclaredLimits):
     """A backend under test. Its subclasses hold tests; a subclass of those names the backend.
 
     Attributes:
@@ -28,10 +28,6 @@ class ConformanceKit:
         options: Options for the backend.
         unused_options: Further options, with which it takes models of which a step does not use every
             parameter.
-        limits: What the backend does not do, and why: the reason by the name of the test that asks for
-            it, ``{"test_...": "..."}``, with the parameters in brackets where it is one of several. Such
-            a test is expected to fail, the report shows the reason, and it is an error if it passes.
-            Nothing else is left out.
     """
 
     backend: ClassVar[type[Backend[Any]]]
@@ -39,25 +35,10 @@ class ConformanceKit:
     processes: ClassVar[int] = 1
     options: ClassVar[Mapping[str, Any]] = {}
     unused_options: ClassVar[Mapping[str, Any]] = {}
-    limits: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Notice a limit that names no test."""
-        super().__init_subclass__(**kwargs)
-        for name, reason in cls.limits.items():
-            if not hasattr(cls, name.partition("[")[0]):
-                msg = f"{cls.__name__} declares a limit of {name!r}, which is none of its tests"
-                raise ConfigError(msg)
-            if not reason:
-                msg = f"the limit of {name!r} that {cls.__name__} declares needs a reason"
-                raise ConfigError(msg)
-
-    @pytest.fixture(autouse=True)
-    def _declared_limits(self, request: pytest.FixtureRequest) -> None:
-        reason = self.limits.get(request.node.name) or self.limits.get(request.node.originalname)
-        if reason is not None:
-            mark = pytest.mark.xfail(reason=f"declared limit of {self.backend.name!r}: {reason}", strict=True)
-            request.node.add_marker(mark)
+    def subject(self) -> str:
+        """Return the name of the backend."""
+        return self.backend.name
 
     @staticmethod
     def make_model() -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tp_core._contracts._logger import Logger, RunInfo, RunStatus
+from tp_core.testing._limits import DeclaredLimits
 
 __all__ = ["LoggerConformance"]
 
@@ -22,7 +23,7 @@ HYPERPARAMETERS: Mapping[str, Any] = {
 _VALUES = (0.1, -2.5, 1e-30, 1e30)
 
 
-class LoggerConformance(abc.ABC):
+class LoggerConformance(DeclaredLimits, abc.ABC):
     """What every logger must do. A subclass of this, in a test module, names the logger.
 
     Example:

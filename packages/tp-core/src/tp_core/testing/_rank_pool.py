@@ -33,7 +33,7 @@ class RankPool:
         setup: Called once on every rank, before its first check.
         args: Arguments for ``setup``.
         environ: Further variables for the ranks, besides those of torchrun.
-        timeout_s: Every check has to end within this time, and so has ``setup``.
+        timeout_s: Every check has to end within so many seconds, and so has ``setup``.
 
     Example:
         >>> with RankPool(2) as ranks:  # doctest: +SKIP

@@ -83,7 +83,7 @@ def run_ranks(
         function: What each rank runs; functions of test modules and lambdas will do.
         processes: How many ranks.
         *args: Arguments for the function, the same for each rank.
-        timeout_s: All ranks have to end within this time.
+        timeout_s: All ranks have to end within so many seconds.
         environ: Further variables for the ranks.
 
     Raises:
@@ -106,7 +106,7 @@ def rank_outcomes(
     environ: Mapping[str, str] | None = None,
     together: bool = False,
 ) -> list[RankOutcome]:
-    """Like :func:`run_ranks`, but return how each rank ended, whatever it was: for fault tests.
+    """Run as :func:`run_ranks` does, but return how each rank ended, whatever it was: for fault tests.
 
     Unless they are to end ``together``, each one ends on its own, and none because of another.
     """

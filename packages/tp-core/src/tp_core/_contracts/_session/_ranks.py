@@ -10,6 +10,7 @@ __all__ = ["RankSession", "ReduceOp"]
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
+"""How the tensors of several ranks become one, element by element."""
 
 
 class RankSession:
@@ -48,12 +49,22 @@ class RankSession:
     def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:  # noqa: ARG002 - contract
         """Return ``value`` reduced over the data ranks, on all of them; the argument is kept.
 
+        Args:
+            value: A tensor, of one shape and type on all data ranks.
+            op: How its elements are reduced: "sum", "mean", "min" or "max".
+
         Collectives: one all-reduce over the data ranks.
         """
         return value
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the data ranks' tensors concatenated along dim 0; their lengths may differ.
+
+        Args:
+            value: This rank's rows, (rows, ...); all but the first dimension is equal on all data ranks.
+
+        Returns:
+            The rows of all data ranks in their order, (rows of all, ...), on each of them.
 
         Collectives: all-gathers over the data ranks.
         """

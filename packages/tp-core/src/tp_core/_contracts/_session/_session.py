@@ -19,6 +19,7 @@ from tp_core.errors import ModelError, StepError
 __all__ = ["Session", "StepOutput"]
 
 StepOutput = Tensor | Mapping[str, Any]
+"""What a step returns: the loss, a scalar tensor, or a dict of values by name with it as "loss"."""
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 

@@ -44,10 +44,11 @@ class StateSession:
     def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state, with the user's own module's names, not put together yet.
 
-        A tensor has its whole shape; where it is a DTensor, every rank gives its part of it to
-        `tp_core.state.whole`. So a state is written of which no device could hold all.
+        A tensor has its whole shape. Where it is a DTensor, or has a ``full_tensor()`` of its own as a tensor
+        on the meta device may, every rank gives it to `tp_core.state.whole`, which puts it together. So a
+        state is written of which no device could hold all.
 
-        Collectives: those of :meth:`model_state`, where a backend has its own.
+        Collectives: those of :meth:`model_state`, where a backend has its own and not this one.
         """
         from tp_core.state import plain_state
 

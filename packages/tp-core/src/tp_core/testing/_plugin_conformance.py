@@ -1,0 +1,105 @@
+"""What every plugin's module must do, whatever it brings, as tests that its author subclasses."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+from tp_core.plugins import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
+from tp_core.testing._limits import DeclaredLimits
+
+__all__ = ["PluginConformance"]
+
+_HEAVY = ("torch", "numpy", "pandas", "transformers", "typer", "rich")
+_DEADLINE_S = 300.0
+
+_LOOK = """
+import contextlib, importlib, io, json, sys, threading
+import tp_core.plugins
+before = set(sys.modules)
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    importlib.import_module(sys.argv[1])
+new = set(sys.modules) - before
+print(json.dumps({
+    "printed": out.getvalue(),
+    "modules": sorted({name.partition(".")[0] for name in new}),
+    "threads": threading.active_count(),
+}))
+"""
+
+
+class PluginConformance(DeclaredLimits):
+    """What the module of every plugin must do. A subclass of this, in a test module, names it.
+
+    ``tp`` and every first question to the registry load all plugins that are installed: each of them has to
+    be light, and quiet.
+
+    Attributes:
+        plugin: The module that the entry point names.
+        brings: What it brings, by kind: ``{"backend": ("mine",)}``; the kinds are "backend", "collate
+            adapter", "engine", "command", "callback" and "logger".
+
+    Example:
+        >>> class TestPlugin(PluginConformance):
+        ...     plugin = "my_package._plugin"
+        ...     brings = {"backend": ("mine",)}
+    """
+
+    plugin: ClassVar[str]
+    brings: ClassVar[dict[str, tuple[str, ...]]]
+
+    def subject(self) -> str:
+        """Return the name of the module."""
+        return self.plugin
+
+    # -- the tests ------------------------------------------------------------------------------
+
+    def test_it_tells_for_which_contract_it_was_built(self) -> None:
+        built_for = getattr(import_module(self.plugin), "tp_contract", None)
+        assert built_for == CONTRACT_VERSION, f"its module needs tp_contract = {CONTRACT_VERSION}"
+
+    def test_it_brings_what_it_is_for(self) -> None:
+        assert self._brought() == self.brings
+
+    def test_it_brings_the_same_when_it_is_asked_again(self) -> None:
+        first, second = self._brought(), self._brought()
+        assert first == second
+        assert any(first.values()), "it brings nothing"
+
+    def test_importing_it_is_light_and_quiet(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOOK, self.plugin],
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        seen: dict[str, Any] = json.loads(done.stdout)
+        heavy = [name for name in _HEAVY if name in seen["modules"]]
+        assert not heavy, f"it imports {', '.join(heavy)}; what is heavy belongs into the hooks"
+        assert not seen["printed"], f"it prints while it is imported: {seen['printed']!r}"
+        assert seen["threads"] == 1, "it starts threads while it is imported"
+
+    def test_an_installed_distribution_names_it(self) -> None:
+        found = [point.value for point in entry_points(group=ENTRY_POINT_GROUP)]
+        assert self.plugin in found, (
+            f"no installed distribution has {self.plugin!r} in the entry-point group {ENTRY_POINT_GROUP!r}: "
+            "pip install it, with -e while you work on it"
+        )
+
+    def _brought(self) -> dict[str, tuple[str, ...]]:
+        plugins = PluginRegistry(environ={})
+        module = import_module(self.plugin)
+        installed = {p.value: p.name for p in entry_points(group=ENTRY_POINT_GROUP)}.get(self.plugin)
+        name = installed or "under-test"
+        if installed is None:
+            plugins.register(module, name=name)
+        for broken in plugins.broken():
+            assert broken.info.name != name, str(broken)
+        conflicts = [str(c) for c in plugins.conflicts() if any(info.name == name for info in c.left_out)]
+        assert not conflicts, conflicts[0]
+        return plugins.brought(name)
