@@ -12,32 +12,32 @@ The way of an item, and the files that it passes::
         v
     _scheduling/                             whoever waits for results does all of this, for every run
         Source.take                          _source: lists at once, anything else through a thread
-        Run.next_chunk                       _run: order;  _bounds;  _chunking: how many items travel together
+        Run.next_chunk                       _run: order;  _chunking: how many items travel together
         Scheduler.dispatch                   _scheduler: the runs take turns;  _assignments: who has what
         |  ^
-        v  |  Chunk  /  Done, Ready, Died    _workers/_events: all that passes between the two rooms
-    _workers/                                _fleet: what every kind of worker can do
+        v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
+    _workers/
         InlineFleet, ThreadFleet             _inline, _thread
         RayFleet                             _ray/
         ProcessFleet                         _process/_fleet, _handle
-            Codec.encode                     _codec, _pickling: a pickle, and large buffers beside it
+            Codec.encode                     _codec: into shared memory, large buffers beside the pickle
             Request -> pipe, shared memory   _wire, _shared_memory
                |  ^
                |  ^                          _spawn, _forkserver: how the process came to be; _setup
                v  |                          _stored_program: what it runs, there once for all
             WorkerProcess                    _worker;  what it runs: ../_program, ../_work, ../_batching
-            ReplyWriter                      _replies: results, log records, failures
+            ReplyWriter                      _codec: results, log records, failures
         |  ^
         v  |
     Scheduler._on_events
         a failure, death or timeout          _retries: a pure policy; facts in, a decision out
-        a worker that has done enough        _recycling
+        a worker that has done enough        _assignments
         Run.next_finished                    in order, or as it comes
         |
         v
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_futures, _async_stream
 
-``tp run`` is in :mod:`tp_runner._command`; easycore's spellings are in :mod:`tp_runner.compat`.
+``tp run`` is in ``tp_runner._command``; easycore's spellings are in ``tp_runner.compat``.
 """
 
 import sys

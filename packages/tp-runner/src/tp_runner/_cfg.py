@@ -1,8 +1,8 @@
 """Configurations with attribute access, one copy for each worker and one for the consumer."""
 
-import argparse
 import copy
 import dataclasses
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +14,9 @@ __all__ = ["CfgNode", "copy_cfg"]
 
 class CfgNode(dict[str, Any]):
     """A dictionary whose keys are attributes too; nested mappings become nodes.
+
+    Raises:
+        AttributeError: An attribute is read that is not a key; the message names those that are.
 
     Example:
         >>> cfg = CfgNode({"model": {"width": 3}})
@@ -63,7 +66,7 @@ def copy_cfg(cfg: Any) -> Any:
     dataclass and a named tuple become a :class:`CfgNode`.
 
     Raises:
-        ConfigError: It is nothing of the kind.
+        ConfigError: ``cfg`` is not a configuration.
     """
     if cfg is None:
         return CfgNode()
@@ -71,7 +74,7 @@ def copy_cfg(cfg: Any) -> Any:
         return _copied(cfg)
     if isinstance(cfg, Mapping):
         return CfgNode(_copied(dict(cfg)))
-    if isinstance(cfg, argparse.Namespace | types.SimpleNamespace):
+    if _is_namespace(cfg):
         return _copied(cfg)
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         frozen = type(cfg).__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has them
@@ -90,6 +93,13 @@ def copy_cfg(cfg: Any) -> Any:
     raise ConfigError(msg)
 
 
+def _is_namespace(value: Any) -> bool:
+    argparse = sys.modules.get("argparse")  # whoever has made one has imported it
+    return isinstance(value, types.SimpleNamespace) or (
+        argparse is not None and isinstance(value, argparse.Namespace)
+    )
+
+
 def _copied(value: Any) -> Any:
     """Copy a value deeply, save for what processes can only inherit, such as multiprocessing's locks."""
     try:
@@ -101,7 +111,7 @@ def _copied(value: Any) -> Any:
             return mapping
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return type(value)(_copied(part) for part in value)
-        if isinstance(value, argparse.Namespace | types.SimpleNamespace) or dataclasses.is_dataclass(value):
+        if _is_namespace(value) or dataclasses.is_dataclass(value):
             new = copy.copy(value)
             for name, part in vars(value).items():
                 object.__setattr__(new, name, _copied(part))

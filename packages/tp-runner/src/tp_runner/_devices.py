@@ -19,7 +19,7 @@ def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = Fal
         elsewhere: Whether the workers are on other machines, whose devices nobody can see here.
 
     Raises:
-        DeviceError: There are none, or they do not exist here.
+        DeviceError: No device is named, or one does not exist here.
     """
     if n_workers is not None:
         if devices is not None:

@@ -127,10 +127,10 @@ class PoolFactory:
         else:
             self._plugin_engine = _find_engine(engine)
 
-    def open(self) -> Any:
-        """Start the workers."""
+    def open(self, *, wait: bool = True) -> Any:
+        """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
         if self._settings is not None:
-            return open_pool(ENGINES[self._engine], self._program, self._devices, self._settings)
+            return open_pool(ENGINES[self._engine], self._program, self._devices, self._settings, wait=wait)
         import torch
 
         devices = [torch.device(device) for device in self._devices]
@@ -140,13 +140,15 @@ class PoolFactory:
         return PluginPoolAdapter(pool, self._engine, ordered=ordered)
 
 
-def open_pool(spec: EngineSpec, program: Any, devices: tuple[str, ...], settings: Settings) -> RunnerPool:
+def open_pool(
+    spec: EngineSpec, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
+) -> RunnerPool:
     """Start workers on an engine of this package."""
     if spec.name == "process":
         require_processes()
     module, _, name = spec.fleet.partition(":")
     fleet = getattr(importlib.import_module(module), name)
-    return RunnerPool(fleet(program, devices, settings), settings)
+    return RunnerPool(fleet(program, devices, settings), settings, wait=wait)
 
 
 def _find_engine(name: str) -> Any:

@@ -23,11 +23,12 @@ class Executor(concurrent.futures.Executor):
     """Calls functions on the workers of a runner.
 
     It stands wherever ``concurrent.futures.ProcessPoolExecutor`` does: asyncio's ``run_in_executor``,
-    ``as_completed``, ``map`` over several iterables. Arrays and tensors travel through shared memory;
+    ``as_completed``, ``map`` over several iterables. Arrays and tensors travel through shared memory, as
+    out-of-band buffers of pickle's protocol 5 (PEP 574);
     functions and classes of ``__main__``, lambdas and closures travel too. A future raises what the
     function raised, with the worker's traceback in its ``__cause__``. A worker that dies is started
     again, and so is what it was working on; a call with which three workers died raises
-    ``WorkerDiedError``, and the others go on.
+    ``WorkerDiedError``, which is a ``BrokenProcessPool`` here, and the others go on.
 
     Args:
         max_workers: How many CPU workers; by default one on each core.
@@ -77,6 +78,8 @@ class Executor(concurrent.futures.Executor):
     ) -> "concurrent.futures.Future[Any]":
         """Return a future of ``fn(*args, **kwargs)``.
 
+        The future raises what ``fn`` raised, ``WorkerDiedError`` or ``NotPicklableError``.
+
         Raises:
             RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
         """
@@ -95,9 +98,16 @@ class Executor(concurrent.futures.Executor):
     ) -> Iterator[Any]:
         """Return an iterator over the results of ``fn`` on the items of one or more iterables, in order.
 
+        Args:
+            fn: The function, which takes an item of each iterable.
+            iterables: Read at once, to the end of the shortest.
+            timeout: Within how many seconds of this call a result has to be there, or the iterator raises a
+                ``TimeoutError``; by default it waits.
+            chunksize: Without effect: how many calls travel together follows from the time that they take.
+
         Raises:
-            ConfigError: ``chunksize`` is less than 1. Beyond that it says nothing: how many calls travel
-                together follows from the time that they take.
+            ConfigError: ``chunksize`` is less than 1.
+            RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
         """
         if chunksize < 1:
             msg = f"chunksize must be at least 1, got {chunksize!r}"

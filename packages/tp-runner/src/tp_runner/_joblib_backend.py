@@ -4,7 +4,13 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from joblib.parallel import AutoBatchingMixin, ParallelBackendBase
+from joblib.parallel import (
+    AutoBatchingMixin,
+    FallbackToBackend,
+    ParallelBackendBase,
+    SequentialBackend,
+    register_parallel_backend,
+)
 from tp_core.internal import available_cores
 
 from tp_runner._executor import Executor
@@ -27,18 +33,23 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
             ValueError: ``n_jobs`` is 0.
         """
         if n_jobs == 0:
-            msg = "n_jobs=0 means nothing to joblib; give a number of workers, or -1 for one on each core"
+            msg = "n_jobs == 0 in Parallel has no meaning; give how many workers, or -1 for one on each core"
             raise ValueError(msg)
         if n_jobs is None:
             return 1
         return n_jobs if n_jobs > 0 else max(1, available_cores() + 1 + n_jobs)
 
     def configure(self, n_jobs: int = 1, parallel: Any = None, **options: Any) -> int:
-        """Start the workers."""
-        del options  # joblib's own, about memory-mapped arguments: ours travel through shared memory
+        """Start the workers; a single one is the caller, as with joblib's own backends.
+
+        joblib's options about memory-mapped arguments have no use here: ours travel through shared memory.
+        """
         n_workers = self.effective_n_jobs(n_jobs)
-        self.parallel = parallel
-        given = {"threads": self.inner_max_num_threads, **self.backend_kwargs}
+        if n_workers == 1:
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        self.parallel, self._options = parallel, options
+        given = {name: options[name] for name in ("initializer", "initargs") if options.get(name) is not None}
+        given |= {"threads": self.inner_max_num_threads, **self.backend_kwargs}
         self._executor = Executor(n_workers, **given)
         return n_workers
 
@@ -47,7 +58,7 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
     ) -> "concurrent.futures.Future[Any]":
         """Schedule a batch of calls."""
         assert self._executor is not None  # noqa: S101 - joblib configures first
-        future = self._executor.submit(func)
+        future = self._executor.submit(_call, func)
         if callback is not None:
             future.add_done_callback(callback)
         return future
@@ -61,6 +72,7 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
+        self.reset_batch_stats()
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """End the workers at once, after a failure; start new ones if more work will come."""
@@ -68,4 +80,10 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
         if executor is not None:
             executor._pool.stop()
         if ensure_ready:
-            self.configure(self.parallel.n_jobs, self.parallel)
+            self.configure(self.parallel.n_jobs, self.parallel, **self._options)
+
+
+def _call(func: Callable[[], Any]) -> Any:
+    """Make a batch of calls in a worker, where calls of joblib may name the backend, too."""
+    register_parallel_backend("tp", TpBackend)
+    return func()

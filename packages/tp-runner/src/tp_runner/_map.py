@@ -59,14 +59,18 @@ def map(
         n_workers: How many CPU workers, in place of ``devices``.
         ordered: Whether results come in the order of the items or as they come.
         init: Makes the state of a worker, given its device as a string.
-        queue_scale: The most items on their way for each worker.
-        engine: What the workers are.
+        queue_scale: The most items on their way for each worker; by default as few as keep it busy.
+        engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"``, ``"ray"`` or the name of an
+            engine that a plugin brings.
         progress: Whether to show a progress bar, on standard error; "auto" where that is a terminal.
         options: As for a runner: ``batch``, ``on_error``, ``max_retries``, ``timeout_s``, ...
 
     Returns:
         An iterator that starts the workers when it is first asked and ends them when it is
-        exhausted, closed or dropped.
+        exhausted, closed or dropped. Asked for a result it raises ``WorkerError`` where the work on an item
+        or ``init`` raised, ``WorkerDiedError`` where a worker died and was not started again,
+        ``ItemTimeoutError`` where an item took longer than ``timeout_s``, and ``NotPicklableError`` where the
+        function, an item or a result cannot travel between processes.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
@@ -86,7 +90,7 @@ def map(
     shows_bar = shows_progress(progress)
 
     def chunks() -> Generator[list[Any], None, None]:
-        pool = factory.open()
+        pool = factory.open(wait=False)
         timeout_s = 0.0
         try:
             run = _open_run(pool, items, progress=shows_bar)

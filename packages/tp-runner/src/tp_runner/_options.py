@@ -29,13 +29,13 @@ class RunnerOptions(TypedDict, total=False):
         collate: Makes a batch of a list of items; by default tensors and arrays of one shape are stacked,
             and anything else stays a list.
         log_level: Which log records of workers reach the caller; by default those of the root logger's level.
-        max_bytes: How many bytes may be on their way; 256 MiB by default.
+        max_bytes: How many bytes of items and results may be on their way; 256 MiB by default.
         max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
             it was given; for work that leaks.
-        max_memory_per_worker: With how many bytes of private memory it is.
+        max_memory_per_worker: With how many bytes of private memory a worker is replaced in the same way.
         max_restarts: How often dead workers are started again in the runner's life; 0 by default.
         max_retries: How often a failed item is tried again; 0 by default.
-        max_wait_s: How long an incomplete batch waits for more items; by default for as long as it takes.
+        max_wait_s: Seconds that an incomplete batch waits for more items; by default as many as it takes.
         min_workers: With how many actors a Ray cluster begins; there are more, one for each device at most,
             only while all have been busy, and fewer again when some have nothing to do.
         on_error: ``"raise"`` a failure, or ``"return"`` it in the item's place.
@@ -47,13 +47,14 @@ class RunnerOptions(TypedDict, total=False):
         seed: Makes the random numbers of each item (Python's, numpy's and torch's) depend on it and the
             item's place alone, whatever worker takes it; of each batch, on its first item's place. By
             default no two workers have the same.
-        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; for processes.
-        start_timeout_s: How long a worker's start may take; 10 minutes by default, and on Ray, where a
-            worker may wait for its place, any time.
+        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; for processes. By default the first, on
+            macOS the second, as its own libraries may not survive a fork.
+        start_timeout_s: Seconds that a worker's start may take; 600 by default, and on Ray, where a worker
+            may wait for its place, any number.
         threads: How many threads each worker may compute with; by default ``OMP_NUM_THREADS``, or its share
             of the cores.
         timeline: Whether what each worker does when is kept for ``write_timeline``.
-        timeout_s: How long an item may take; its worker is replaced then.
+        timeout_s: Seconds that an item may take; its worker is replaced then.
     """
 
     batch: int | None
@@ -83,31 +84,12 @@ OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that is decided before the first worker starts.
+    """Everything that is decided before the first worker starts: what :class:`RunnerOptions` lists, checked.
 
     Attributes:
-        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; processes only.
-        preload: What the fork server imports before it forks.
-        threads: How many threads each worker may compute with.
         ordered: Whether results come in the order of the items.
         queue_scale: How many items may be on their way for each worker; ``None`` to adapt.
-        max_bytes: How many bytes may be on their way.
-        on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
-        max_retries: How often a failed item is tried again.
-        max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
-            it was given; for work that leaks.
-        max_memory_per_worker: With how many bytes of private memory it is.
-        max_restarts: How often dead workers are started again in the pool's life.
-        timeout_s: How long an item may take.
-        batching: How items are put together.
-        max_wait_s: How long an incomplete batch waits for more items.
-        log_level: The level of log records that workers send.
-        timeline: Whether what each worker does when is kept.
-        seed: What the random numbers of items depend on, beside their places.
-        start_timeout_s: How long a worker's start may take.
-        min_workers: With how many actors a Ray cluster begins; ``None`` for all.
-        placement: How a Ray cluster holds places for all actors; ``None`` to hold none.
-        resources: What each actor takes of a Ray cluster.
+        batching: How items are put together: ``batch`` and ``collate``.
     """
 
     start_method: str = "forkserver"
@@ -160,6 +142,7 @@ def make_settings(
     values: dict[str, Any] = {
         "threads": _default_threads(n_workers),
         "log_level": logging.getLogger().getEffectiveLevel(),
+        **({"start_method": "spawn"} if sys.platform == "darwin" and not given.get("preload") else {}),
         **({} if engine == "ray" else {"start_timeout_s": START_TIMEOUT_S}),
         **given,
     }

@@ -45,6 +45,10 @@ class Pipeline:
         options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
             ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
 
+    Raises:
+        ConfigError: An option, also one of a stage, is unknown or has a wrong value.
+        DeviceError: A device, also one of a stage, does not exist here.
+
     Example:
         >>> pipeline = Pipeline(n_workers=2, engine="thread").flat_map(range).filter(bool).map(str)
         >>> with pipeline:
@@ -123,7 +127,7 @@ class Pipeline:
         n_workers: int | None = None,
         name: str = "",
     ) -> Self:
-        """Return this pipeline with a stage whose function returns any number of results for an item."""
+        """Return this pipeline with a stage that gives any number of results for an item; see :meth:`map`."""
         return self._with(FLAT_MAP, function, init, None, devices, n_workers, name)
 
     def filter(
@@ -135,7 +139,7 @@ class Pipeline:
         n_workers: int | None = None,
         name: str = "",
     ) -> Self:
-        """Return this pipeline with a stage that passes on the items for which the function is true."""
+        """Return this pipeline with a stage that passes on items the function is true of; see :meth:`map`."""
         return self._with(FILTER, function, init, None, devices, n_workers, name)
 
     def _with(
@@ -161,6 +165,8 @@ class Pipeline:
         """Return an iterator over what the last stage gives; closing it early ends all stages.
 
         Raises:
+            ConfigError: The pipeline has no stage.
+            NotPicklableError: A stage's function, an item or a result cannot travel between processes.
             WorkerError: The work on an item raised, or a worker's start; a note says in which stage.
             WorkerDiedError: A worker died, and was not started again.
         """
@@ -224,7 +230,8 @@ class Pipeline:
                 stats.given += len(given)
                 yield given
         except ItemError as error:
-            if not getattr(error, "__notes__", ()):  # it passes the later stages, too
+            notes = {_note(stage) for stage in self._stages}
+            if notes.isdisjoint(getattr(error, "__notes__", ())):  # it passes the later stages, too
                 error.add_note(_note(stage))
             raise
 
@@ -255,7 +262,7 @@ class Pipeline:
         return PoolFactory(self._engine, StagesProgram(stages), devices, self._options).open()
 
     def close(self, *, timeout_s: float = 60.0) -> None:
-        """End the workers; the next stream starts new ones. Again, it does nothing."""
+        """End the workers, which have ``timeout_s`` seconds for it; the next stream starts new ones."""
         with self._lock:
             self._close(timeout_s=timeout_s)
 

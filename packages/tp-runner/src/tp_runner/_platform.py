@@ -14,7 +14,7 @@ _ON_WINDOWS = (
 
 
 def warn_of_platform() -> None:
-    """Say at import what will not work here."""
+    """Warn at import of what does not work on this platform."""
     if sys.platform == "win32":
         warnings.warn(_ON_WINDOWS, RuntimeWarning, stacklevel=3)
 

@@ -121,6 +121,9 @@ class _Runner:
         Raises:
             WorkerError: The work on an item raised; all results before it were consumed.
             WorkerDiedError: A worker died, and was not started again.
+            ItemTimeoutError: An item took longer than ``timeout_s``.
+            NotPicklableError: An item or a result cannot travel between processes.
+            RunnerClosedError: The runner is closed.
             Exception: Whatever the input or the consumer raised.
         """
         cfg = copy_cfg(self._cfg)
@@ -134,14 +137,24 @@ class _Runner:
     def stream(self, items: Iterable[Any]) -> ResultStream:
         """Return an iterator over the results, without a consumer; it can be closed early.
 
-        Several streams, asynchronous streams and submitted items take turns on the workers.
+        Several streams, asynchronous streams and submitted items take turns on the workers. The iterator
+        raises what a call of the runner raises, and ``RunCancelledError`` after :meth:`cancel`.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
         """
         from tp_runner._map import stream
 
         return stream(self._running(), items, progress=self._progress)
 
     def astream(self, items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
-        """Return an asynchronous iterator over the results; the items may come asynchronously."""
+        """Return an asynchronous iterator over the results; the items may come asynchronously.
+
+        It raises what the iterator of :meth:`stream` raises.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
+        """
         from tp_runner._async_stream import AsyncResultStream
 
         return AsyncResultStream(self._running(), items, progress=self._progress)
@@ -151,37 +164,68 @@ class _Runner:
 
         Leaving a ``with`` block, :meth:`close` and the end of the program finish every future;
         :meth:`stop`, and a ``with`` block that an exception leaves, end them with ``RunnerClosedError``.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
         """
         return self._running().submit(item)
 
     def pause(self) -> None:
-        """Hand out no more items until :meth:`resume`."""
+        """Hand out no more items until :meth:`resume`; what workers have already goes on.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
+        """
         self._running().pause()
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Hand out items again after :meth:`pause`.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
+        """
         self._running().resume()
 
     def cancel(self) -> None:
-        """End every stream: whoever waits for its results gets ``RunCancelledError``."""
+        """End every stream: whoever waits for its results gets ``RunCancelledError``.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
+        """
         self._running().cancel()
 
     def stats(self) -> RunnerStats:
-        """Return what the workers have done so far."""
+        """Return what the workers have done so far.
+
+        Raises:
+            RunnerClosedError: The runner is closed.
+        """
         return self._running().stats()
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write what each worker did when, for a trace viewer; needs ``timeline=True``."""
+        """Write what each worker did when, for a viewer of Chrome's trace format such as Perfetto.
+
+        Raises:
+            ConfigError: The runner was made without ``timeline=True``.
+        """
         self._running().write_timeline(path)
 
     def draw_timeline(self, width: int = 72) -> str:
-        """Return a picture in text of how busy each worker was when; needs ``timeline=True``."""
+        """Return a picture in text, ``width`` characters wide, of how busy each worker was when.
+
+        Raises:
+            ConfigError: The runner was made without ``timeline=True``.
+        """
         return self._running().draw_timeline(width)
 
     # -- life ----------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Start the workers, if they are not running."""
+        """Start the workers, if they are not running.
+
+        Raises:
+            WorkerError: ``producer_init`` raised in a worker; the others are stopped.
+        """
         if self._pool is None or self._pool.closed:
             self._pool = self._factory.open()
 
@@ -189,7 +233,7 @@ class _Runner:
         """Finish what was submitted and end the workers with ``producer_end``; again, it does nothing.
 
         Args:
-            timeout_s: How long the workers may take over their end; those that have not ended then
+            timeout_s: Seconds that the workers may take over their end; those that have not ended then
                 are killed. 0 ends everything at once.
 
         Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tp_runner._workers._events import Timing
+from tp_runner._workers._fleet import Timing
 
 __all__ = ["RunnerStats", "StageStats", "StatsCollector", "WorkerStats"]
 
@@ -25,7 +25,7 @@ class WorkerStats:
         worker: Its number.
         device: Its device.
         items: How many items it has finished.
-        chunks: In how many chunks.
+        chunks: In how many chunks of items that traveled together.
         waiting_s: Seconds it waited for items.
         working_s: Seconds it worked on them.
         sending_s: Seconds it spent on sending results.
@@ -66,7 +66,7 @@ class RunnerStats:
 
     @property
     def rate(self) -> float:
-        """Results for each second."""
+        """Results per second, on average since the workers were started."""
         return self.delivered / self.elapsed_s if self.elapsed_s else 0.0
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class StatsCollector:
             at, end = (timing.began - began) / step, (timing.began + timing.worked_s - began) / step
             for column in range(int(at), min(int(end) + 1, width)):
                 busy[worker][column] += max(0.0, min(end, column + 1) - max(at, column))
-        head = f"{len(busy)} workers over {ended - began:.2f} s, how busy:"
+        head = f"{len(busy)} worker{'s' if len(busy) > 1 else ''} over {ended - began:.2f} s, how busy:"
         return "\n".join([head, *(f"  {worker:3} {_bars(row)}" for worker, row in enumerate(busy))])
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:

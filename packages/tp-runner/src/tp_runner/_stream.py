@@ -25,7 +25,7 @@ class ResultStream(itertools.chain[Any]):
         return stream
 
     def close(self) -> None:
-        """Stop; nothing more comes."""
+        """Stop; nothing more comes, and the runner can be used further."""
         self._end()
 
     def cancel(self) -> None:

@@ -74,7 +74,7 @@ class ItemError(TpError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind = type(self) if self.original_type is None else type(self).__mro__[1]
-        return _rebuild, (kind, self.original_type, self.args, self.__dict__)
+        return rebuild_error, (kind, self.original_type, self.args, self.__dict__)
 
 
 class WorkerError(ItemError, RuntimeError):
@@ -98,7 +98,7 @@ class WorkerDiedError(ItemError, RuntimeError):
 
 
 class ItemTimeoutError(ItemError, TimeoutError):
-    """An item took longer than ``timeout_s``; its worker was replaced."""
+    """An item took longer than ``timeout_s`` seconds; its worker was replaced."""
 
 
 class NotPicklableError(ItemError, TypeError, pickle.PicklingError):
@@ -106,7 +106,7 @@ class NotPicklableError(ItemError, TypeError, pickle.PicklingError):
 
 
 class RunnerClosedError(TpError, RuntimeError):
-    """A call on a runner that is closed."""
+    """A call on a runner or an executor that is closed; or a submitted item that never finished."""
 
 
 class RunCancelledError(TpError, CancelledError):
@@ -134,7 +134,11 @@ def _of_both(kind: Any, original_type: Any) -> Any:
     builtin: Any = next(base for base in original_type.__mro__ if base.__module__ == "builtins")
 
     def new(cls: type[ItemError], *args: Any, **_: Any) -> ItemError:
-        error: ItemError = builtin.__new__(cls)
+        error: ItemError
+        try:
+            error = builtin.__new__(cls)
+        except TypeError:  # MemoryError's makes no other classes, and adds nothing to those of RuntimeError
+            error = kind.__new__(cls)
         error.args = args
         return error
 
@@ -164,9 +168,10 @@ def copy_attributes(original: BaseException, error: ItemError) -> None:
     error.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(error)})
 
 
-def _rebuild(
+def rebuild_error(
     kind: type[ItemError], original_type: type[Exception] | None, args: tuple[Any, ...], state: dict[str, Any]
 ) -> ItemError:
+    """Make an error again, or one of another type too, from what it is made of."""
     error = make_error(kind, original_type, *args)
     error.__dict__.update(state)
     return error

@@ -1,20 +1,25 @@
 """The command ``tp run``: a batch of items through a runner, from files to a file, with resume."""
 
 import collections
+import contextlib
 import functools
 import importlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, TpError
+from tp_core.internal import did_you_mean
 
 from tp_runner._command._images import with_images
-from tp_runner._command._journal import Journal
-from tp_runner._command._readers import FORMATS, Record, read
+from tp_runner._command._journal import Journal, saving
+from tp_runner._command._readers import FORMATS, Record, find, import_extra, read
 from tp_runner._command._tables import is_folder, journal_of, write_table
+from tp_runner._devices import resolve
 from tp_runner._runner import OrderedRunner, UnorderedRunner
+from tp_runner.errors import ItemError
 
 __all__ = ["app"]
 
@@ -35,7 +40,9 @@ def run(
     more: Annotated[
         list[str] | None, typer.Argument(help="More input files, as a shell expands a pattern.")
     ] = None,
-    devices: Annotated[str, typer.Option(help="auto, a number of CPU workers, or cuda:0,cuda:1")] = "auto",
+    devices: Annotated[
+        str, typer.Option(help="auto (accelerators, or all cores), a number of CPU workers, or cuda:0,cuda:1")
+    ] = "auto",
     form: Annotated[
         str, typer.Option("--format", help=f"{', '.join(FORMATS)}; auto goes by the name.")
     ] = "auto",
@@ -56,6 +63,7 @@ def run(
     Each line or row of the output has the item's source and number and its result. Called again after an
     interruption, the command goes on where it was: no item is lost or done twice in the output. Items that
     failed are tried again, those that are others now are done again. The exit status is 1 if items failed.
+    Hidden files of a directory are passed over.
     """
     if form not in FORMATS:
         msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}"
@@ -67,12 +75,17 @@ def run(
     kind = _load(runner)
     if form == "images" or folder is not None:
         kind = _of_images(kind, reads=form == "images", folder=folder, batched=batch is not None)
-    paths, file = [*inputs, *(more or [])], journal_of(output)
-    with Journal(file) as journal:
-        records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
+    file = journal_of(output)
+    sources = find([*inputs, *(more or [])], form, outputs=[output, file])
+    if output.suffix == ".parquet":
+        import_extra("pyarrow.parquet")
+    if folder is not None:
+        import_extra("PIL.Image")
+    records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
+    with Journal(file) as journal, _telling_where(journal, records, output):
 
         def items() -> Any:
-            for record in read(paths, form, output=file if folder is None else output):
+            for record in read(sources):
                 if not journal.has(record):
                     records.append(record)
                     yield record.item
@@ -84,7 +97,7 @@ def run(
             max_restarts=max_restarts,
             on_error="return" if keep_going else "raise",
             timeout_s=timeout_s,
-            progress=progress,
+            progress="auto" if progress else False,
             timeline=True,
         ) as running:
             for result in running.stream(items()):
@@ -93,10 +106,33 @@ def run(
                 running.write_timeline(timeline)
             if progress and journal.n_now:
                 typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
-    write_table(file, output)
+    with saving(output):
+        write_table(file, output)
     _report(journal, output)
     if journal.n_failed:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _telling_where(journal: Journal, records: Sequence[Record], output: Path) -> Iterator[None]:
+    """Say of a run that is ended by an error what is done, and which line it was.
+
+    Raises:
+        TpError: An item failed; it is of no other type, by which a command might be thought misused.
+    """
+    try:
+        yield
+    except ItemError as error:
+        _report(journal, output)
+        where = ""
+        if error.index is not None:
+            record = records[error.index - journal.n_now]
+            where = f"{record.source}{f', line {record.line}' if record.line else ''}: "
+        msg = f"{where}{error}\n--keep-going has errors stand in place of results, and goes on"
+        raise TpError(msg) from error
+    except BaseException:
+        _report(journal, output)
+        raise
 
 
 def _report(journal: Journal, output: Path) -> None:
@@ -114,7 +150,7 @@ def _load(name: str) -> type[OrderedRunner]:
     """Return the runner class called ``module:name``, or make one of a function.
 
     Raises:
-        ConfigError: There is no such thing.
+        ConfigError: The module or its member does not exist, or is neither a class nor a function.
     """
     module_name, _, attribute = name.partition(":")
     if not attribute:
@@ -123,9 +159,15 @@ def _load(name: str) -> type[OrderedRunner]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
         msg = f"no runner {name!r}: {error}; it is looked for from {here}"
+        raise ConfigError(msg) from error
+    try:
+        found = getattr(module, attribute)
+    except AttributeError as error:
+        own = [key for key, value in vars(module).items() if callable(value)]
+        msg = f"no runner {name!r}: {error}{did_you_mean(attribute, own)}"
         raise ConfigError(msg) from error
     if isinstance(found, type) and issubclass(found, OrderedRunner | UnorderedRunner):
         # Results are written in the order of the items, which is what makes resuming simple.
@@ -150,6 +192,9 @@ def _of_images(
 
 
 def _devices(text: str) -> Any:
+    if text == "auto":  # the accelerators, or a CPU worker for each core
+        devices = resolve("auto")
+        return None if devices == ("cpu",) else devices
     if text.isdigit():
         return int(text)
     return text.split(",") if "," in text else text

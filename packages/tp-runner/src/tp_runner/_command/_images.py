@@ -1,8 +1,11 @@
 """Pictures: read from files and written to files by the workers, which decode and encode them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tp_core.internal import sync_folder
 
 from tp_runner._command._readers import import_extra
 
@@ -49,7 +52,12 @@ def _save(picture: Any, folder: Path, source: str) -> str:
     name = source if source.endswith(".png") else f"{source}.png"
     path = folder.joinpath(*(part for part in Path(name).parts if part not in {"/", ".."}))
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Not by write_atomically, which looks through the folder each time: here it has all results.
     kept = path.with_name(f".{path.name}.kept")
-    picture.save(kept, format="PNG")
+    with kept.open("wb") as file:
+        picture.save(file, format="PNG")
+        file.flush()
+        os.fsync(file.fileno())
     kept.replace(path)
+    sync_folder(path.parent)
     return str(path)

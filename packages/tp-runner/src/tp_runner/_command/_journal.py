@@ -1,16 +1,35 @@
 """An output file that knows what it has, so that work can go on after any kind of interruption."""
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from tp_core.errors import StateError
+from tp_core.internal import write_atomically
 
 from tp_runner._command._readers import Record
+from tp_runner._workers._process._wire import write_all
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "saving"]
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Say of an error of the system in the block that it is about an output; a closed pipe is none.
+
+    Raises:
+        StateError: The block raised an ``OSError``.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        msg = f"{path} cannot be written: {error}; called again, the command goes on with what is there"
+        raise StateError(msg) from error
 
 
 class _Line(NamedTuple):
@@ -51,11 +70,12 @@ class Journal:
         if str(self._path) == "-":
             self._fd = os.dup(1)
             return self
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            self._read_back()
-        self.n_before = len(self._done)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        with saving(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._read_back()
+            self.n_before = len(self._done)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,12 +103,12 @@ class Journal:
 
     def _keep(self, is_kept: Callable[[_Line], bool]) -> None:
         """Leave only some lines in the file, in one step."""
-        kept = self._path.with_name(f".{self._path.name}.kept")
-        with self._path.open("rb") as file, kept.open("wb") as new:
-            new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parsed(text, i)))
-            new.flush()
-            os.fsync(new.fileno())
-        kept.replace(self._path)
+
+        def write(part: Path) -> None:
+            with self._path.open("rb") as file, part.open("wb") as new:
+                new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parsed(text, i)))
+
+        write_atomically(write, self._path)
 
     def has(self, record: Record) -> bool:
         """Whether the result of a record is in the file."""
@@ -116,14 +136,16 @@ class Journal:
             except (TypeError, ValueError) as error:
                 msg = (
                     f"the result of line {record.line} of {record.source} cannot be written as JSON: "
-                    f"{error}; return finite numbers, text, lists, dictionaries, tensors or arrays"
+                    f"{error}; return finite numbers, text, lists, dictionaries, tensors or arrays, or "
+                    "give --keep-going to have this stand in its place"
                 )
                 if not keep_going:
                     raise StateError(msg) from error
                 self.write(record, StateError(msg), keep_going=True)
                 return
         # One write of a whole line: a line is there or it is not, even if this process is killed.
-        os.write(self._fd, line.encode() + b"\n")
+        with saving(self._path):
+            write_all(self._fd, line.encode() + b"\n")
         self.n_now += 1
         key = _key(record.source, record.line)
         if key in self._done:

@@ -7,14 +7,16 @@ import hashlib
 import importlib
 import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError
+from tp_core.internal import file_meant
 
-__all__ = ["FORMATS", "Record", "import_extra", "read"]
+__all__ = ["FORMATS", "Record", "Source", "find", "import_extra", "read"]
 
 FORMATS = ("auto", "jsonl", "lines", "csv", "parquet", "files", "images")
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -38,56 +40,104 @@ class Record:
     item: Any
 
 
-def read(inputs: Sequence[str], form: str, *, output: Path) -> Iterator[Record]:
-    """Yield the items of files, patterns and directories, in an order that is always the same.
+class Source(NamedTuple):
+    """A file, or standard input, and what it is read as."""
 
-    The output may lie among them; it is passed over.
+    path: Path | None
+    kind: str
+
+
+def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[Source]:
+    """Return what files, patterns and directories name, each once, in an order that is always the same.
+
+    Outputs may lie among the files of patterns and directories; they are passed over.
 
     Raises:
-        ConfigError: An input does not exist, or a line is not JSON.
+        ConfigError: An input does not exist, is the output too, or needs a package that is not installed.
     """
+    found: dict[str, Source] = {}
+    hidden = [path.resolve() for path in outputs]
     for name in inputs:
         if name == "-":
-            yield from _parsed(sys.stdin, "-", "lines" if form == "auto" else form)
+            if form == "parquet":
+                msg = "--format parquet needs a file that can be searched; write standard input to one first"
+                raise ConfigError(msg)
+            found[name] = Source(None, "lines" if form == "auto" else form)
             continue
         for path in _expand(name):
-            if path.resolve() != output.resolve():
-                yield from _read_file(path, form, is_listed=Path(name).is_dir())
+            real, is_named = path.resolve(), path == Path(name)
+            kind = _kind_of(path, form, is_listed=Path(name).is_dir())
+            if any(real == output or output in real.parents for output in hidden):
+                if is_named:
+                    msg = f"--input {name} is the output too, which would take its place; name another output"
+                    raise ConfigError(msg)
+            elif is_named or kind != "images" or path.suffix.lower() in IMAGES:
+                found.setdefault(str(real), Source(path, kind))
+    for kind, module in (("parquet", "pyarrow.parquet"), ("images", "PIL.Image")):
+        if any(source.kind == kind for source in found.values()):
+            import_extra(module)
+    return list(found.values())
 
 
-def _read_file(path: Path, form: str, *, is_listed: bool) -> Iterator[Record]:
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    kind = form
-    if form == "auto":
-        kind = _BY_SUFFIX.get(plain.suffix, "files" if is_listed else "lines")
-    if kind == "images" and path.suffix.lower() not in IMAGES:
-        return
+def read(sources: Iterable[Source]) -> Iterator[Record]:
+    """Yield the items of files.
+
+    Raises:
+        ConfigError: A file cannot be read as what it is said to be.
+    """
+    for path, kind in sources:
+        try:
+            yield from _parsed(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
+        except ConfigError:
+            raise
+        except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:  # ValueError: pyarrow's, too
+            msg = f"{path or 'standard input'} cannot be read as {kind}: {type(error).__name__}: {error}"
+            raise ConfigError(msg) from error
+
+
+def _kind_of(path: Path, form: str, *, is_listed: bool) -> str:
+    if form != "auto":
+        return form
+    return _BY_SUFFIX.get(_without_gz(path).suffix, "files" if is_listed else "lines")
+
+
+def _without_gz(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == ".gz" else path
+
+
+def _records_of(path: Path, kind: str) -> Iterator[Record]:
     if kind in {"files", "images"}:
         yield Record(str(path), 0, _stamp(path), str(path))
     elif kind == "parquet":
         yield from _rows_of_parquet(path)
     else:
-        open_text: Any = open if plain == path else gzip.open
-        with open_text(path, "rt", encoding="utf-8", newline="") as file:
+        open_text: Any = open if _without_gz(path) == path else gzip.open
+        # Spreadsheets write a mark of the byte order at the beginning.
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield from _parsed(file, str(path), kind)
 
 
 def _expand(name: str) -> list[Path]:
     path = Path(name)
     if path.is_dir():
-        return sorted(child for child in path.rglob("*") if child.is_file())
+        files = sorted(child for child in path.rglob("*") if child.is_file())
+        return [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
     if path.exists():
         return [path]
     found = sorted(Path(match) for match in glob.glob(name, recursive=True))  # noqa: PTH207 - it may be absolute
     if not found:
-        msg = f"no file, directory or pattern {name!r}; nothing matches it"
+        msg = f"no file, directory or pattern {name!r}; nothing matches it{file_meant(path)}"
         raise ConfigError(msg)
-    return found
+    return [path for path in found if path.is_file()]
 
 
 def _parsed(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
     if kind == "csv":
+        csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
         for number, row in enumerate(csv.DictReader(lines), 1):
+            if None in row:
+                msg = f"row {number} of {source} has more values than there are columns: {row[None]!r}"
+                raise ConfigError(msg)
             yield Record(source, number, _digest(repr(row)), row)
         return
     for number, line in enumerate(lines, 1):
@@ -122,7 +172,7 @@ def import_extra(name: str) -> Any:
     """Import a module that the extra ``files`` brings.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The module is not installed.
     """
     try:
         return importlib.import_module(name)

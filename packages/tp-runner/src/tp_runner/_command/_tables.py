@@ -2,11 +2,13 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StateError
+from tp_core.internal import write_atomically
 
 from tp_runner._command._readers import import_extra
 
@@ -36,24 +38,35 @@ def write_table(journal: Path, output: Path) -> None:
     """Write the journal as the table that was asked for, whole or not at all.
 
     A dictionary's entries are columns, any other result is the column ``result``.
+
+    Raises:
+        StateError: Results of one column are of types that no column of Parquet can have together.
     """
     if output.suffix not in _WRITTEN or journal == output:
         return
-    if output.suffix == ".parquet":
-        import_extra("pyarrow.parquet")  # before the work is lost to its lack
-    if not journal.stat().st_size:
-        return
-    kept = output.with_name(f".{output.name}.kept")
-    if output.suffix == ".csv":
-        names = list(dict.fromkeys(name for row in _rows(journal) for name in row))
-        with kept.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(_rows(journal))
-    else:
-        pyarrow, parquet = import_extra("pyarrow"), import_extra("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(list(_rows(journal))), kept)
-    kept.replace(output)
+    write = _write_csv if output.suffix == ".csv" else _write_parquet
+    write_atomically(partial(write, journal), output)
+
+
+def _write_csv(journal: Path, part: Path) -> None:
+    with part.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, _columns(_rows(journal)))
+        writer.writeheader()
+        writer.writerows(_rows(journal))
+
+
+def _write_parquet(journal: Path, part: Path) -> None:
+    pyarrow, rows = import_extra("pyarrow"), list(_rows(journal))
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's are these, too
+        msg = f"the results do not fit into the columns of a table: {error}; they are all in {journal}"
+        raise StateError(msg) from error
+    import_extra("pyarrow.parquet").write_table(table, part)
+
+
+def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(["source", "line", *(name for row in rows for name in row)]))
 
 
 def _rows(journal: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tp_core.errors import TpError
 
 from tp_runner._scheduling._source import Source
-from tp_runner.errors import RunnerClosedError
+from tp_runner.errors import RunnerClosedError, WorkerDiedError, rebuild_error
 
 __all__ = ["Submissions", "Ticket", "settle"]
 
@@ -31,9 +31,18 @@ def settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
         original.__cause__ = error  # the text has the chain below it
         future.set_exception(original)
     elif error is not None:
-        future.set_exception(error)
+        fail(ticket, error)
     else:
         future.set_result(result)
+
+
+def fail(ticket: Ticket, error: BaseException) -> None:
+    """Give a future our own error; a death is what those of ``concurrent.futures`` raise, too."""
+    if ticket.raise_original and isinstance(error, WorkerDiedError):
+        from concurrent.futures.process import BrokenProcessPool
+
+        error = rebuild_error(WorkerDiedError, BrokenProcessPool, error.args, error.__dict__)
+    ticket.future.set_exception(error)
 
 
 class Submissions(Source):
@@ -124,10 +133,10 @@ class Submissions(Source):
         while self._line:
             _, ticket = self._line.popleft()
             if ticket.future.set_running_or_notify_cancel():
-                ticket.future.set_exception(_copied(error))
+                fail(ticket, _copied(error))
         while self._open:
             _, ticket = self._open.popitem()
-            ticket.future.set_exception(_copied(error))
+            fail(ticket, _copied(error))
 
     def cancel_line(self) -> None:
         """Cancel what no worker has been given yet."""

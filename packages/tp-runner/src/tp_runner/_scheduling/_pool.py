@@ -40,9 +40,16 @@ class OpenRun(NamedTuple):
 
 
 class RunnerPool:
-    """A fleet of workers, and the runs that take turns on it."""
+    """A fleet of workers, and the runs that take turns on it.
 
-    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+    Args:
+        fleet: The workers; they are started.
+        settings: How the runner is run.
+        wait: Whether to wait until all of them are ready, and raise why one is not. Otherwise the first
+            run does so, and meanwhile uses those that are.
+    """
+
+    def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool = True) -> None:
         self.fleet = fleet
         self.settings = settings
         self._submissions: Submissions | None = None
@@ -50,7 +57,7 @@ class RunnerPool:
         self._is_closing = False
         self._owner = os.getpid()
         try:
-            self._scheduler = Scheduler(fleet, settings)
+            self._scheduler = Scheduler(fleet, settings, wait=wait)
         except BaseException:
             fleet.close(timeout_s=0.0)
             raise

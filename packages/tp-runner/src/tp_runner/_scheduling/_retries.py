@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
-from tp_runner._workers._events import Chunk, Died
 from tp_runner._workers._failure import DIED, ITEM, RAISED, RESULT, TIMEOUT, Failure, describe_exit
+from tp_runner._workers._fleet import Chunk, Died
 from tp_runner._workers._pickle_errors import why_not_picklable
 
 __all__ = [
@@ -151,9 +151,7 @@ def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
 def death_failure(death: Death) -> Failure:
     """Describe a worker's death in place of a result."""
     event = death.event
-    summary = "the system has killed it for want of memory: it, or what runs beside it, needs less"
-    if not event.is_out_of_memory:
-        summary = describe_exit(event.exitcode)
+    summary = describe_exit(event.exitcode, is_out_of_memory=event.is_out_of_memory)
     if not event.was_ready:
         summary = f"before it was ready: {summary}"
     failure = Failure(DIED, summary, exitcode=event.exitcode)

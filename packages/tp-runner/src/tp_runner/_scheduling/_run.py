@@ -7,7 +7,7 @@ from tp_core.errors import TpError
 
 from tp_runner._options import Settings
 from tp_runner._scheduling._assignments import Assignments
-from tp_runner._scheduling._bounds import Bounds
+from tp_runner._scheduling._chunking import Bounds
 from tp_runner._scheduling._retries import (
     Death,
     Decision,
@@ -19,9 +19,8 @@ from tp_runner._scheduling._retries import (
     death_failure,
 )
 from tp_runner._scheduling._source import Source
-from tp_runner._workers._events import Chunk, Died, Done
 from tp_runner._workers._failure import Failure, failure_to_error
-from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
 from tp_runner._workers._pickle_errors import shortened
 
 __all__ = ["Run"]
@@ -157,7 +156,7 @@ class Run:
 
     def credits(self) -> int:
         """Return how many of its chunks one worker may have been given at a time."""
-        return self.chunking.credits()
+        return self._bounds.credits(self.source.remaining)
 
     def next_chunk(self, most: int | None = None) -> Chunk | None:
         """Return what goes to a worker next, if this run's bounds allow it.

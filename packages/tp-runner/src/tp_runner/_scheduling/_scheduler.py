@@ -13,14 +13,12 @@ from typing import Any
 from tp_core.errors import TpError
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._assignments import Assignments
-from tp_runner._scheduling._recycling import Recycling
+from tp_runner._scheduling._assignments import Assignments, Recycling
 from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
 from tp_runner._scheduling._run import Run
 from tp_runner._scheduling._source import Source
 from tp_runner._stats import StatsCollector
-from tp_runner._workers._events import Chunk, Died, Done, Event
-from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet
 
 __all__ = ["Scheduler"]
 
@@ -35,7 +33,7 @@ class Scheduler:
         is_paused: Whether no more items are handed out.
     """
 
-    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+    def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool) -> None:
         self.fleet = fleet
         self.settings = settings
         self.is_paused = False
@@ -51,7 +49,10 @@ class Scheduler:
         self._changed = threading.Condition(self.lock)
         self._waiter: int | None = None
         self._needs_start = False
-        self._on_events(fleet.start())
+        if wait:
+            self._on_events(fleet.start())
+        else:
+            fleet.launch()
 
     def new_run(
         self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
@@ -133,6 +134,7 @@ class Scheduler:
         fleet, assignments, runs = self.fleet, self._assignments, self.runs
         most = fleet.most_credits
         idle = 0  # so many runs in a row had nothing to hand out
+        has_ended = False
         while idle < len(runs) and not self.is_paused:
             run = runs[0]
             runs.rotate(-1)
@@ -140,7 +142,9 @@ class Scheduler:
             if run.is_stopping:
                 continue
             worker = assignments.idlest(run.number, min(run.credits(), most))
+            had_ended = run.source.exhausted
             chunk = run.next_chunk(self._recycling.left(worker)) if worker is not None else None
+            has_ended |= run.source.exhausted and not had_ended
             if worker is None or chunk is None:
                 continue
             idle = 0
@@ -152,6 +156,8 @@ class Scheduler:
             else:
                 run.on_sent(chunk, before)
                 self._recycling.on_sent(worker, len(chunk.items))
+        if has_ended:  # another thread may wait for the results of a run that will have none any more
+            self.wake_all()
 
     def _wait(self) -> None:
         """Wait until something may have happened, with the lock open."""

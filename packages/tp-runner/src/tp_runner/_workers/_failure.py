@@ -258,8 +258,10 @@ def failure_to_error(
     return error
 
 
-def describe_exit(exitcode: int | None) -> str:
-    """Say how a process ended."""
+def describe_exit(exitcode: int | None, *, is_out_of_memory: bool = False) -> str:
+    """Return how a process ended, in words."""
+    if is_out_of_memory:
+        return "the system has killed it for want of memory: it, or what runs beside it, needs less"
     if exitcode is None:
         return "it did not say how"
     if exitcode >= 0:

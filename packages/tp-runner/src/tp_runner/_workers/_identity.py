@@ -27,8 +27,8 @@ class WorkerInfo:
     Attributes:
         number: Its number, from 0.
         count: How many workers there are.
-        device: Its device.
-        seed: What the runner was given as ``seed``.
+        device: Its device, as a string such as "cuda:0" or "cpu".
+        seed: What the runner was given as ``seed``; ``None`` without one.
     """
 
     number: int
@@ -61,7 +61,8 @@ def become(info: WorkerInfo) -> None:
     global _of_process  # noqa: PLW0603 - it is about the process
     _of_process = _of_thread.info = info
     if info.seed is None:
-        seed_generators(int.from_bytes(os.urandom(8)))
+        # What is loaded later takes its own from the system.
+        seed_everything(int.from_bytes(os.urandom(8)) >> 1, load=False)
     else:
         import_generators()
         seed_generators(info.seed)
@@ -69,7 +70,7 @@ def become(info: WorkerInfo) -> None:
 
 @contextlib.contextmanager
 def acting_as(info: WorkerInfo) -> Iterator[None]:
-    """Be a worker in this thread for a while."""
+    """Act as a worker in this thread for a while."""
     before = getattr(_of_thread, "info", None)
     _of_thread.info = info
     try:

@@ -1,4 +1,4 @@
-"""Workers that are no workers: everything is done in the caller's thread, for a debugger."""
+"""Workers in name only: everything is done in the caller's thread, for a debugger."""
 
 import collections
 import contextlib
@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from tp_runner._options import Settings
-from tp_runner._workers._events import Chunk, Done, Event, Timing
 from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
-from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._fleet import Chunk, Done, Event, Fleet, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as, keep_generators, seed_generators
 from tp_runner._workers._work import run_chunk
 
@@ -20,7 +19,7 @@ def start_work(program: Any, device: str, worker: int) -> Any:
     """Start a program on a device in this process.
 
     Raises:
-        WorkerError: Its start raised.
+        WorkerError: The program raised in its start.
     """
     try:
         return program(device)
@@ -33,7 +32,7 @@ def finish_work(work: Any, device: str, worker: int) -> None:
     """End a program in this process.
 
     Raises:
-        WorkerError: Its end raised.
+        WorkerError: The program raised in its end.
     """
     try:
         getattr(work, "close", lambda: None)()
@@ -111,7 +110,7 @@ class InlineFleet(Fleet):
         self._finished.clear()
 
     def wake(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no thread waits."""
 
     def close(self, *, timeout_s: float) -> None:
         works, self._works = self._works, []

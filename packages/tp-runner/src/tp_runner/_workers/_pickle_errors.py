@@ -13,7 +13,7 @@ _MOST_CHILDREN = 1000
 
 
 def why_not_picklable(obj: Any, name: str, error: BaseException) -> str:
-    """Say in a sentence what inside ``obj`` cannot be pickled.
+    """Return a sentence on what inside ``obj`` cannot be pickled.
 
     Args:
         obj: The object that could not be pickled.

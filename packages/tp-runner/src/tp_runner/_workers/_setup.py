@@ -12,14 +12,47 @@ from typing import Any, NamedTuple, Self
 
 from tp_runner._batching import Batching
 from tp_runner._workers._identity import WorkerInfo
-from tp_runner._workers._logging import RecordForwarder
 
-__all__ = ["Setup", "depth", "limit_torch", "prepare"]
+__all__ = ["RecordForwarder", "Setup", "depth", "handle_record", "limit_torch", "prepare"]
+
+
+def handle_record(record: logging.LogRecord) -> None:
+    """Give a worker's record to the parent's logger of that name."""
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+class RecordForwarder(logging.Handler):
+    """Sends records to the parent, with the worker and its device."""
+
+    def __init__(self, worker: int, device: str, send_record: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self._worker = worker
+        self._device = device
+        self._send_record = send_record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send ``record``; what cannot be pickled in it becomes text."""
+        try:
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                formatter = self.formatter or logging.Formatter()
+                record.exc_text = formatter.formatException(record.exc_info)
+                record.exc_info = None
+            record.worker = self._worker
+            record.device = self._device
+            self._send_record(record)
+        except Exception:  # noqa: BLE001 - logging's own way: a record never ends the program
+            self.handleError(record)
+
 
 DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# Opening the C library anew takes longer; and it is found once for all workers that are forked.
+_MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +150,7 @@ def depth() -> int:
 
 def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
     """Pin this process to its device, limit its threads, send its log records to the parent."""
-    for variable in _THREAD_VARIABLES:
-        os.environ[variable] = str(setup.threads)
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
     os.environ[DEPTH_VARIABLE] = str(depth() + 1)
     if setup.device.startswith("cuda"):
         import torch
@@ -128,7 +160,8 @@ def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> N
     _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]
-    root.setLevel(setup.log_level)
+    if root.level != setup.log_level:  # to set it looks at every logger there is
+        root.setLevel(setup.log_level)
     logging.captureWarnings(capture=True)
 
 
@@ -145,7 +178,6 @@ def _keep_freed_memory() -> None:
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return  # somebody has set this as they like it
-    mallopt = getattr(ctypes.pythonapi, "mallopt", None)  # opening the C library anew takes longer
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 128 << 20)
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, 32 << 20)
+        _MALLOPT(_M_TRIM_THRESHOLD, 128 << 20)

@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 from tp_runner._options import Settings
-from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
 from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
-from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as
 from tp_runner._workers._work import run_chunk
 

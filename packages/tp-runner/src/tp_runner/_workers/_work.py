@@ -1,5 +1,6 @@
 """Running a chunk of items in a worker, whatever kind of worker it is."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, MutableSequence
@@ -9,10 +10,13 @@ from tp_runner._batching import Batching
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._identity import seed_generators
 
-__all__ = ["IDLE", "run_chunk"]
+__all__ = ["ENDING", "IDLE", "run_chunk"]
 
 IDLE = -1
 """In the first word of a worker's board: no chunk is being worked on."""
+
+ENDING = -2
+"""There, too: the worker was told to end, and does."""
 
 
 def run_chunk(
@@ -90,5 +94,9 @@ def _run_batches(
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether it is about this program: in any other thread an interrupt was raised by the work itself."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    """Whether it is about this program: elsewhere an interrupt was raised by the work itself."""
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # as in a worker process
+    )

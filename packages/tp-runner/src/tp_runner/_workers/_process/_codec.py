@@ -1,18 +1,146 @@
-"""Putting items into shared memory for their journey, and taking results out."""
+"""Items and results on their way through shared memory: the side of the parent, and that of a worker."""
 
+import collections
+import pickle
+import threading
+import time
+import weakref
 from typing import Any
 
-from tp_runner._workers._events import Chunk
 from tp_runner._workers._failure import RESULT, Failure
+from tp_runner._workers._fleet import Chunk, Timing
+from tp_runner._workers._pickle_errors import pack_what_can_be
 from tp_runner._workers._process import _wire
-from tp_runner._workers._process._pickling import pack, pack_by_value, unpack
-from tp_runner._workers._process._replies import FAILED, HELD, THROUGH_PIPE
-from tp_runner._workers._process._shared_memory import Block, SharedMemoryPool
+from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
+from tp_runner._workers._process._wire import pack, pack_by_value, unpack
 
-__all__ = ["Codec"]
+__all__ = ["FAILED", "HELD", "THROUGH_PIPE", "Codec", "ReplyWriter"]
+
+# Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
+FAILED, HELD, THROUGH_PIPE = 1, 2, 4
 
 SPARE = 64 << 10
 """Bytes of room for results beyond what they are expected to take."""
+
+
+def _sizes(payload: bytes, buffers: list[memoryview]) -> tuple[int, int]:
+    """Return how long the blob is, and how many bytes all takes in shared memory."""
+    length = _wire.table_nbytes(len(buffers)) + len(payload)
+    room = sum(_wire.align(buffer.nbytes) for buffer in buffers)
+    return length, room + (_wire.align(length) if length > _wire.INLINE else 0)
+
+
+def _put(memory: memoryview, at: int, payload: bytes, buffers: list[memoryview]) -> tuple[list[Any], int]:
+    """Copy buffers into shared memory, from ``at`` on, and a blob that is too long for the pipe behind them.
+
+    Returns:
+        What goes through the pipe, and where the blob is, or -1.
+    """
+    places: list[tuple[int, int]] = []
+    for buffer in buffers:
+        memory[at : at + buffer.nbytes] = buffer
+        places.append((at, buffer.nbytes))
+        at = _wire.align(at + buffer.nbytes)
+    table = _wire.encode_table(places)
+    if len(table) + len(payload) <= _wire.INLINE:
+        return [table, payload], -1
+    memory[at : at + len(table)] = table
+    memory[at + len(table) : at + len(table) + len(payload)] = payload
+    return [], at
+
+
+class ReplyWriter:
+    """Writes messages to the parent; safe to use from several threads."""
+
+    def __init__(self, fd: int, memory: MappedMemory) -> None:
+        self._fd = fd
+        self._memory = memory
+        self._lock = threading.RLock()
+        self._kept: dict[int, weakref.ref[Any]] = {}
+        self._released: collections.deque[int] = collections.deque()
+        self._sent_s = 0.0
+
+    def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
+        """Send something that is not about a chunk's results."""
+        header = _wire.REPLY.pack(*_wire.Reply(kind, seq=seq, blob_nbytes=len(blob)))
+        with self._lock:
+            _wire.write_all(self._fd, b"".join((header, blob)))
+
+    def failure(self, failure: Failure) -> None:
+        """Send why the worker's start or end failed."""
+        self.message(_wire.FAILED, pickle.dumps(failure, 5))
+
+    def record(self, record: Any) -> None:
+        """Send a log record, which must be picklable."""
+        self.message(_wire.LOG, pickle.dumps(record, 5))
+
+    def done(
+        self,
+        request: _wire.Request,
+        timing: Timing,
+        results: list[Any],
+        lease: weakref.ref[Any] | None,
+        *,
+        failed: bool,
+    ) -> None:
+        """Send the results of a chunk.
+
+        Args:
+            request: What asked for them.
+            timing: How long the work took.
+            results: Its results; emptied, so that nothing here keeps them.
+            lease: What views of the inputs keep alive.
+            failed: Whether some of them are failures.
+        """
+        started = time.monotonic()
+        while self._released:
+            seq = self._released.popleft()
+            self._kept.pop(seq, None)
+            self.message(_wire.RELEASE, seq=seq)
+        try:
+            payload, buffers = pack(results)
+        except Exception:  # noqa: BLE001 - whatever it is, a culprit is looked for
+            payload, buffers, unpicklable = pack_what_can_be(results, pack_by_value)
+            failed = failed or unpicklable
+        results.clear()
+        held = None if lease is None else lease()
+        # Nobody has the inputs any more, as a rule: their memory, which is in this core's caches, takes the
+        # results. What is still seen of it, the results' own buffers included, keeps the lease alive.
+        taken = request.inputs_nbytes if held is not None else 0
+        length, room = _sizes(payload, buffers)
+        fits = taken + room <= request.block_nbytes
+        if fits:
+            blob, at = _put(self._memory.view, request.block_at + taken, payload, buffers)
+        else:  # all goes through the pipe, one buffer after the other
+            table = _wire.encode_table((0, buffer.nbytes) for buffer in buffers)
+            blob, at = [table, *map(bytes, buffers), payload], -1
+            length += sum(buffer.nbytes for buffer in buffers)
+        n_buffers = len(buffers)
+        del payload
+        buffers.clear()
+        flags = (FAILED if failed else 0) | (0 if fits else THROUGH_PIPE)
+        if held is not None:
+            flags |= HELD
+            seq, released = request.seq, self._released
+            self._kept[seq] = weakref.ref(held, lambda _: released.append(seq))
+            del held
+        reply = _wire.Reply(
+            _wire.DONE,
+            flags,
+            request.n_items,
+            n_buffers,
+            request.seq,
+            length,
+            at,
+            timing.began,
+            timing.waited_s,
+            timing.worked_s,
+            self._sent_s,
+        )
+        header = _wire.REPLY.pack(*reply)
+        with self._lock:
+            _wire.write_all(self._fd, b"".join((header, *blob)))
+        self._sent_s = time.monotonic() - started
 
 
 class Codec:
@@ -40,26 +168,11 @@ class Codec:
             Exception: An item cannot be pickled; nothing was placed.
         """
         payload, buffers = self._pack(chunk.items)
-        inputs = sum(_wire.align(buffer.nbytes) for buffer in buffers)
-        length = _wire.table_nbytes(len(buffers)) + len(payload)
-        small = length <= _wire.INLINE
-        nbytes = inputs + length
-        if not small:
-            inputs += _wire.align(length)
+        length, inputs = _sizes(payload, buffers)
         # Memory that nobody touches costs nothing, so the first guess is a generous one.
         expected = self._result_bytes * len(chunk.items) * 1.25 if self._result_bytes else 2.0 * inputs
         block = self._memory.allocate(inputs + _wire.align(int(expected)) + SPARE)
-        memory, at = self._memory.view, block.offset
-        table: list[tuple[int, int]] = []
-        for buffer in buffers:
-            memory[at : at + buffer.nbytes] = buffer
-            table.append((at, buffer.nbytes))
-            at = _wire.align(at + buffer.nbytes)
-        head = _wire.encode_table(table)
-        if not small:
-            memory[at : at + len(head)] = head
-            memory[at + len(head) : at + length] = payload
-        room = block.offset + inputs
+        blob, at = _put(self._memory.view, block.offset, payload, buffers)
         request = _wire.Request(
             _wire.WORK,
             n_items=len(chunk.items),
@@ -67,14 +180,14 @@ class Codec:
             blob_nbytes=length,
             seq=chunk.seq,
             start=chunk.start,
-            blob_at=-1 if small else at,
-            room_at=room,
-            room_nbytes=block.offset + block.nbytes - room,
+            blob_at=at,
+            block_at=block.offset,
+            block_nbytes=block.nbytes,
+            inputs_nbytes=inputs,
             shared_nbytes=self._memory.nbytes,
         )
-        header = _wire.REQUEST.pack(*request)
-        chunk.nbytes = nbytes
-        return block, b"".join((header, head, payload)) if small else header
+        chunk.nbytes = inputs if at >= 0 else inputs + length
+        return block, b"".join((_wire.REQUEST.pack(*request), *blob))
 
     def _pack(self, items: list[Any]) -> tuple[bytes, list[memoryview]]:
         try:

@@ -10,20 +10,17 @@ import time
 from typing import Any
 
 from tp_runner._options import Settings
-from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
 from tp_runner._workers._failure import END, INIT, Failure, describe_exit, failure_to_error
-from tp_runner._workers._fleet import Fleet
-from tp_runner._workers._logging import handle_record
-from tp_runner._workers._process import _fd_inheritance, _wire
-from tp_runner._workers._process._codec import Codec
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
+from tp_runner._workers._process import _inheritance, _wire
+from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._handle import WorkerHandle
 from tp_runner._workers._process._limits import check_start
-from tp_runner._workers._process._replies import HELD
 from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool
 from tp_runner._workers._process._stored_program import pack_program
-from tp_runner._workers._process._vitals import count_oom_kills, private_memory
-from tp_runner._workers._work import IDLE
-from tp_runner.errors import ItemError
+from tp_runner._workers._process._vitals import OomKills, private_memory
+from tp_runner._workers._setup import handle_record
+from tp_runner._workers._work import ENDING, IDLE
 
 __all__ = ["ProcessFleet"]
 
@@ -44,7 +41,7 @@ class ProcessFleet(Fleet):
         self._memory = SharedMemoryPool()
         self._program = packed.stored_in(self._memory)
         self._heartbeats = Heartbeats(len(devices))
-        self._wake = _fd_inheritance.pipe()
+        self._wake = _inheritance.pipe()
         for fd in self._wake:
             os.set_blocking(fd, False)
         # Where there is no epoll, poll does; it counts in milliseconds.
@@ -59,7 +56,7 @@ class ProcessFleet(Fleet):
             lease_at_most=settings.max_bytes // 2,
         )
         self._starting: dict[int, float] = {}  # workers that are not ready, and when they must be
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
         self._closing = False
         self._owner = os.getpid()
 
@@ -68,16 +65,14 @@ class ProcessFleet(Fleet):
     def start(self) -> list[Event]:
         others: list[Event] = []
         missing = [worker for worker in range(self.size) if worker not in self._handles]
+        self.launch()
         try:
-            for worker in missing:
-                self._launch(worker)
-            for worker in missing:
-                self._handles[worker].send_setup()
             while any(not self._handles[worker].ready for worker in missing):
                 self.wait(None)
                 for event in self.poll():
-                    if isinstance(event, Died) and event.worker in missing:
-                        raise self._start_error(event)
+                    if isinstance(event, Died) and event.failure is not None and event.worker in missing:
+                        device = self.devices[event.worker]
+                        raise failure_to_error(event.failure, device=device, worker=event.worker)
                     if event.worker not in missing:
                         others.append(event)
         except BaseException:
@@ -85,17 +80,21 @@ class ProcessFleet(Fleet):
             raise
         return others
 
+    def launch(self) -> None:
+        missing = [worker for worker in range(self.size) if worker not in self._handles]
+        try:
+            for worker in missing:
+                self._launch(worker, is_first=True)
+            for worker in missing:
+                self._handles[worker].send_setup()
+        except BaseException:
+            self._kill_all()
+            raise
+
     def reset(self) -> None:
         self._kill_all()
 
-    def _start_error(self, died: Died) -> ItemError:
-        failure = died.failure
-        if failure is None:
-            ended = f"its process ended with exit status {died.exitcode} before it was ready"
-            failure = Failure(INIT, ended)
-        return failure_to_error(failure, device=self.devices[died.worker], worker=died.worker)
-
-    def _launch(self, worker: int) -> None:
+    def _launch(self, worker: int, *, is_first: bool = False) -> None:
         handle = WorkerHandle(
             self._program,
             self.devices[worker],
@@ -106,6 +105,7 @@ class ProcessFleet(Fleet):
             memory=self._memory.fd,
             heartbeats=self._heartbeats.fd,
         )
+        handle.is_first = is_first
         self._handles[worker] = handle
         self._starting[worker] = time.monotonic() + (self._settings.start_timeout_s or math.inf)
         self._by_fd[handle.replies] = worker
@@ -158,7 +158,7 @@ class ProcessFleet(Fleet):
             for fd in self._passed:
                 os.close(fd)
             self._passed.clear()
-            _fd_inheritance.close(*self._wake)
+            _inheritance.close(*self._wake)
             if hasattr(self._poller, "close"):
                 self._poller.close()
         for worker, failure in failures:
@@ -257,8 +257,18 @@ class ProcessFleet(Fleet):
         self._drop(handle)
         self._heartbeats.clear(handle.worker)
         failure = handle.failure
-        if self._closing and failure is None and not handle.left:
-            failure = Failure(END, f"its process ended before it was done: {describe_exit(exitcode)}")
+        is_out_of_memory = exitcode == -signal.SIGKILL and self._oom_kills.explain_one()
+        how = describe_exit(exitcode, is_out_of_memory=is_out_of_memory)
+        if failure is None and handle.is_first and not handle.ready:
+            failure = Failure(INIT, f"its process ended before it was ready: {how}")
+        elif (
+            failure is None
+            and self._closing
+            and not handle.left
+            # With nothing to do it had nothing to lose, where deaths are mended; its end it may have.
+            and (seq == ENDING or not self._settings.max_restarts)
+        ):
+            failure = Failure(END, f"its process ended before it was done: {how}")
         return Died(
             handle.worker,
             exitcode,
@@ -266,13 +276,9 @@ class ProcessFleet(Fleet):
             failure,
             began_ns / 1e9,
             is_retired=handle.retiring and handle.left,
-            is_out_of_memory=exitcode == -signal.SIGKILL and self._saw_oom_kill(),
+            is_out_of_memory=is_out_of_memory,
             was_ready=handle.ready,
         )
-
-    def _saw_oom_kill(self) -> bool:
-        before, self._oom_kills = self._oom_kills, count_oom_kills()
-        return before is not None and self._oom_kills is not None and self._oom_kills > before
 
     def _done(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
         block = handle.inflight.pop(reply.seq)

@@ -139,7 +139,7 @@ def _server(preload: Sequence[str]) -> ForkServer:
 
 
 def serve(fd: int, preload: Sequence[str]) -> None:
-    """Be the server: fork workers on request until the parent closes its side."""
+    """Run the server: fork workers on request until the parent closes its side."""
     for name in preload:
         with contextlib.suppress(ImportError):  # the worker that needs it says so better
             importlib.import_module(name)

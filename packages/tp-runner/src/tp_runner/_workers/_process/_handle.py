@@ -6,7 +6,7 @@ from typing import Any
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import Failure
-from tp_runner._workers._process import _fd_inheritance, _wire
+from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._forkserver import fork_by_server
 from tp_runner._workers._process._shared_memory import Block
 from tp_runner._workers._process._spawn import Process, bootstrap, fork, spawn
@@ -25,6 +25,7 @@ class WorkerHandle:
         replies: The descriptor that its messages come from.
         inflight: The blocks of the chunks that it has been given, by their numbers.
         held: The blocks of finished chunks whose inputs the user's code has kept.
+        is_first: Whether it was started with the others, and not in the place of one that has ended.
         ready: Whether it has started.
         ended: Whether its pipe has come to its end.
         retiring: Whether it was told to end while others go on.
@@ -47,6 +48,7 @@ class WorkerHandle:
         self.worker = worker
         self.inflight: dict[int, Block] = {}
         self.held: dict[int, Block] = {}
+        self.is_first = False
         self.ready = False
         self.ended = False
         self.left = False
@@ -57,7 +59,7 @@ class WorkerHandle:
         self._setup = b""
         self._passed = passed
         # One for its life, too: whom the kernel tells of an end is a property of the pipe's end.
-        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _fd_inheritance.pipes(3)
+        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _inheritance.pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory, heartbeats)
         try:
             self.process = self._start(program, device, settings, descriptors, count)
@@ -65,7 +67,7 @@ class WorkerHandle:
             self.close()
             raise
         finally:
-            _fd_inheritance.close(theirs_in, theirs_out, life)
+            _inheritance.close(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
     def _start(
@@ -88,7 +90,7 @@ class WorkerHandle:
                 die_with_parent(descriptors.life)
                 WorkerProcess(descriptors, setup).run()
 
-            with _fd_inheritance.inherited(descriptors.requests, descriptors.replies, descriptors.life):
+            with _inheritance.inherited(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
         self._setup = setup.pickled()
         fds = (
@@ -152,4 +154,4 @@ class WorkerHandle:
 
     def close(self) -> None:
         """Close the pipes."""
-        _fd_inheritance.close(self._requests, self.replies, self._life)
+        _inheritance.close(self._requests, self.replies, self._life)

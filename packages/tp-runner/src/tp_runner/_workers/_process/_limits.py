@@ -1,8 +1,11 @@
 """What is refused before a worker process starts."""
 
+import os
+
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
+from tp_runner._workers._process._vitals import private_memory
 from tp_runner._workers._setup import depth
 
 __all__ = ["check_start"]
@@ -15,9 +18,16 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     """Refuse workers that would fail in ways that nobody understands.
 
     Raises:
-        ConfigError: Runners start runners without an end, or CUDA would be forked.
+        ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can tell how much
+            memory a worker holds.
     """
     _require_forkable(devices, settings)
+    if settings.max_memory_per_worker is not None and private_memory(os.getpid()) is None:
+        msg = (
+            f"max_memory_per_worker={settings.max_memory_per_worker} needs Linux's /proc, which says how "
+            "much a process holds; give max_items_per_worker here"
+        )
+        raise ConfigError(msg)
     if depth() >= DEEPEST:
         msg = (
             f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "

@@ -4,7 +4,6 @@ import collections
 import ctypes
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import MutableSequence
 from dataclasses import dataclass
@@ -124,7 +123,9 @@ def unnamed_file() -> int:
     """Return a descriptor of memory without a name, which ends with its last user."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix="tp-runner-")  # where there is no memfd
+    import tempfile  # where there is no memfd
+
+    fd, path = tempfile.mkstemp(prefix="tp-runner-")
     os.unlink(path)  # noqa: PTH108 - it has no name from here on
     return fd
 

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -86,7 +87,8 @@ def fork(child: Callable[[], None]) -> Process:
 def end_with(child: Callable[[], None]) -> NoReturn:
     """Run ``child`` in a process that was just forked; end it as multiprocessing ends one.
 
-    What it registered with ``atexit`` runs, and what it put into queues of multiprocessing is written.
+    Executors that it left open end, what it registered with ``atexit`` runs, and what it put into queues
+    of multiprocessing is written.
     """
     status = 1
     try:
@@ -94,6 +96,7 @@ def end_with(child: Callable[[], None]) -> NoReturn:
         try:
             child()
         finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter's own end begins
             if (util := sys.modules.get("multiprocessing.util")) is not None:
                 util._run_finalizers()
             atexit._run_exitfuncs()

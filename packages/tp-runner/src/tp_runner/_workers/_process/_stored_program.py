@@ -10,8 +10,7 @@ from tp_runner._options import Settings
 from tp_runner._workers._process._inheritance import collect_descriptors
 from tp_runner._workers._process._shared_memory import SharedMemoryPool
 from tp_runner._workers._process._wire import align
-from tp_runner._workers._program import dump_program
-from tp_runner._workers._program_pickle import LARGE
+from tp_runner._workers._program import LARGE, dump_program
 
 __all__ = ["PackedProgram", "StoredProgram", "load_program", "pack_program"]
 

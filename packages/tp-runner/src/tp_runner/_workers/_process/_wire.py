@@ -2,12 +2,21 @@
 
 The blob is the table of the large buffers in shared memory, then the pickle. It
 follows the header through the pipe when it is small and lies in shared memory otherwise.
+Large buffers are kept apart from the pickle, so that they are copied once and never into it: out-of-band
+data of pickle's protocol 5 (PEP 574).
 """
 
+import copyreg
+import ctypes
+import io
 import os
+import pickle
 import struct
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+from tp_runner._workers._program import is_plain_memory
 
 __all__ = [
     "BYE",
@@ -26,13 +35,16 @@ __all__ = [
     "Request",
     "align",
     "encode_table",
+    "pack",
+    "pack_by_value",
     "read_exactly",
     "split_blob",
     "table_nbytes",
+    "unpack",
     "write_all",
 ]
 
-REQUEST = struct.Struct("<BxxxIIxxxxqqqqqqq")
+REQUEST = struct.Struct("<BxxxIIxxxxqqqqqqqq")
 REPLY = struct.Struct("<BBxxIIxxxxqqqdddd")
 
 
@@ -47,8 +59,9 @@ class Request(NamedTuple):
         seq: The chunk's number.
         start: The place of its first item in the input.
         blob_at: Where the blob is in shared memory; -1 when it follows the header.
-        room_at: Where results may be put in shared memory.
-        room_nbytes: How many bytes may be put there.
+        block_at: Where the chunk's block of shared memory is, which results may be put into.
+        block_nbytes: The length of the block.
+        inputs_nbytes: How much of it, from its beginning, the items take.
         shared_nbytes: How large the shared memory is now.
     """
 
@@ -59,8 +72,9 @@ class Request(NamedTuple):
     seq: int = 0
     start: int = 0
     blob_at: int = -1
-    room_at: int = 0
-    room_nbytes: int = 0
+    block_at: int = 0
+    block_nbytes: int = 0
+    inputs_nbytes: int = 0
     shared_nbytes: int = 0
 
 
@@ -97,6 +111,9 @@ class Reply(NamedTuple):
 INLINE = 16 << 10
 """Requests of up to so many bytes go through the pipe. Three of them fit into the 64 KiB that a
 pipe holds, so a parent that has no more on their way to one worker never waits in a write."""
+
+OUT_OF_BAND = 2048
+"""Buffers of at least so many bytes are kept apart; smaller ones cost less inside the pickle."""
 
 # From the parent: how to start, a chunk of items, the end.
 START, WORK, END = 1, 2, 3
@@ -149,3 +166,77 @@ def write_all(fd: int, data: Any) -> None:
         rest = memoryview(data)[written:]
         while rest:
             rest = rest[os.write(fd, rest) :]
+
+
+def pack(obj: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle ``obj``; return the pickle and the large buffers that it refers to, in order.
+
+    Numpy arrays and dense CPU tensors are not copied: their buffers are views of them.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    if not _Pickler.knows_torch and "torch" in sys.modules:
+        _learn_torch()
+    _Pickler(stream, 5, buffer_callback=_collector(buffers)).dump(obj)
+    return stream.getvalue(), buffers
+
+
+def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle ``obj`` with cloudpickle: classes and functions of ``__main__`` go by value."""
+    import cloudpickle
+
+    buffers: list[memoryview] = []
+    return cloudpickle.dumps(obj, protocol=5, buffer_callback=_collector(buffers)), buffers
+
+
+def unpack(payload: Any, buffers: Sequence[Any]) -> Any:
+    """Undo :func:`pack`; arrays and tensors are views of ``buffers``."""
+    return pickle.loads(payload, buffers=buffers)
+
+
+def _collector(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Return what decides whether a buffer stays in the pickle, and keeps the others."""
+
+    def keep_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < OUT_OF_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    return keep_small
+
+
+class _Pickler(pickle.Pickler):
+    # A table of its own: the C pickler looks into it without calling back into Python.
+    dispatch_table = copyreg.dispatch_table.copy()
+    knows_torch = False
+
+
+def _learn_torch() -> None:
+    tensor = getattr(sys.modules["torch"], "Tensor", None)
+    if tensor is None:  # torch is in the middle of being imported
+        return
+    _Pickler.dispatch_table = copyreg.dispatch_table.copy()
+    _Pickler.dispatch_table[tensor] = _reduce_tensor
+    _Pickler.knows_torch = True
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    if not is_plain_memory(tensor) or not tensor.numel():
+        return tensor.__reduce_ex__(5)
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    view = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    # The tensor must outlive the view, whose memory it owns; an attribute ties them together.
+    view.owner = tensor
+    # A view of the new tensor costs more than all the rest, and one dimension needs none.
+    shape = None if tensor.dim() == 1 else tuple(tensor.shape)
+    return _rebuild_tensor, (pickle.PickleBuffer(view), tensor.dtype, shape)
+
+
+def _rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...] | None) -> Any:
+    import torch
+
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    return tensor if shape is None else tensor.view(shape)

@@ -12,18 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tp_runner._workers._events import Timing
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
+from tp_runner._workers._fleet import Timing
 from tp_runner._workers._identity import become
-from tp_runner._workers._process import _fd_inheritance, _wire
+from tp_runner._workers._process import _inheritance, _wire
+from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._inheritance import take_over
-from tp_runner._workers._process._pickling import unpack
-from tp_runner._workers._process._replies import ReplyWriter
 from tp_runner._workers._process._shared_memory import Heartbeats, MappedMemory
 from tp_runner._workers._process._stored_program import StoredProgram, load_program
 from tp_runner._workers._program import ClassProgram
 from tp_runner._workers._setup import Setup, limit_torch, prepare
-from tp_runner._workers._work import IDLE, run_chunk
+from tp_runner._workers._work import ENDING, IDLE, run_chunk
 
 __all__ = ["Descriptors", "WorkerProcess", "die_with_parent", "main"]
 
@@ -95,7 +94,7 @@ class WorkerProcess:
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
         # A process that the user's code forks or starts must not hide this one's death from its parent.
         private = descriptors.requests, descriptors.replies, descriptors.life
-        _fd_inheritance.private(*private)
+        _inheritance.private(*private)
         for fd in (*private, descriptors.memory, descriptors.heartbeats):
             os.set_inheritable(fd, False)
         self._in = descriptors.requests
@@ -148,6 +147,7 @@ class WorkerProcess:
                 os._exit(1)  # the parent has gone without a word
             request = _wire.Request._make(head.unpack(header))
             if request.kind == _wire.END:
+                heartbeat[0] = ENDING
                 return
             blob: Any = b""
             if request.blob_nbytes and request.blob_at < 0:
@@ -180,10 +180,10 @@ class WorkerProcess:
         if request.blob_at >= 0:
             blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
         if not request.n_buffers:
-            return unpack(blob, ()), None
+            return _wire.unpack(blob, ()), None
         table, payload = _wire.split_blob(blob, request.n_buffers)
         start, (last_at, last_nbytes) = table[0][0], table[-1]
         lease = self._memory.lease(start, last_at + last_nbytes - start)
         view = memoryview(lease).cast("B")
         buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
-        return unpack(payload, buffers), lease
+        return _wire.unpack(payload, buffers), lease

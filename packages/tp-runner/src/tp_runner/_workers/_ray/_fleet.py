@@ -10,15 +10,13 @@ from typing import Any
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
-from tp_runner._workers._events import Chunk, Died, Done, Event, Ready, Timing
 from tp_runner._workers._failure import INIT, RESULT, Failure, failure_to_error
-from tp_runner._workers._fleet import Fleet
-from tp_runner._workers._logging import handle_record
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._program import dump_program
 from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
 from tp_runner._workers._ray._scaling import Scaling
 from tp_runner._workers._ray._worker import RayWorker, packed
-from tp_runner._workers._setup import Setup
+from tp_runner._workers._setup import Setup, handle_record
 
 __all__ = ["RayFleet"]
 

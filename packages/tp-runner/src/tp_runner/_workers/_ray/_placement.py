@@ -16,7 +16,7 @@ def import_ray() -> Any:
     """Import Ray, which is an extra.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         return importlib.import_module("ray")

@@ -29,7 +29,7 @@ class RayWorker:
         self._waiting = time.monotonic()
 
     def ready(self) -> tuple[bytes, list[logging.LogRecord], str]:
-        """Start; return a failure, if that is what it came to, log records, and where this is."""
+        """Start the program; return its failure, if there is one, log records, and where this is."""
         ray = import_ray()
         failure = b""
         try:
@@ -62,7 +62,7 @@ class RayWorker:
         return data, failed or unpicklable, (began, waited_s, worked_s), self._taken_records()
 
     def end(self) -> tuple[bytes, list[logging.LogRecord]]:
-        """End; return a failure, if that is what it came to, and log records."""
+        """End the program; return its failure, if there is one, and log records."""
         failure = b""
         try:
             getattr(self._work, "close", lambda: None)()
