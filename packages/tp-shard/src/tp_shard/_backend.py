@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import check_above_zero
 from tp_core.plugins import Backend, Footprint, Job, MemoryNeed, Verdict, need_of_copy
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from torch import nn
     from tp_core.plugins import FullyShardOptions
 
     from tp_shard._session import ShardSession
@@ -30,7 +32,8 @@ class ShardOptions:
             that fits the memory, as far as is known.
 
     Raises:
-        ConfigError: ``data`` is something else, or an option of the other way is given with it.
+        ConfigError: ``data`` is something else, or an option of the other way is given with it, or a bucket
+            is not above 0.
     """
 
     group_size: int = -1
@@ -39,6 +42,7 @@ class ShardOptions:
     data: "Literal['auto', 'ddp', 'fsdp'] | FullyShardOptions" = "auto"
 
     def __post_init__(self) -> None:
+        check_above_zero(self, "bucket_cap_mb")
         if self.data in ("auto", "ddp"):
             return
         if self.fully_sharded is None:
@@ -86,7 +90,7 @@ class ShardBackend(Backend[ShardOptions]):
             return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
         if job.traits is None:
             return Verdict.fits(5, "no model is known yet; this is for models with split parameters")
-        if job.traits.has_dtensors:
+        if job.traits.has_dtensors and not _is_fully_sharded(job.model):
             return Verdict.unfit("the model has DTensors, and this takes tp-shard's layers, of plain tensors")
         if not job.traits.has_sharded_parameters:
             return Verdict.unfit(
@@ -151,6 +155,20 @@ class ShardBackend(Backend[ShardOptions]):
 
         return FullyShardOptions()
 
+    def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":
+        """Split a plain model over all ranks, by the plan that is found for it.
+
+        Raises:
+            ConfigError: Nothing in the model can be split.
+
+        Collectives: those of forming the groups, unless that was done.
+        """
+        from tp_shard import distributed, parallelize, plans
+
+        if not distributed.is_initialized():
+            distributed.init_process_group()
+        return parallelize(model, plans.auto(model, inputs, verbose=False))
+
     def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.
 
@@ -177,3 +195,12 @@ class ShardBackend(Backend[ShardOptions]):
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,
         )
+
+
+def _is_fully_sharded(model: "nn.Module | None") -> bool:
+    """Whether DTensors of a model are shards sharded once more, as in models prepared before."""
+    from tp_core.internal import is_dtensor
+
+    from tp_shard._shards._marks import holds_shard
+
+    return model is not None and any(is_dtensor(p) and holds_shard(p) for p in model.parameters())

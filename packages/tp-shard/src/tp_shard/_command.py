@@ -1,5 +1,6 @@
 """``tp shard``: plans on the command line."""
 
+import json
 from typing import Annotated, Any, Literal
 
 import typer
@@ -31,6 +32,7 @@ def verify_command(
     propose: Annotated[
         str, typer.Option(help='Where the builder brings no plan: "auto" or "hf", the plan of transformers.')
     ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a whole model with the split one: every output and every gradient, on simulated ranks.
 
@@ -55,7 +57,7 @@ def verify_command(
     if plan is None:
         plan = _proposed(model, batch, ranks, "hf" if propose == "hf" else "auto")
     report = verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)
-    typer.echo(str(report))
+    typer.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -28,7 +28,7 @@ class ShardFsdpSession(FullyShardedSession, ShardSession):
         mesh = mesh_of_copies(self.device.type, options.replicas)
         # None would be all ranks, where each is the only one with its shards.
         group = (current_data_group() or ALONE).process_group or mesh.get_group(mesh.ndim - 1)
-        self.sharding = Sharding(job, options, lambda: mesh, group=group)
+        self.sharding = Sharding(job, options, lambda: mesh, group=group, share=self._share_whole_parameters)
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
         return self.shard_model(model)

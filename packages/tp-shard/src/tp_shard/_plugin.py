@@ -13,7 +13,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Models that are split over processes, in one copy or several."""
+    """Return the backend for models that are split over processes, in one copy or several."""
     from tp_shard._backend import ShardBackend
 
     return [ShardBackend()]
@@ -21,7 +21,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """``tp shard``, to verify plans."""
+    """Return ``tp shard``, which verifies plans."""
     return [Command("shard", "Verify plans that split models over ranks.", _load_command)]
 
 

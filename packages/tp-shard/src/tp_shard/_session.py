@@ -1,12 +1,14 @@
 """The session of a model that is split over processes, in one copy or several."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.plugins import Job, ProcessGroupSession, TensorSlice
+from tp_core.internal import is_dtensor
+from tp_core.plugins import Job, ProcessGroupSession, TensorSlice, initial_value, materialize
 from tp_core.state import load_whole_state, plain_state
 
 from tp_shard import distributed
@@ -16,7 +18,7 @@ from tp_shard._guards._refusals import check_optimizer
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._pieces import slice_of
 from tp_shard._shards._table import Shard, ShardTable
-from tp_shard._state._state_dict import collect_state_dict, relocate_state_dict
+from tp_shard._state._state_dict import collect_state_dict, gather_shard, relocate_state_dict
 from tp_shard._training._clip import total_grad_norm
 from tp_shard._training._drift import check_gradients
 
@@ -36,6 +38,8 @@ class ShardSession(ProcessGroupSession):
         find_unused_parameters: As DDP takes it.
         bucket_cap_mb: As DDP takes it.
     """
+
+    takes_deferred_models = True
 
     def __init__(
         self,
@@ -80,8 +84,6 @@ class ShardSession(ProcessGroupSession):
         self.check_plain(model, may_be_split=True)
         shards = ShardTable(model).exact
         self.check_same_parameters(model, {name: shard.full_shape for name, shard in shards.items()})
-        model = model.to(self.device)
-        self._share_whole_parameters(model)
         prepared = self._join_copies(model)
         self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
         if self.tensor_group.size > 1:
@@ -89,7 +91,10 @@ class ShardSession(ProcessGroupSession):
         return prepared
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
-        """Let those who hold the same shards share their gradients."""
+        """Bring the model to the device, and let those who hold the same shards share their gradients."""
+        materialize(model, lambda tensor: initial_value(tensor).to(self.device))
+        model = model.to(self.device)
+        self._share_whole_parameters(model)
         return self.average_gradients(
             model,
             gradient_as_bucket_view=True,
@@ -103,7 +108,7 @@ class ShardSession(ProcessGroupSession):
             return
         table = ShardTable(model)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if table.get(name) is None:
+            if table.get(name) is None and not is_dtensor(tensor):
                 dist.broadcast(tensor.data, group_src=0, group=self.tensor_group.handle)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -151,6 +156,19 @@ class ShardSession(ProcessGroupSession):
         plain = self.unwrap(model)
         return plain_state(collect_state_dict(plain, plain.state_dict()))
 
+    def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state, of which what is split has no memory until it is put together.
+
+        Collectives: none; broadcasts of the shards where `tp_core.state.whole` is called.
+        """
+        plain = self.unwrap(model)
+        table = ShardTable(plain)
+        parts: dict[str, Tensor] = {}
+        for name, value in plain.state_dict().items():
+            shard = table.get(name)
+            parts[name] = value if shard is None else _whole_later(name, value, shard)
+        return plain_state(parts)
+
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Load a state that :meth:`model_state` returned, whichever backend's it was.
 
@@ -161,3 +179,10 @@ class ShardSession(ProcessGroupSession):
         plain = self.unwrap(model)
         reshard(plain)
         load_whole_state(plain, relocate_state_dict(plain, state))
+
+
+def _whole_later(name: str, local: Tensor, shard: Shard) -> Tensor:
+    """Return a tensor without memory that `tp_core.state.whole` puts together."""
+    tensor = torch.empty(shard.full_shape, dtype=local.dtype, device="meta")
+    tensor.full_tensor = partial(gather_shard, name, local.detach(), shard, to="all")  # type: ignore[attr-defined]
+    return tensor

@@ -61,8 +61,8 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
             "dp_shard", "fsdp", "data" and the like. Axes with other names are for others.
 
     Raises:
-        ConfigError: The size does not divide the number of ranks, the axes of the mesh do not say what
-            they are for, or the groups are formed already.
+        ConfigError: The size does not divide the number of ranks, or is neither a number nor a mesh; the axes
+            of the mesh do not say what they are for; or the groups are formed already.
         LaunchEnvironmentError: The launcher's variables are incomplete.
 
     Collectives: every rank has to call it; it makes new groups.
@@ -93,7 +93,8 @@ def is_initialized() -> bool:
 def destroy_process_group() -> None:
     """Forget the model-parallel groups, and take down those of them that were made here.
 
-    Torch's own functions are again as they were before the groups were formed.
+    Call it on every rank, after the last collective. Without groups it does nothing. Torch's own functions
+    are again as they were before the groups were formed.
     """
     _patches.remove()
     made, leaves = list(_made), list(_leaves)
@@ -120,7 +121,7 @@ def get_data_group() -> dist.ProcessGroup | None:
 
 
 def get_rank() -> int:
-    """Return this process among the ranks of its model-parallel group; 0 without one."""
+    """Return the rank of this process in its model-parallel group, from 0; 0 without one."""
     return _tensor_group().rank
 
 
@@ -130,7 +131,7 @@ def get_world_size() -> int:
 
 
 def get_group_size() -> int:
-    """Return the number of ranks that hold a tensor together; 1 without a group."""
+    """Return the number of ranks that hold a tensor together: another name of :func:`get_world_size`."""
     return _tensor_group().size
 
 

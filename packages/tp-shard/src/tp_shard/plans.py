@@ -48,18 +48,20 @@ def auto(
         parallel_loss: Whether logits stay split, for a parallel loss; otherwise they are joined, so
             that any loss and ``generate()`` can follow.
         sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
-            saves the memory of norms, residuals and dropouts: each block gathers it once before its column
-            layers, and its row layer reduce-scatters it.
+            saves the memory of norms, residuals and dropouts (sequence parallelism, arXiv:2205.05198): each
+            block gathers it once before its column layers, and its row layer reduce-scatters it.
         group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
             proven for 2.
         verbose: Whether to print what the plan would do, and the bytes per rank.
 
     Returns:
-        A plan for :func:`parallelize`, with a name for each layer.
+        A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
 
     Raises:
-        ConfigError: Nothing can be split.
-        ModelError: The model cannot be called with the batch that was given.
+        ConfigError: Nothing in the model can be split, or ``sequence`` is asked of a model that cannot be
+            called.
+        ModelError: The model cannot be called with the batch that was given, or has no blocks that could
+            work on parts of the sequence.
 
     Collectives: none; every rank comes to the same plan.
 
@@ -127,7 +129,7 @@ def from_hf(
         verbose: Whether to print what the plan would do, and the bytes per rank.
 
     Returns:
-        A plan for :func:`parallelize`, with a name for each layer.
+        A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
 
     Raises:
         ConfigError: The model brings no plan along: take :func:`auto`.

@@ -22,7 +22,7 @@ def apply(kind: Any, *inputs: Any) -> Tensor:
         *inputs: What it takes.
     """
     # Private, as nothing public says whether a transform is active; a test of torch.func notices its loss.
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         kind = _transformable(kind)
     output: Tensor = kind.apply(*inputs)
     return output
@@ -34,7 +34,7 @@ def as_output(result: Tensor) -> Tensor:
     Of such a result (`add_`, an all-reduce, a `.to()` or `.contiguous()` without effect) torch 2.11 loses
     the gradient in compiled code: it is zero, without a word. A view of it keeps it, and costs nothing there.
     """
-    return result.view_as(result) if torch.compiler.is_compiling() else result
+    return result.view_as(result) if torch.compiler.is_dynamo_compiling() else result
 
 
 class _NoContext:

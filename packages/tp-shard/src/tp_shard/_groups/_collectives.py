@@ -21,14 +21,14 @@ __all__ = ["copy", "gather", "gather_batch", "reduce", "reduce_", "scatter"]
 def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
     """Let the ranks go on with a tensor that they all have, each into its own shard of a layer.
 
-    Forward: nothing. Backward: an all-reduce of the gradient.
+    Forward: nothing. Backward: an all-reduce of the gradient. Megatron-LM's "f" (arXiv:1909.08053).
 
     Args:
-        tensor: The same tensor on all ranks.
+        tensor: The same tensor on all ranks, of any shape.
         group: Who; the current model-parallel group by default.
 
     Returns:
-        The tensor, as a view.
+        The tensor, as a view of the same shape.
     """
     ranks = as_group(group)
     return tensor if ranks.size == 1 else apply(_Copy, tensor, ranks)
@@ -37,11 +37,15 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
 def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
     """Return the sum of the ranks' tensors, on all of them; the argument is kept.
 
-    Forward: an all-reduce. Backward: nothing, each rank has the gradient of the sum already.
+    Forward: an all-reduce. Backward: nothing, each rank has the gradient of the sum already. Megatron-LM's
+    "g" (arXiv:1909.08053).
 
     Args:
         tensor: A tensor of the same shape on all ranks.
         group: Who; the current model-parallel group by default.
+
+    Returns:
+        A tensor of that shape.
     """
     ranks = as_group(group)
     return tensor if ranks.size == 1 else apply(_Reduce, tensor, ranks)
@@ -56,6 +60,9 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
         tensor: The same tensor on all ranks.
         dim: The dimension to cut; sizes differ by at most one, larger ones first.
         group: Who; the current model-parallel group by default.
+
+    Returns:
+        A tensor of the same shape but for ``dim``, which has this rank's part of its size.
 
     Raises:
         ConfigError: The tensor has no such dimension.
@@ -78,6 +85,9 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
         size: Its size over all shards, where they are those of :func:`scatter`. Without it the
             ranks first exchange their sizes.
         group: Who; the current model-parallel group by default.
+
+    Returns:
+        A tensor of the same shape but for ``dim``, which has the sum of the shards' sizes.
 
     Raises:
         ConfigError: The tensor has no such dimension, or is not this rank's shard of ``size``.
@@ -106,6 +116,9 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
         size: The number of samples over all ranks, where they are split as :func:`scatter` does.
             Without it the ranks first exchange their numbers.
         group: Who; the current model-parallel group by default.
+
+    Returns:
+        A tensor of shape (samples of all ranks, ...), in the order of the ranks.
 
     Raises:
         ConfigError: The tensor has no dimension, or is not this rank's part of ``size``.

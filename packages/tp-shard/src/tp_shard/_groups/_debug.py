@@ -37,6 +37,11 @@ def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
         enabled: Whether collectives are compared.
         model: Its layers are called by their names in the messages.
 
+    A collective then raises a DisagreementError on every rank, instead of waiting forever, if ranks are about
+    to call different ones, or the same one of tensors that differ in shape or type.
+
+    Collectives: while it is on, an all-gather of a small object before each collective.
+
     Example:
         >>> set_debug(True)
         >>> set_debug(False)
@@ -49,7 +54,15 @@ def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
 
 @contextmanager
 def debug(model: nn.Module | None = None) -> Iterator[None]:
-    """Compare the ranks before each collective in a block, as :func:`set_debug` says."""
+    """Compare the ranks before each collective in a block, as :func:`set_debug` says.
+
+    Args:
+        model: Whose layers are called by their names in messages.
+
+    Raises:
+        DisagreementError: In the block, on every rank: ranks are about to call different collectives, or the
+            same one of tensors that differ in shape or type.
+    """
     before, names = state.enabled, dict(state.names)
     set_debug(True, model=model)
     try:

@@ -20,7 +20,8 @@ class RandomTracker:
     (dropout of a whole activation); what works on a shard draws inside of :meth:`fork`. Each fork takes
     one number from the default generator of the CPU and mixes the rank into it. So whoever restores that
     generator gets the same masks again: a resumed run, and ``torch.utils.checkpoint`` when it computes a
-    forward pass a second time.
+    forward pass a second time. Two kinds of random numbers are needed as in Megatron-LM (arXiv:1909.08053,
+    appendix B), which keeps a generator for each.
 
     Args:
         seed: The same on all ranks of a group; another one for another stream.
@@ -38,7 +39,11 @@ class RandomTracker:
 
     @contextmanager
     def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Draw this rank's own numbers in a block, on a device; on every rank of the group alike."""
+        """Draw this rank's own numbers in a block, on a device; every rank of the group has to enter it.
+
+        Args:
+            device: Whose default generator is set for the block, and put back after it.
+        """
         place = torch.device(device)
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)

@@ -10,13 +10,15 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import whole_matrix_optimizer
+from tp_core.internal import is_zero_redundancy, whole_matrix_optimizer
 
 from tp_shard._groups import _patches
+from tp_shard._groups._group import ALONE, current_data_group
 from tp_shard._shards._marks import holds_shard
 
 __all__ = ["check_optimizer", "guard_saving", "install_guards"]
@@ -51,17 +53,41 @@ def _check_once(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer with shards treats each element independently.
+    """Make sure that an optimizer with shards treats each element independently, and keeps shards apart.
 
     Raises:
-        ConfigError: Its step depends on whole matrices, of which it would see shards.
+        ConfigError: Its step depends on whole matrices, of which it would see shards; or it sends what it
+            has updated to ranks that hold other shards.
     """
+    if not any(holds_shard(p) for g in optimizer.param_groups for p in g["params"]):
+        return
+    if is_zero_redundancy(optimizer):
+        _check_zero_redundancy(optimizer)
     name = whole_matrix_optimizer(optimizer)
-    if name is not None and any(holds_shard(p) for g in optimizer.param_groups for p in g["params"]):
+    if name is not None:
         msg = (
             f"{name} computes with whole matrices, and would take a rank's shard for one: other updates than "
             "without splitting. Give it the parameters that are not split (ts.parameter_groups keeps them "
             "apart) and the shards to an element-wise optimizer such as AdamW, or leave those layers whole"
+        )
+        raise ConfigError(msg)
+
+
+def _check_zero_redundancy(optimizer: Any) -> None:
+    """Make sure that a ``ZeroRedundancyOptimizer`` exchanges parameters with those who hold the same shards.
+
+    Raises:
+        ConfigError: Its ranks are others.
+    """
+    data = current_data_group() or ALONE
+    same = [dist.get_rank()] if data.process_group is None else dist.get_process_group_ranks(data.handle)
+    its = dist.get_process_group_ranks(optimizer.process_group)
+    if sorted(its) != sorted(same):
+        msg = (
+            f"ZeroRedundancyOptimizer over the ranks {its} would give ranks the shards of others: this "
+            f"rank's are held by {same} alone. Take the optimizer that it wraps (its optimizer_class), with "
+            "ShardOptions(data='fsdp') where copies of the model are to share its state; or make it with "
+            "process_group=ts.distributed.get_data_group()"
         )
         raise ConfigError(msg)
 

@@ -29,7 +29,9 @@ def parallelize(
 ) -> nn.Module:
     """Split the layers of a finished model as a plan says, in place.
 
-    Encoder layers of torch's own leave their fast path, which reads weights past their layers.
+    Layers are split as in Megatron-LM (arXiv:1909.08053), sequences between them as in its sequence
+    parallelism (arXiv:2205.05198). Encoder layers of torch's own leave their fast path, which reads weights
+    past their layers.
 
     Names are those of ``model.named_modules()``; in a pattern ``*`` stands for one part of a name (or
     some letters in it), ``**`` for any number of parts. The first pattern that fits counts.

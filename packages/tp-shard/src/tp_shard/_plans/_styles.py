@@ -24,6 +24,9 @@ __all__ = [
 class Column:
     """A linear layer, or a table of numbers for each head, whose output features are split.
 
+    Megatron-LM's column-parallel layer (arXiv:1909.08053): a weight of shape (out, in) becomes
+    (local out, in) on each rank, its output (..., local out).
+
     Attributes:
         gather_output: Whether outputs are joined, so that anything can follow.
         sections: How many equal layers it fuses, each of which is split: 2 for a gate and an up layer.
@@ -44,6 +47,9 @@ class Column:
 class Row:
     """A linear layer whose input features are split.
 
+    Megatron-LM's row-parallel layer (arXiv:1909.08053): a weight of shape (out, in) becomes (out, local in)
+    on each rank, its input (..., local in); its output (..., out) is summed over the ranks.
+
     Attributes:
         heads: The number of query heads, if it takes those of a head-parallel attention.
         kv_heads: The number of key heads; as many by default.
@@ -57,6 +63,8 @@ class Row:
 class Vocab:
     """An embedding, or a linear head, whose classes are split; tied ones stay tied.
 
+    A weight of shape (classes, features) becomes (local classes, features) on each rank.
+
     Attributes:
         gather_output: Whether a head's logits are joined; without it they go to a parallel loss.
     """
@@ -68,9 +76,10 @@ class Vocab:
 class Sequence:
     """What works on a part of the sequence: a norm, a dropout, an embedding of positions, a list of blocks.
 
-    Norms get the sum of the ranks' gradients, dropouts draw from the rank's own random numbers, the
-    output of an embedding is split. The first block of an ``nn.ModuleList`` gets a part of what comes whole,
-    the output of the last one is joined, and all of them draw the rank's own random numbers.
+    Sequence parallelism (arXiv:2205.05198): of (batch, seq, features) each rank has (batch, local seq,
+    features). Norms get the sum of the ranks' gradients, dropouts draw from the rank's own random numbers,
+    the output of an embedding is split. The first block of an ``nn.ModuleList`` gets a part of what comes
+    whole, the output of the last one is joined, and all of them draw the rank's own random numbers.
     """
 
 
@@ -113,7 +122,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """A block that takes whole sequences, in a model that works on parts of them.
+    """A block that takes whole sequences, in a model that works on parts of them (arXiv:2205.05198).
 
     What it gets is gathered once, for all column layers in it; its row layers reduce-scatter what they make.
 

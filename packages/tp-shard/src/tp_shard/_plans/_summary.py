@@ -21,7 +21,7 @@ class LayerSummary:
         kind: How it is split.
         full_shape: The shape of its weight over all ranks.
         local_shape: The shape of this rank's shard.
-        nbytes: What its own parameters take on this rank; tied ones count where they are first.
+        nbytes: Bytes that its own parameters take on this rank; tied ones count where they are first.
         collectives: What it communicates in a training step, forward and backward.
     """
 
@@ -41,7 +41,7 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """What all parameters take on this rank."""
+        """Bytes that all parameters take on this rank."""
         return sum(layer.nbytes for layer in self.layers)
 
     def __str__(self) -> str:

@@ -27,7 +27,8 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int
 
     Args:
         tensor: Any tensor.
-        parallel_dim: 1, -1 or 0; ``None`` takes the mark away.
+        parallel_dim: 1 or -1 where output features are split, 0 where input features are, as a linear layer
+            of shape (out, in) counts them; ``None`` takes the mark away.
         size: The size of that dimension over all shards, which the loss needs where the shards
             are uneven.
 
@@ -54,7 +55,7 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int
 def register_parallel_attribute(
     tensor: Tensor, parallel_dim: int | None, order_type: int = 0, *, size: int | None = None
 ) -> None:
-    """Mark a parameter of a layer of one's own as split, in place.
+    """Mark a parameter of a custom layer as split, in place.
 
     Args:
         tensor: The parameter.
@@ -62,7 +63,7 @@ def register_parallel_attribute(
             ``None`` takes the mark away.
         order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts the other
             way round, as in a linear layer; 1 for (in, out), as in an embedding.
-        size: The size of that dimension over all shards.
+        size: The size of that dimension over all shards; by default all have the size of this one.
 
     Raises:
         ConfigError: ``parallel_dim`` or ``order_type`` is another number.

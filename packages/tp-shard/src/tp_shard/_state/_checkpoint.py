@@ -42,8 +42,8 @@ def save_sharded(
     folder = Path(path)
     tensors = together(lambda: collect_state(model, optimizer, cut=cut_of(model, own=True)))
     forget_digests(folder)
-    write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
-    write_digests(folder)
+    written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
+    write_digests(folder, written)
 
 
 def load_sharded(

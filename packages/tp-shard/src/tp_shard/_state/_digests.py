@@ -3,23 +3,21 @@
 They are written last, and checked before anything is read. Ranks share the work among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from tp_core.errors import StateError, TpError
-from tp_core.internal import write_atomically
-from tp_core.state import FileRecord, from_json, record_of, to_json
+from tp_core.internal import DIGESTS, INDEX, read_digests, write_atomically
+from tp_core.state import FileRecord, record_of, to_json
 
 from tp_shard._state._state_dict import is_writer
 
-__all__ = ["DIGESTS", "check_digests", "forget_digests", "together", "write_digests"]
+__all__ = ["check_digests", "forget_digests", "together", "write_digests"]
 
 T = TypeVar("T")
 
-DIGESTS = "digests.json"
-"""The name of the file with the digests of the others in a folder of ``save_sharded``."""
 _MANIFEST = "manifest.json"  # a trainer's checkpoint has the digests of its files there
 
 
@@ -29,7 +27,7 @@ def together(do: Callable[[], T]) -> T:
     Raises:
         OSError: This rank could not read or write.
         TpError: This rank's own error.
-        StateError: Another rank failed, which is named.
+        StateError: Another rank failed; the message names it.
 
     Collectives: an all-gather of pickled objects.
     """
@@ -73,23 +71,25 @@ def forget_digests(folder: Path) -> None:
     together(forget)
 
 
-def write_digests(folder: Path) -> None:
+def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
     """Write the digests of what all ranks have written.
+
+    Args:
+        folder: The checkpoint.
+        mine: The files that this rank has written.
 
     Raises:
         OSError: A file cannot be read or written; on the rank where that is.
-        StateError: That happened on another rank.
+        StateError: Another rank could not write.
 
     Collectives: all-gathers of pickled objects.
     """
-    names = {name for found in _gather_objects(together(lambda: _names(folder))) for name in found}
-    mine = together(lambda: {name: record_of(folder / name) for name in _share(names)})
     records = {name: record for part in _gather_objects(mine) for name, record in part.items()}
-    listed = {name: record.to_dict() for name, record in sorted(records.items())}
-    text = to_json(DIGESTS, listed, indent=1)
 
     def write(path: Path) -> None:
-        path.write_text(text)
+        records[INDEX] = record_of(folder / INDEX)
+        listed = {name: record.to_dict() for name, record in sorted(records.items())}
+        path.write_text(to_json(DIGESTS, listed, indent=1))
 
     together(lambda: write_atomically(write, folder / DIGESTS) if is_writer() else None)
 
@@ -111,27 +111,12 @@ def check_digests(folder: Path) -> None:
 def _check_share(folder: Path) -> None:
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
-    path = folder / DIGESTS
-    if not path.is_file():
-        if not (folder / ".metadata").is_file():
-            msg = f"there is no checkpoint at {folder}: it has no {DIGESTS}"
-            raise FileNotFoundError(msg)
-        msg = f"{folder} has no {DIGESTS}: ts.save_sharded() was ended before its end, or did not write it"
-        raise StateError(msg)
-    try:
-        records = {str(name): FileRecord(**record) for name, record in from_json(path.read_text()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        msg = f"{path} is damaged: {error}"
-        raise StateError(msg) from error
+    records = read_digests(folder)
     for name in _share(set(records)):
         difference = records[name].difference(folder / name)
         if difference is not None:
             msg = f"the checkpoint {folder} is damaged: {name} {difference}"
             raise StateError(msg)
-
-
-def _names(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir() if p.name == ".metadata" or p.suffix == ".distcp"]
 
 
 def _share(names: set[str]) -> list[str]:

@@ -10,7 +10,7 @@ from tp_core.state import optimizer_names, whole
 
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._table import Shard, ShardTable
-from tp_shard._state._state_dict import Destination, gather_shard, is_writer, take_part
+from tp_shard._state._state_dict import Destination, check_destination, gather_shard, is_writer, take_part
 
 __all__ = ["collect_optimizer_state_dict", "relocate_optimizer_state_dict"]
 
@@ -28,11 +28,13 @@ def collect_optimizer_state_dict(
         to: "all" ranks, or "rank0" only, in host memory; the others then get an empty dict.
 
     Raises:
+        ConfigError: ``to`` is something else.
         ModelError: The optimizer has a parameter that is not the model's.
-        StateError: It keeps something of a shard that has another shape than the shard.
+        StateError: The optimizer keeps something of a shard that has another shape than the shard.
 
     Collectives: those of :func:`collect_state_dict`.
     """
+    check_destination(to)
     reshard(model)
     table = ShardTable(model)
     names = _names(model, optimizer)
@@ -57,6 +59,12 @@ def relocate_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer's whole state, for ``optimizer.load_state_dict``.
+
+    Args:
+        model: The model with parallel layers whose parameters it optimizes.
+        optimizer: The optimizer.
+        state: A whole state, as :func:`collect_optimizer_state_dict` or an optimizer of the unsharded model
+            gives it.
 
     Raises:
         ModelError: The optimizer has a parameter that is not the model's.

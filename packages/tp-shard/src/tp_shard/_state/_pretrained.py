@@ -48,7 +48,7 @@ def load_pretrained(
         The model.
 
     Raises:
-        FileNotFoundError: There are no such files.
+        FileNotFoundError: ``path`` does not exist, or has no safetensors files.
         StateError: A tensor is missing, new or of another shape, which is found before anything is changed;
             or a file is damaged.
         ModelError: The model is not a module.
@@ -157,7 +157,7 @@ def _check_buffers(model: nn.Module) -> None:
     """Make sure that buffers which no file has hold numbers, or can be made again.
 
     Raises:
-        StateError: One does not.
+        StateError: A buffer holds no numbers, and cannot be made again.
     """
     for full_name, module, _, _ in _meta_buffers(model):
         if not hasattr(model, "_init_weights") or module._parameters:

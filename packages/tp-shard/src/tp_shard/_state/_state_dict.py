@@ -18,6 +18,7 @@ from tp_shard._shards._table import Shard, ShardTable
 
 __all__ = [
     "Destination",
+    "check_destination",
     "collect_state_dict",
     "gather_shard",
     "is_writer",
@@ -138,14 +139,19 @@ def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
     return place.take()
 
 
+def check_destination(to: Destination) -> None:
+    """Raise ``ConfigError`` unless ``to`` says where a whole state is wanted."""
+    if to not in ("all", "rank0"):
+        msg = f"a state is collected to 'all' ranks or to 'rank0', got {to!r}"
+        raise ConfigError(msg)
+
+
 def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) -> Iterator[tuple[str, Any]]:
     """Yield the entries of the whole state one by one; call it, to its end, on every rank.
 
     Nothing is yielded on ranks that are not meant to have the state.
     """
-    if to not in ("all", "rank0"):
-        msg = f"a state is collected to 'all' ranks or to 'rank0', got {to!r}"
-        raise ConfigError(msg)
+    check_destination(to)
     table = ShardTable(model)
     mine = to == "all" or is_writer()
     collected: dict[int, Tensor] = {}  # tied tensors are collected once, and stay tied

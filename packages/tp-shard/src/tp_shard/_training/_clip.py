@@ -40,14 +40,14 @@ def clip_grad_norm_(
 
     Args:
         parameters: A model, or parameters; on every rank those of the same layers.
-        max_norm: The largest norm.
+        max_norm: The largest norm that is left as it is.
         norm_type: Which norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise if the norm is not finite.
         foreach: As torch takes it.
         group: The ranks; the current model-parallel group by default.
 
     Returns:
-        The norm before scaling, a scalar tensor.
+        The norm of the whole gradient before scaling, a scalar tensor, the same on all ranks.
 
     Raises:
         NonFiniteLossError: The norm is not finite, and that was to be an error; on every rank.

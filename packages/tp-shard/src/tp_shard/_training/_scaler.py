@@ -13,15 +13,15 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose ranks agree.
+    """A ``torch.amp.GradScaler`` whose ranks agree whether gradients overflowed.
 
     A gradient overflows on the rank that holds the shard; with torch's own that rank alone would
     leave the step out, and the copies of what all ranks have would diverge.
 
     Args:
-        device: As torch takes it.
+        device: The type of the devices that compute, such as "cuda" or "cpu".
         group: The ranks; the current model-parallel group by default.
-        **kwargs: What else torch's takes.
+        **kwargs: What else torch's takes, such as ``init_scale``.
 
     Collectives: an all-reduce of one number in each step.
     """

@@ -1,8 +1,9 @@
 """Verifying a plan: the split model computes what the whole one does, or the first module that does not."""
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ class Report:
     Attributes:
         ranks: Over how many ranks the model was split.
         dtype: What was computed in.
-        tolerance: What may differ by rounding.
+        tolerance: What may differ by rounding, relative to the largest number of its kind.
         modes: "evaluation" and "training".
         modules: Those that the plan names or that have parameters, in the order of the model.
-        outputs: The largest difference of the model's outputs; ``None`` if it came to none.
+        outputs: The largest difference of the model's outputs, relative to the largest of them; ``None`` if
+            it came to none.
         loss: That of the loss.
         fault: The first module whose numbers differ, by how much and why; ``None`` if all are equal.
         note: What was verified otherwise than it will run.
@@ -84,6 +86,14 @@ class Report:
         if self.fault is not None:
             msg = f"{self.fault}\n{self}"
             raise VerificationError(msg)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain values, as ``tp shard verify --json`` prints them.
+
+        Differences that are not finite, as those of NaN, are their names: ``"nan"``, ``"inf"``.
+        """
+        found: dict[str, Any] = _plain({"ok": self.ok, **asdict(self)})
+        return found
 
     def __str__(self) -> str:
         head = ("module", "style", "forward", "gradient")
@@ -266,6 +276,16 @@ def _refuse_split(model: nn.Module) -> None:
             "the model's parameters are DTensors; a plan is verified on the plain model, before fully_shard()"
         )
         raise ModelError(msg)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None) -> str:

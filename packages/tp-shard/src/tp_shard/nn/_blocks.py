@@ -15,6 +15,10 @@ __all__ = ["ParallelAttention", "ParallelSwiGLU"]
 class ParallelAttention(nn.Module):
     """Self-attention whose heads are split over ranks, with key heads that query heads may share.
 
+    Heads are split as in Megatron-LM (arXiv:1909.08053); shared key heads are grouped-query attention
+    (arXiv:2305.13245); ``sequence`` is its sequence parallelism (arXiv:2205.05198). Inputs and outputs have
+    shape (..., seq, dim), the same on all ranks; with ``sequence`` each rank has its part of seq.
+
     Collectives: an all-reduce forward and one backward; with fewer key heads than ranks one more, of
     the gradients of the key and value heads that ranks share. With ``sequence`` an all-gather and a
     reduce-scatter take the place of each all-reduce.
@@ -25,7 +29,7 @@ class ParallelAttention(nn.Module):
         kv_heads: The number of key heads; as many by default.
         bias: Whether the projections add one.
         causal: Whether a place sees only those before it.
-        dropout: The probability with which a weight is dropped in training.
+        dropout: The probability, from 0 to 1, with which an attention weight is dropped in training.
         sequence: What the layers of the model know of the sequence, if it is split between them.
         device: Where the parameters are.
         dtype: Their type.
@@ -98,7 +102,9 @@ class ParallelAttention(nn.Module):
 class ParallelSwiGLU(nn.Module):
     """The gated MLP ``down(silu(gate(x)) * up(x))``, with gate and up in one split layer.
 
-    From Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+    From Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), split as Megatron-LM's MLP
+    (arXiv:1909.08053). Inputs and outputs have shape (..., dim), the same on all ranks; with ``sequence``,
+    which is sequence parallelism (arXiv:2205.05198), each rank has its part of the sequence.
 
     Collectives: an all-reduce forward and one backward.
 

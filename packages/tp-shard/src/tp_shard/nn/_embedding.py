@@ -23,7 +23,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` whose table is split over the ranks of a group.
 
     On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
-    values that torch's own starts with.
+    values that torch's own starts with. Split rows are Megatron-LM's embedding (arXiv:1909.08053).
 
     Collectives: with split rows (``dim=0``) an all-reduce of the output forward and none backward;
     with split features (``dim`` 1 or -1) an all-gather of the output forward and none backward, or none at

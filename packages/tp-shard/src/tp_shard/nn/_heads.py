@@ -166,24 +166,30 @@ def parallel_attention(
     dropout: float = 0.0,
     group: GroupLike = None,
 ) -> Tensor:
-    """Attend with the heads that this rank has.
+    """Compute scaled dot-product attention with the heads that this rank has.
+
+    Heads are split as in Megatron-LM (arXiv:1909.08053), and key heads may be shared by query heads
+    (arXiv:2305.13245).
 
     Collectives: none; the row layer that follows joins the heads.
 
     Args:
-        qkv: Queries, keys and values behind one another, of shape (..., seq, features), as a layer
-            makes them whose plan is ``Column(heads=heads, kv_heads=kv_heads, holds="qkv")``.
+        qkv: Queries, keys and values of this rank's heads behind one another, of shape (..., seq, (local
+            query heads + 2 x local key heads) x head features), as a layer makes them whose plan is
+            ``Column(heads=heads, kv_heads=kv_heads, holds="qkv")``.
         heads: The number of query heads over all ranks.
         kv_heads: That of key heads; as many by default.
         causal: Whether a place sees only those before it.
-        dropout: The probability with which a weight is dropped; each rank draws for its own heads.
+        dropout: The probability, from 0 to 1, with which a weight is dropped; each rank draws for its own
+            heads.
         group: Who; the current model-parallel group by default.
 
     Returns:
         A tensor of shape (..., seq, local query heads x head features).
 
     Raises:
-        ConfigError: The width is not that of this rank's heads.
+        ConfigError: The width is not that of this rank's heads, or the heads cannot be divided over the
+            ranks.
 
     Example:
         >>> parallel_attention(torch.ones(2, 5, 3 * 8), heads=4, causal=True).shape  # on one rank

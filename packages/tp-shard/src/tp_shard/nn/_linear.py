@@ -24,7 +24,8 @@ class ParallelLinear(ParallelLayer, nn.Linear):
     """A ``torch.nn.Linear`` whose weight is split over the ranks of a group.
 
     On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
-    values that torch's own starts with.
+    values that torch's own starts with. Split outputs (columns) and inputs (rows) are those of Megatron-LM
+    (arXiv:1909.08053): one layer with ``dim=1`` and one with ``dim=0`` after it need one all-reduce.
 
     Collectives: with split outputs (``dim`` 1 or -1) none forward and an all-reduce of the input's
     gradient backward, beside the computation of the weight's; with split inputs (``dim=0``) an
@@ -138,7 +139,8 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         Raises:
             ConfigError: The input has another width.
         """
-        self.refuse_norms()
+        if self._modules:  # parametrizations are children
+            self.refuse_norms()
         return linear(input, self.weight, self.bias, self, self.group, self)
 
     def extra_repr(self) -> str:
@@ -233,8 +235,8 @@ def _check_uneven(split: Split, dim: int | None, gather_output: bool, input_is_p
     if split.is_even:
         return
     if dim == 0 and input_is_parallel is not True:
-        msg = "split inputs with ranges of one's own come split: say input_is_parallel=True"
+        msg = "with ranges= the input has to be split already: pass input_is_parallel=True"
         raise ConfigError(msg)
     if dim != 0 and gather_output:
-        msg = "split outputs with ranges of one's own cannot be joined: leave gather_output out"
+        msg = "outputs that are split by ranges= cannot be joined: leave gather_output out"
         raise ConfigError(msg)

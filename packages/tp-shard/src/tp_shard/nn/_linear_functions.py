@@ -32,7 +32,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
-    return apply(_Column, input, weight, bias, group, layer)
+    return apply(_Column, input, weight, bias, (group, layer))
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
@@ -52,7 +52,7 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
-    return apply(_Row, input, weight, bias, group, layer)
+    return apply(_Row, input, weight, bias, (group, layer))
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -70,22 +70,23 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
-# The order of what follows is that of a hot path: what a tiny layer costs is mostly Python.
+# The order of what follows is that of a hot path: what a tiny layer costs is mostly Python. torch looks at
+# each argument of a function by itself, so that the group and the layer are one.
+_Where = tuple[Group, Any]
 
 
-def _keep_of_column(
-    ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, group: Group, layer: Any
-) -> None:
+def _keep(ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, where: _Where) -> None:
     ctx.save_for_backward(x, weight)
-    ctx.where = group, layer
+    ctx.where = where
 
 
 class _Column(torch.autograd.Function):
-    keep = staticmethod(_keep_of_column)
+    keep = staticmethod(_keep)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-        _keep_of_column(ctx, x, weight, bias, group, layer)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: _Where) -> Tensor:
+        ctx.save_for_backward(x, weight)  # as keep does
+        ctx.where = where
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -110,22 +111,17 @@ class _Column(torch.autograd.Function):
             grad_bias = grad.sum(0)
         if work is not None:
             work.wait()
-        return grad_input, grad_weight, grad_bias, None, None
-
-
-def _keep_of_row(
-    ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, group: Group, _layer: Any
-) -> None:
-    ctx.save_for_backward(x, weight)
-    ctx.group = group
+        return grad_input, grad_weight, grad_bias, None
 
 
 class _Row(torch.autograd.Function):
-    keep = staticmethod(_keep_of_row)
+    keep = staticmethod(_keep)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-        _keep_of_row(ctx, x, weight, bias, group, layer)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: _Where) -> Tensor:
+        ctx.save_for_backward(x, weight)  # as keep does
+        ctx.where = where
+        group, layer = where
         output = all_reduce_(F.linear(x, weight), group, layer=layer)
         return as_output(output if bias is None else output.add_(bias))
 
@@ -135,7 +131,7 @@ class _Row(torch.autograd.Function):
         needs = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         if torch.is_grad_enabled():  # a second derivative will be asked for
-            grad = copy(grad, group=ctx.group)
+            grad = copy(grad, group=ctx.where[0])
         if needs[0]:
             grad_input = grad.matmul(weight)
         if grad.dim() != 2:
@@ -144,4 +140,4 @@ class _Row(torch.autograd.Function):
             grad_weight = grad.t().mm(x)
         if needs[2]:
             grad_bias = grad.sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None

@@ -46,7 +46,7 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
         Whether there was a graph to look at.
 
     Raises:
-        ModelError: It depends on such a parameter; its name and what to write are in the message. On every
+        ModelError: The input depends on such a parameter; the message names it and what to write. On every
             rank alike.
     """
     if x.grad_fn is None:

@@ -13,7 +13,8 @@ class RegisterParallelDim(nn.Module):
     """Marks a tensor as split along a dimension, and hands on a view of it.
 
     Args:
-        dim: 1, -1 or 0; ``None`` for a tensor that is whole.
+        dim: 1 or -1 where output features are split, 0 where input features are; ``None`` for a tensor
+            that is whole.
 
     Raises:
         ConfigError: ``dim`` is another number.
@@ -30,7 +31,7 @@ class RegisterParallelDim(nn.Module):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input``, marked."""
+        """Return a view of ``input``, of any shape, with the mark."""
         # A view: the mark is not meant for those who hold the argument.
         output = input.view_as(input)
         register_parallel_dim(output, self.dim)
@@ -45,7 +46,7 @@ class ParallelDropout(nn.Dropout):
     """Dropout of what is split over ranks: each of them draws its own mask.
 
     Args:
-        p: The probability with which an element is dropped.
+        p: The probability, from 0 to 1, with which an element is dropped.
         inplace: Whether the input is overwritten.
         tracker: The rank's own random numbers; layers of one model share one.
 
@@ -64,7 +65,7 @@ class ParallelDropout(nn.Dropout):
         self.tracker = tracker
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input`` with some elements set to 0 and the others scaled."""
+        """Return this rank's shard, of any shape; in training some elements are 0, the others scaled."""
         if not self.training or self.p == 0:
             return input
         with self.tracker.fork(input.device):

@@ -46,6 +46,8 @@ def parallel_linear(
 ) -> Tensor:
     """Apply a linear layer whose weight is split: ``input @ weight.T + bias``.
 
+    The column- and row-parallel products of Megatron-LM (arXiv:1909.08053, section 3).
+
     Collectives, for ``dim``:
 
     - 1 or -1, split outputs: forward none, backward an all-reduce of the input's gradient; with
@@ -71,7 +73,8 @@ def parallel_linear(
         A tensor of shape (..., out), or (..., local out) where outputs are split.
 
     Raises:
-        ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard.
+        ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard, or ``dim``
+            is another number.
     """
     check_dim(dim)
     form = _Form(dim, gather_output, input_is_parallel, out_features)
@@ -116,12 +119,14 @@ def linear(
     if dim == 0:
         if input_is_parallel is False or (width != expected and input_is_parallel is None):
             x = _scatter_input(x, expected, group)
-        if x.size(-1) != expected:
+            width = x.size(-1)
+        if width != expected:
             raise wrong_width(x, expected, layer)
         return row_linear(x, weight, bias, group, layer)
     if input_is_parallel or (width != expected and input_is_parallel is None):
         x = _gather_input(x, expected, group)
-    if x.size(-1) != expected:
+        width = x.size(-1)
+    if width != expected:
         raise wrong_width(x, expected, layer)
     if dim is None:
         return F.linear(x, weight, bias)
@@ -147,14 +152,14 @@ def parallel_embedding(
     group: GroupLike = None,
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Look tokens up in a table that is split.
+    """Look tokens up in a table that is split, as Megatron-LM splits its vocabulary (arXiv:1909.08053).
 
     Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none.
     1 or -1, split features: an all-gather forward, or none without ``gather_output``; ``max_norm``
     costs an all-reduce of one number for each different token.
 
     Args:
-        input: Tokens of any shape, the same on all ranks.
+        input: Tokens, integers of any shape (...), the same on all ranks.
         weight: This rank's shard, of shape (local rows, features) or (rows, local features).
         padding_idx: The row, of the whole table, that gets no gradient.
         max_norm: Rows that are looked up are first scaled to a norm of at most this.
@@ -175,7 +180,8 @@ def parallel_embedding(
     Raises:
         OutOfRangeError: A token is not in the table; on every rank, before anything is sent. On
             accelerators it is the device's own assertion, as with torch.
-        ConfigError: The weight is not this rank's shard of ``num_embeddings`` rows.
+        ConfigError: The weight is not this rank's shard of ``num_embeddings`` rows, ``padding_idx`` is none
+            of them, or ``dim`` is another number.
     """
     check_dim(dim)
     ranks = as_group(group)

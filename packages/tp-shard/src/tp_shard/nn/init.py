@@ -23,7 +23,7 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
 
     The generator of the group's first rank counts, whatever the others were seeded with, and those
     that were seeded alike go on alike. Where torch's method treats each element alike (uniform,
-    normal, constant, Xavier's and Kaiming's, and methods of one's own that are made of them), values
+    normal, constant, Xavier's and Kaiming's, and custom methods that are made of them), values
     are drawn in blocks and no rank holds the whole tensor. What does not (orthogonal, sparse, eye,
     dirac; trunc_normal, which torch draws until all elements are within the bounds), and any method
     on an accelerator, makes the whole tensor on each rank for a moment.
@@ -33,6 +33,9 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
         tensor: A parameter of a parallel layer, or a tensor with its marks; one without is
             initialized alike on all ranks. Its type is kept. On the meta device nothing happens.
         **kwargs: What else ``init_method`` takes.
+
+    Raises:
+        Exception: Whatever ``init_method`` raises, such as a ValueError for a shape that it does not take.
 
     Collectives: two broadcasts of a generator's state.
 

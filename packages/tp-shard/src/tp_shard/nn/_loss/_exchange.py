@@ -31,7 +31,8 @@ def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
     """
     group = options.group
     # Asking for numbers would make an accelerator wait, and break a compiled graph in two.
-    can_ask = found.device.type == "cpu" and not torch.compiler.is_compiling()
+    has_values = not hasattr(found, "fake_mode")
+    can_ask = found.device.type == "cpu" and has_values and not torch.compiler.is_compiling()
     header = _check_targets(rows, options) if can_ask else [0.0] * _HEADER
     if not can_ask:
         wrong = rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))

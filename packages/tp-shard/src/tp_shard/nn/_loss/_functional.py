@@ -43,7 +43,8 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits whose classes are split over the ranks.
 
-    It equals ``torch.nn.functional.cross_entropy`` of the whole logits, which no rank ever has. Half
+    It equals ``torch.nn.functional.cross_entropy`` of the whole logits, which no rank ever has, as in
+    Megatron-LM (arXiv:1909.08053): only a row's maximum, sum of exponentials and target logit travel. Half
     types are computed in float32. Without ``inplace`` the largest thing that it makes is one buffer of
     the logits' size, in the forward pass, which becomes their gradient; for half types it is the gradient.
 
@@ -63,9 +64,10 @@ def parallel_cross_entropy(
         num_classes: Over all ranks. Logits as wide as that are whole, as wide as this rank's shard
             split. Uneven shards need it, or a mark that carries it.
         parallel: Whether the logits are split. By default ``num_classes`` tells, else their mark (see
-            :func:`get_parallel_dim`); without either they are whole.
+            :func:`~tp_shard.get_parallel_dim`); without either they are whole.
         class_dim: Which dimension has the classes: 1 or -1. By default the target's shape tells.
-        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts.
+        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts, as in
+            PaLM (arXiv:2204.02311).
         inplace: Whether the logits are overwritten, so that no buffer of their size is made. The
             caller loses them, and there is one backward pass. In compiled code buffers are the compiler's
             concern.

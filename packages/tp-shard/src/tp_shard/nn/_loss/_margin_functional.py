@@ -114,7 +114,7 @@ def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the type in which features and centers are multiplied.
 
     Raises:
-        ConfigError: They have different types, and autocast does not make them one.
+        ConfigError: Features and centers have different types, and autocast does not make them one.
     """
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
         return torch.get_autocast_dtype(x.device.type)

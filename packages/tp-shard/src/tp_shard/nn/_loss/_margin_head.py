@@ -34,7 +34,7 @@ class MarginKind:
         sparse: Whether the gradient is a sparse tensor of the sampled centers.
 
     Raises:
-        ConfigError: One of the numbers cannot be.
+        ConfigError: A number is out of range.
     """
 
     m1: float

@@ -20,8 +20,9 @@ class MarginCrossEntropy(ParallelLayer):
     """A head of class centers and its loss with angular margins, for identities, products or words.
 
     Features and centers are compared by their cosine; the target's has to be better than the others' by a
-    margin. The defaults are ArcFace's; ``m2=0, m3=0.4`` is CosFace, ``m1=1.35, m2=0`` SphereFace with a
-    scale. Centers are split over the ranks of a group, and logits exist for a chunk of rows at a time.
+    margin. The defaults are ArcFace's (arXiv:1801.07698); ``m2=0, m3=0.4`` is CosFace (arXiv:1801.09414),
+    ``m1=1.35, m2=0`` SphereFace (arXiv:1704.08063) with a scale. Centers are split over the ranks of a
+    group, and logits exist for a chunk of rows at a time.
 
     With ``sample_rate`` below 1 a training step computes with the centers of its own classes and a sample of
     the others (Partial FC, arXiv:2010.05222). The sample follows from ``seed`` and the default generator of
@@ -62,7 +63,7 @@ class MarginCrossEntropy(ParallelLayer):
         weight: This rank's centers, of shape (local classes, in_features), of any length.
 
     Raises:
-        ConfigError: An option has another value, or ``sparse`` comes without a sample.
+        ConfigError: An option is out of its range, or ``sparse`` comes without a sample.
 
     Example:
         >>> head = MarginCrossEntropy(16, 1000, sample_rate=0.1)
@@ -129,6 +130,9 @@ class MarginCrossEntropy(ParallelLayer):
             input: Features of shape (..., in_features), the same on all ranks.
             target: Classes, of shape (...), the same on all ranks.
 
+        Returns:
+            A scalar, or with the reduction "none" a tensor of the target's shape.
+
         Raises:
             ConfigError: Shapes or types contradict each other.
             OutOfRangeError: A target is none of the classes; on every rank.
@@ -157,7 +161,7 @@ class MarginCrossEntropy(ParallelLayer):
         )
 
     def draw_sample(self) -> Tensor:
-        """Return the next sample of this rank's classes, as indices into its shard."""
+        """Return the next sample of this rank's classes, as sorted indices into its shard, (sampled,)."""
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         return sample_classes(
             self.num_classes,

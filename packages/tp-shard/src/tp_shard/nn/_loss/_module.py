@@ -30,7 +30,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         group: Who; the current model-parallel group by default.
 
     Raises:
-        ConfigError: An option has another value.
+        ConfigError: An option has a value that is not listed here.
 
     Example:
         >>> loss = ParallelCrossEntropyLoss(num_classes=10)
@@ -78,7 +78,10 @@ class ParallelCrossEntropyLoss(nn.Module):
         Args:
             input: Logits of shape (..., classes) or (batch, classes, d1, ...), whole or this rank's
                 shard of the classes.
-            target: Classes, of the shape of ``input`` without its classes.
+            target: Classes, of the shape of ``input`` without its classes, the same on all ranks.
+
+        Returns:
+            A scalar, or with the reduction "none" a tensor of the target's shape.
 
         Raises:
             ConfigError: Shapes, options and marks contradict each other.

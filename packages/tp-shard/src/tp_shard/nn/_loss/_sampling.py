@@ -32,13 +32,14 @@ def sample_classes(
 ) -> Tensor:
     """Return which of this rank's classes are in a sample of all classes.
 
-    Each class is in it with probability ``rate``, independently: the number of classes in it varies a little.
+    For Partial FC (arXiv:2010.05222): a step of a margin loss takes these classes and its targets' own. Each
+    class is in it with probability ``rate``, independently: the number of classes in it varies a little.
     The sample depends on ``seed`` and ``num_classes`` alone. On any number of ranks, on any device, it is
     the same, and a rank draws no more numbers than it has classes.
 
     Args:
         num_classes: Over all ranks.
-        rate: Above 0, at most 1.
+        rate: The probability of a class, above 0 and at most 1.
         seed: Another one for each step.
         device: Where the result is; the CPU by default, where the numbers are drawn anyway.
         group: Who holds the classes; the current model-parallel group by default.
