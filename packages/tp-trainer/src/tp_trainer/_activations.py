@@ -34,6 +34,8 @@ def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> N
         ModelError: The model has no module of a class.
         ConfigError: No class is given.
 
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
         >>> checkpoint_activations(model, nn.Linear)

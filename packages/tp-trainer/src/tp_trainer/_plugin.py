@@ -23,7 +23,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_loggers() -> Iterable[LoggerFactory]:
-    """Files in the run's folder, TensorBoard, Weights & Biases, MLflow."""
+    """Return loggers to files in the run's folder, TensorBoard, Weights & Biases and MLflow."""
     from tp_trainer.loggers import _named
 
     return _named.factories()
@@ -41,9 +41,27 @@ def _estimate_app() -> Any:
     return estimate_app()
 
 
+def _convert_app() -> Any:
+    from tp_trainer._convert._command import convert_app
+
+    return convert_app()
+
+
+def _test_app() -> Any:
+    from tp_trainer._self_test._command import test_app
+
+    return test_app()
+
+
+def _train_app() -> Any:
+    from tp_trainer._train._command import train_app
+
+    return train_app()
+
+
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """Starting processes, and looking after those in the background."""
+    """Return the commands that start processes and look after those in the background."""
     from tp_trainer import _launch
 
     return [
@@ -52,9 +70,12 @@ def tp_commands() -> Iterable[Command]:
             "Run a script in several processes, here or on several hosts.",
             _launch.launch_app,
         ),
+        Command("train", "Run a function of a script with values from options and files.", _train_app),
         Command("jobs", "List the jobs that `tp launch --detach` started.", _launch.jobs_app),
         Command("logs", "Show what a background job has printed.", _launch.logs_app),
         Command("stop", "End a background job.", _launch.stop_app),
         Command("report", "Make one HTML page of what runs have left in their folders.", _report_app),
+        Command("convert", "Write the model of a checkpoint as safetensors.", _convert_app),
+        Command("test", "Train a small model on every installed backend; compare the numbers.", _test_app),
         Command("estimate", "Print what training a model needs on each device.", _estimate_app),
     ]

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 from tp_core.errors import ConfigError
+from tp_core.internal import check_above_zero
 from tp_core.plugins import (
     Backend,
     Job,
@@ -31,7 +32,10 @@ class DdpOptions:
         gradient_as_bucket_view: Let gradients live in the communication buckets.
         bucket_cap_mb: Size of a communication bucket in MiB; ``None`` is torch's own choice.
         process_group: torch's name of the communication backend; empty chooses by the device.
-        timeout_s: How long a collective waits for the other ranks.
+        timeout_s: How many seconds a collective waits for the other ranks.
+
+    Raises:
+        ConfigError: A size or a time is not above 0.
     """
 
     sync_batchnorm: bool = False
@@ -41,6 +45,9 @@ class DdpOptions:
     bucket_cap_mb: float | None = None
     process_group: str = ""
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "bucket_cap_mb", "timeout_s")
 
 
 class DdpBackend(Backend[DdpOptions]):

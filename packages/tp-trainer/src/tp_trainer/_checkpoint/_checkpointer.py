@@ -14,8 +14,8 @@ from tp_core.plugins import Session, TensorSlice
 from tp_core.state import StoredTensors, open_tensors
 
 from tp_trainer._checkpoint._files import bytes_in, read_json
-from tp_trainer._checkpoint._folders import step_of, verify
 from tp_trainer._checkpoint._settings import Checkpoints
+from tp_trainer._checkpoint._verifying import step_of, verify
 from tp_trainer._checkpoint._writer import RANKS, STATE, Values, Writer
 
 __all__ = ["Checkpointer"]
@@ -77,7 +77,7 @@ class Checkpointer:
         """Take the folder for this run, before anything is read or written there, and make it if needed.
 
         Raises:
-            ConfigError: Another run uses it; on all ranks.
+            ConfigError: Another run uses the folder; on all ranks.
             OSError: The folder cannot be written to; on all ranks.
 
         Collectives: those of :meth:`_exchange`.
@@ -220,21 +220,12 @@ class Checkpointer:
         Raises:
             StateError: The checkpoint that was named is not whole.
 
-        Collectives: one broadcast.
+        Collectives: a broadcast, and those of :func:`verify` for each checkpoint that is looked at.
         """
-        path, failure = None, None
-        if self._session.is_main:
-            try:
-                if resume == "auto":
-                    path = self._folder.newest_whole()
-                else:
-                    path = Path(resume).absolute()
-                    verify(path)
-            except StateError as error:
-                failure = str(error)
-        path, failure = self._session.broadcast((path, failure))
-        if failure is not None:
-            raise StateError(failure)
+        if resume == "auto":
+            return self._folder.newest_whole(self._session)
+        path = self._session.broadcast(Path(resume).absolute())
+        verify(path, self._session)
         return path
 
     def check_free(self, step: int) -> None:

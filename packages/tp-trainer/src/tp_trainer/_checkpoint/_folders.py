@@ -13,7 +13,6 @@ is found before anything of it is used::
 import logging
 import math
 import os
-import re
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +21,21 @@ from typing import Any, Literal
 
 from tp_core.errors import StateError
 from tp_core.internal import sync_folder
+from tp_core.plugins import Session
 from tp_core.state import FileRecord, record_of
 
 from tp_trainer._checkpoint._files import delete, sync_file
 from tp_trainer._checkpoint._manifest import (
-    MANIFEST,
     FormatError,
-    Manifest,
     read_manifest,
     write_manifest,
 )
+from tp_trainer._checkpoint._verifying import DIGITS, PREFIX, name_of, step_of, verify
 
-__all__ = ["RunFolder", "step_of", "verify"]
+__all__ = ["RunFolder"]
 
 log = logging.getLogger("tp_trainer")
 
-_PREFIX = "step-"
-_DIGITS = 10
-_READERS = 4  # files that are checked at one time
-_NAME = re.compile(rf"{_PREFIX}[0-9]{{{_DIGITS}}}")
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
 
@@ -59,7 +54,7 @@ class RunFolder:
 
     def committed(self) -> list[Path]:
         """Return the checkpoints, the newest first."""
-        pattern = f"{_PREFIX}{'[0-9]' * _DIGITS}"
+        pattern = f"{PREFIX}{'[0-9]' * DIGITS}"
         return sorted(self.path.glob(pattern), reverse=True) if self.path.is_dir() else []
 
     # -- writing --------------------------------------------------------------------------------
@@ -67,12 +62,12 @@ class RunFolder:
     def sweep(self) -> None:
         """Delete what runs have left that ended while they wrote or deleted."""
         for ending in ("tmp", "old"):
-            for path in self.path.glob(f".{_PREFIX}*.{ending}"):
+            for path in self.path.glob(f".{PREFIX}*.{ending}"):
                 delete(path)
 
     def scratch(self, step: int) -> Path:
         """Return a new folder to write the checkpoint of ``step`` into."""
-        path = self.path / f".{_name(step)}.{secrets.token_hex(4)}.tmp"
+        path = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
         path.mkdir(parents=True)
         return path
 
@@ -198,63 +193,44 @@ class RunFolder:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def newest_whole(self) -> Path | None:
+    def newest_whole(self, session: Session | None = None) -> Path | None:
         """Return the newest checkpoint that is whole; the damaged ones are set aside, and named in the log.
+
+        Args:
+            session: Whose ranks share the work, if all of them call this.
 
         Raises:
             FormatError: The newest one is of a format that this version does not read.
+
+        Collectives: with a session one broadcast, and for each checkpoint those of :func:`verify`.
         """
+        found = self.committed()
+        if session is not None:
+            found = session.broadcast(found)
+        is_main = session is None or session.is_main
         damaged = 0
-        for path in self.committed():
+        for path in found:
             try:
-                self._check(path)
+                verify(path, session)
             except FormatError:
                 raise
             except StateError as error:
-                self._on_damage(path, error)
                 damaged += 1
+                if is_main:
+                    self._on_damage(path, error)
                 continue
-            if damaged:
+            if is_main:
+                self._seen_whole[path] = _signature(path)
+            if is_main and damaged:
                 log.warning("the run goes on from %s, which is whole", path)
             return path
-        if damaged:
+        if is_main and damaged:
             log.warning(
                 "%s had %d checkpoints and none is whole: the run begins anew, from its first step",
                 self.path,
                 damaged,
             )
         return None
-
-
-def step_of(path: Path) -> int:
-    """Return the step that a checkpoint stands at."""
-    return int(path.name.removeprefix(_PREFIX))
-
-
-def verify(path: Path) -> Manifest:
-    """Make sure that a checkpoint is what was written, and return its manifest.
-
-    Raises:
-        FormatError: The checkpoint is of another version's format.
-        StateError: A file is missing, cut off or changed, or it has the name of another checkpoint.
-    """
-    manifest = read_manifest(path)
-    if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
-        msg = f"checkpoint {path} is damaged: {MANIFEST} is that of step {manifest.step}"
-        raise StateError(msg)
-    # Ranks that share a state have written a file each; digests are made outside of the interpreter's lock.
-    with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(lambda name: manifest.files[name].difference(path / name), manifest.files)
-        found = dict(zip(manifest.files, problems, strict=True))
-    for name, problem in found.items():
-        if problem is not None:
-            msg = f"checkpoint {path} is damaged: {name} {problem}"
-            raise StateError(msg)
-    return manifest
-
-
-def _name(step: int) -> str:
-    return f"{_PREFIX}{step:0{_DIGITS}d}"
 
 
 def _signature(path: Path) -> Signature:

@@ -38,7 +38,7 @@ class FolderLock:
         folder: Which; it is made if it is not there.
 
     Raises:
-        ConfigError: Another run has it.
+        ConfigError: Another run has locked the folder.
         OSError: The folder or the file cannot be made.
     """
 
@@ -69,7 +69,7 @@ class FolderLock:
         """Lock the folder again after it, or the file in it, was deleted.
 
         Raises:
-            ConfigError: Another run has it now.
+            ConfigError: Another run has locked the folder meanwhile.
             OSError: The folder or the file cannot be made.
         """
         self._close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_core.errors import StateError
+from tp_core.internal import records_of
 from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, to_json
 
 __all__ = [
@@ -78,7 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in ``folder``.
 
     Raises:
-        FormatError: The checkpoint is of another version's format.
+        FormatError: The checkpoint is of another version's format, or this process lacks what its digests
+            are made by.
         StateError: The manifest is missing, or is not what was written.
     """
     path = folder / MANIFEST
@@ -102,8 +104,12 @@ def read_manifest(folder: Path) -> Manifest:
                 "the version that wrote it, or give another folder"
             )
             raise FormatError(msg)
-        files = {name: FileRecord(**record) for name, record in values["files"].items()}
+        files = records_of(values["files"], path)
         return Manifest(values["step"], dict(values["metrics"]), files)
+    except FormatError:
+        raise
+    except StateError as error:
+        raise FormatError(str(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # somebody made it himself
         msg = f"{path} is not a manifest: {error!r}"
         raise StateError(msg) from error

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import is_dtensor, write_atomically
+from tp_core.internal import write_atomically
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import (
     StoredTensors,
-    TensorInfo,
-    fill_from_whole,
+    collect_state,
     load_state,
     open_tensors,
     plain_state,
@@ -25,6 +24,7 @@ from tp_core.state import (
 )
 
 from tp_trainer._checkpoint import verify
+from tp_trainer._checkpoint._stored_models import MODEL, OneOfSeveral, StateInAFile
 from tp_trainer._checkpoint._weights_files import (
     WeightsFiles,
     is_weights,
@@ -35,8 +35,6 @@ from tp_trainer._checkpoint._weights_files import (
 )
 
 __all__ = ["check_place", "export_model", "load_model", "save_atomically", "save_model", "write_on_main"]
-
-_MODEL = "model."  # in front of the names of a model's tensors, as checkpoints have it
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
@@ -89,7 +87,7 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     for name, part in session.state_parts(model).items():
         value = whole(part)  # on all ranks, and one keeps it
         if session.is_main:
-            state[name] = value.cpu() if isinstance(value, Tensor) and is_dtensor(part) else value
+            state[name] = value if value is part else value.cpu()  # what was put together is on the device
     write_on_main(session, path, partial(save_atomically, state, path))
 
 
@@ -165,26 +163,6 @@ def _tell_failure(session: Session, path: str | os.PathLike[str], failure: OSErr
         raise OSError(msg)
 
 
-def _check_whole(session: Session, folder: Path) -> None:
-    """Make sure that the checkpoint of a run is what was written.
-
-    Raises:
-        StateError: The checkpoint is not what was written; on every rank.
-
-    Collectives: one broadcast.
-    """
-    failure = None
-    # A folder of tp_shard.save_sharded has an index of tensors, and no manifest.
-    if session.is_main and not (folder / ".metadata").is_file():
-        try:
-            verify(folder)
-        except StateError as error:
-            failure = str(error)
-    failure = session.broadcast(failure)
-    if failure is not None:
-        raise StateError(failure)
-
-
 def load_model(
     session: Session, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None
 ) -> None:
@@ -199,38 +177,41 @@ def load_model(
         StateError: The file is damaged, or is of another model; the model is untouched.
     """
     if Path(path).is_dir() and not is_weights(Path(path)):
-        _check_whole(session, Path(path))
+        verify(Path(path), session)
         tensors = open_tensors(path)
         if name is not None:
-            tensors = _OneOfSeveral(tensors, name)
+            tensors = OneOfSeveral(tensors, name)
         restore_state(session.unwrap(model), None, tensors, cut=session.as_slice)
         return
     if name is not None:
         msg = f"{os.fspath(path)} is a file of one model, and name={name!r} is for checkpoints of several"
         raise ConfigError(msg)
     if is_weights(Path(path)):
-        stored: StoredTensors = WeightsFiles(Path(path), prefix=_MODEL)
+        stored: StoredTensors = WeightsFiles(Path(path), prefix=MODEL)
     else:
         state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
         if not all(isinstance(value, Tensor) for value in state.values()):
             session.load_model_state(model, state)  # of modules with get_extra_state()
             return
-        stored = _StateInAFile(Path(path), state)
-    _check_fits(path, session.state_parts(model), stored)
-    restore_state(session.unwrap(model), None, stored, cut=session.as_slice)
+        stored = StateInAFile(Path(path), state)
+    plain = session.unwrap(model)
+    _check_fits(path, collect_state(plain, None, cut=session.as_slice), stored)
+    restore_state(plain, None, stored, cut=session.as_slice)
 
 
-def _check_fits(path: str | os.PathLike[str], expected: Mapping[str, Tensor], stored: StoredTensors) -> None:
+def _check_fits(
+    path: str | os.PathLike[str], expected: Mapping[str, Tensor | TensorSlice], stored: StoredTensors
+) -> None:
     """Make sure that a file is of this model.
 
     Raises:
         StateError: Names or shapes differ; the first of them are told.
     """
-    found = {name.removeprefix(_MODEL): info.shape for name, info in stored.infos.items()}
-    problems = [f"lacks {name}" for name in expected.keys() - found.keys()]
-    problems += [f"has {name}, which the model lacks" for name in found.keys() - expected.keys()]
+    found = {name: info.shape for name, info in stored.infos.items()}
+    problems = [f"lacks {_plain(name)}" for name in expected.keys() - found.keys()]
+    problems += [f"has {_plain(name)}, which the model lacks" for name in found.keys() - expected.keys()]
     problems += [
-        f"has {name} of shape {found[name]}, not {tuple(tensor.shape)}"
+        f"has {_plain(name)} of shape {found[name]}, not {tuple(tensor.shape)}"
         for name, tensor in expected.items()
         if name in found and found[name] != tuple(tensor.shape)
     ]
@@ -241,37 +222,5 @@ def _check_fits(path: str | os.PathLike[str], expected: Mapping[str, Tensor], st
         raise StateError(msg)
 
 
-class _StateInAFile(StoredTensors):
-    """A state under plain names, mapped: of each tensor a rank reads what it holds."""
-
-    def __init__(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        self.path, self._state = path, state
-        self.infos = {_MODEL + n: TensorInfo(tuple(t.shape), t.dtype) for n, t in sorted(state.items())}
-
-    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
-        for name, target in targets.items():
-            fill_from_whole(target, self._state[name.removeprefix(_MODEL)])
-
-
-class _OneOfSeveral(StoredTensors):
-    """The model of one name in the checkpoint of several, under its own names.
-
-    Raises:
-        ConfigError: There is no model of that name.
-    """
-
-    def __init__(self, whole: StoredTensors, name: str) -> None:
-        self._whole, self._prefix = whole, f"{_MODEL}{name}."
-        found = {
-            n.removeprefix(self._prefix): t for n, t in whole.infos.items() if n.startswith(self._prefix)
-        }
-        if not found:
-            models = {n.removeprefix(_MODEL).partition(".")[0] for n in whole.infos if n.startswith(_MODEL)}
-            msg = f"{whole.path} has no model {name!r}; the names in it begin with {sorted(models)}"
-            raise ConfigError(msg)
-        self.path, self.infos = whole.path, {_MODEL + n: info for n, info in found.items()}
-
-    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
-        self._whole.fill({self._prefix + n.removeprefix(_MODEL): target for n, target in targets.items()})
+def _plain(name: str) -> str:
+    return name.removeprefix(MODEL)

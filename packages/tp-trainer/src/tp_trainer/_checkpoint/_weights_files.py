@@ -210,7 +210,7 @@ def _opened(file: Path) -> Any:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        StateError: It is damaged.
+        StateError: The file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from tp_core.errors import StateError
 from tp_core.internal import new_process_group
 from tp_core.plugins import Session, TensorSlice
-from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, record_of, write_whole
+from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
 
-from tp_trainer._checkpoint._files import sync_file, write_json
+from tp_trainer._checkpoint._files import write_json
 from tp_trainer._checkpoint._folders import RunFolder
 from tp_trainer._checkpoint._lock import FolderLock
 from tp_trainer._checkpoint._settings import Checkpoints
@@ -199,8 +199,8 @@ class Writer:
         failure: BaseException | None = None
         mine: dict[str, FileRecord] = {}
         try:
-            write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
-            mine = _records_of(folder, self._session.rank)
+            written = write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
+            mine = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
         except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
             failure = error
         told: list[Any] = [None] * self._session.world_size
@@ -247,11 +247,3 @@ class Writer:
             shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
         before = "; the checkpoints before it are whole" if self.folder.committed() else ""
         error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")
-
-
-def _records_of(folder: Path, rank: int) -> dict[str, FileRecord]:
-    """Return the files that a rank has written, with digests, on the disk; their names begin with it."""
-    found = sorted((folder / TENSORS_FOLDER).glob(f"__{rank}_*"))
-    for path in found:
-        sync_file(path)
-    return {str(path.relative_to(folder)): record_of(path) for path in found}

@@ -25,6 +25,7 @@ __all__ = [
 # Parsing ends at the first positional argument: what follows is the script's, options included.
 LAUNCH_CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 
+# The variables are torchrun's own, which operators such as Kubeflow's set in the containers that they start.
 _MANY = "Several hosts"
 _REF = "The id of the job, the start of it, its name, or 'last'."
 
@@ -35,7 +36,12 @@ def launch(
     *,
     nproc_per_node: Annotated[
         str,
-        typer.Option("--nproc-per-node", "-n", help="Processes on this host; auto: one per device."),
+        typer.Option(
+            "--nproc-per-node",
+            "-n",
+            envvar="PET_NPROC_PER_NODE",
+            help="Processes on this host; auto: one per device.",
+        ),
     ] = "auto",
     module: Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.")] = False,
     detach: Annotated[
@@ -43,7 +49,10 @@ def launch(
     ] = False,
     name: Annotated[str | None, typer.Option(help="A name for the detached job.")] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="How often to start all processes again after a failure.")
+        int,
+        typer.Option(
+            envvar="PET_MAX_RESTARTS", help="How often to start all processes again after a failure."
+        ),
     ] = 0,
     log_dir: Annotated[
         str | None, typer.Option(help="Keep the logs of the processes in this directory.")
@@ -54,34 +63,53 @@ def launch(
     monitor_interval: Annotated[
         float, typer.Option(help="Seconds between two looks at the processes.")
     ] = 0.1,
-    nnodes: Annotated[str, typer.Option(help="Hosts of the job: 2, or 1:4.", rich_help_panel=_MANY)] = "1",
+    nnodes: Annotated[
+        str,
+        typer.Option(envvar="PET_NNODES", help="Hosts of the job: 2, or 1:4.", rich_help_panel=_MANY),
+    ] = "1",
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT where the hosts meet.", rich_help_panel=_MANY),
+        typer.Option(
+            envvar="PET_RDZV_ENDPOINT", help="HOST:PORT where the hosts meet.", rich_help_panel=_MANY
+        ),
     ] = None,
     rdzv_id: Annotated[
         str | None,
-        typer.Option(help="The name of the job, the same on all hosts.", rich_help_panel=_MANY),
+        typer.Option(
+            envvar="PET_RDZV_ID", help="The name of the job, the same on all hosts.", rich_help_panel=_MANY
+        ),
     ] = None,
     rdzv_backend: Annotated[
         str | None,
-        typer.Option(help="How hosts meet: c10d (default) or static.", rich_help_panel=_MANY),
+        typer.Option(
+            envvar="PET_RDZV_BACKEND", help="How hosts meet: c10d (default) or static.", rich_help_panel=_MANY
+        ),
     ] = None,
     rdzv_conf: Annotated[
-        str, typer.Option(help="More for the rendezvous: key=value,..", rich_help_panel=_MANY)
+        str,
+        typer.Option(
+            envvar="PET_RDZV_CONF", help="More for the rendezvous: key=value,..", rich_help_panel=_MANY
+        ),
     ] = "",
     node_rank: Annotated[
-        int | None, typer.Option(help="Static: the number of this host.", rich_help_panel=_MANY)
+        int | None,
+        typer.Option(envvar="PET_NODE_RANK", help="Static: the number of this host.", rich_help_panel=_MANY),
     ] = None,
     master_addr: Annotated[
-        str | None, typer.Option(help="Static: the address of host 0.", rich_help_panel=_MANY)
+        str | None,
+        typer.Option(envvar="PET_MASTER_ADDR", help="Static: the address of host 0.", rich_help_panel=_MANY),
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option(help="Static: the port on host 0.", rich_help_panel=_MANY)
+        int | None,
+        typer.Option(envvar="PET_MASTER_PORT", help="Static: the port on host 0.", rich_help_panel=_MANY),
     ] = None,
     local_addr: Annotated[
         str | None,
-        typer.Option(help="The address of this host for the others.", rich_help_panel=_MANY),
+        typer.Option(
+            envvar="PET_LOCAL_ADDR",
+            help="The address of this host for the others.",
+            rich_help_panel=_MANY,
+        ),
     ] = None,
     bind_addr: Annotated[
         str | None,

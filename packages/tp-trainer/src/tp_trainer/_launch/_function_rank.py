@@ -22,7 +22,7 @@ def dumps(value: Any) -> bytes:
     """Pickle ``value``; with cloudpickle, where it is installed, also functions and classes of ``__main__``.
 
     Raises:
-        Exception: It cannot be pickled; whatever pickle or the value raises.
+        Exception: ``value`` cannot be pickled; whatever pickle or the value raises.
     """
     try:
         import cloudpickle

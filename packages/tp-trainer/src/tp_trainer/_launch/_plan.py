@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_core.errors import ConfigError
-from tp_core.internal import available_cores
+from tp_core.internal import available_cores, file_meant
 
 from tp_trainer._launch._hosts._addresses import (
     Endpoint,
@@ -113,7 +113,7 @@ def _check_script(request: LaunchRequest) -> None:
         if not Path(request.script).exists():
             msg = (
                 f"there is no script {request.script!r} in {Path.cwd()}; give the path of a Python "
-                "file, or -m and the name of a module"
+                f"file, or -m and the name of a module{file_meant(Path(request.script))}"
             )
             raise ConfigError(msg)
         return

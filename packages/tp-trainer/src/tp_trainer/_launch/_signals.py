@@ -93,7 +93,7 @@ class StopSignals:
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
     def ignore(self) -> None:
-        """Hear no further signal: what is left to do takes a moment and must not be cut short."""
+        """Ignore further signals: what is left to do takes a moment and must not be cut short."""
         self._left.set()
         for signum in self._before:
             signal.signal(signum, signal.SIG_IGN)

@@ -21,7 +21,7 @@ _KEYS = ("model", "optimizer", "batch", "step")
 
 
 def estimate_app() -> typer.Typer:
-    """``tp estimate`` as an application of its own."""
+    """Return ``tp estimate`` as a separate application."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_estimate)
     return app
@@ -32,7 +32,9 @@ def _estimate(
     *,
     devices: Annotated[int, typer.Option(min=1, help="How many devices there would be.")] = 1,
     memory: Annotated[str, typer.Option(help="What each of them has free: 80GiB.")] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Samples on each device; as built by default.")] = 0,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples on each device; as built by default.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="As of the trainer.")] = "fp32",
     accumulate: Annotated[int, typer.Option(min=1, help="Batches of one optimizer step.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -48,7 +50,7 @@ def _estimate(
     chosen = cast(Precision, precision)
     built = _built(builder)
     model, samples = built["model"], built.get("batch")
-    if batch and samples is not None:
+    if batch is not None and samples is not None:
         samples = resized(samples, batch)
     footprint = measure_footprint(
         model, built.get("optimizer"), samples, built.get("step", _plain_step), precision=chosen
@@ -64,6 +66,8 @@ def _estimate(
     )
     table = table_of(job, registry.backends(), devices=devices, kind="cuda")
     typer.echo(json.dumps(table.to_dict(), indent=2) if as_json else str(table))
+    if samples is None and not as_json:
+        typer.echo('activations are known where the builder returns {"model": model, "batch": batch}')
     raise typer.Exit(0 if table.best is not None else 1)
 
 

@@ -1,14 +1,13 @@
 """What is said when memory has run out."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from tp_core.plugins import Selection
 
-__all__ = ["is_out_of_memory", "telling_why"]
+__all__ = ["is_out_of_memory", "tell_why"]
 
-T = TypeVar("T")
+_HEAD = "Memory has run out: "
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -20,19 +19,16 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def telling_why(selection: Callable[[], Selection], call: Callable[[], T]) -> T:
-    """Return what a call returns; where memory runs out in it, the error says what was needed and what helps.
+def tell_why(error: BaseException, selection: Callable[[], Selection]) -> None:
+    """Let an error of memory that has run out say what was needed and what helps; others stay as they are.
 
     Args:
+        error: What was raised where something was trained.
         selection: Returns how the backend was chosen, with what each of them would need.
-        call: What trains.
     """
-    try:
-        return call()
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            error.add_note(_advice(selection()))
-        raise
+    told = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    if not told and is_out_of_memory(error):
+        error.add_note(_advice(selection()))
 
 
 def _advice(selection: Selection) -> str:
@@ -43,4 +39,4 @@ def _advice(selection: Selection) -> str:
         else need.remedy
     )
     more = "" if need else "\ntrainer.estimate(model, optimizer, batch, step) tells what each backend needs"
-    return f"Memory has run out: {remedy}.\n{selection}{more}"
+    return f"{_HEAD}{remedy}.\n{selection}{more}"

@@ -49,7 +49,7 @@ class MemoryTable:
         """Return it as JSON can say it."""
         return {
             "devices": self.devices,
-            "free": self.free_nbytes,
+            "free_bytes": self.free_nbytes,
             "best": self.best,
             "unknown": self.footprint.unknown,
             "backends": {

@@ -119,9 +119,8 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
     from tp_trainer._memory._footprint import measure_footprint  # seldom needed, and torch's part is large
 
     traits = job.traits
-    # What ranks hold parts of exchanges values in a step, and here is one rank alone.
-    is_split = traits is not None and (traits.has_dtensors or traits.has_sharded_parameters)
-    batch = None if is_split else _one_share(work.loader, job)
+    # DTensors exchange values in a step in ways of their own, and here is one rank alone.
+    batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
     return measure_footprint(
         model, work.optimizer, batch, work.step, precision=job.precision, device=job.devices[0]
     )

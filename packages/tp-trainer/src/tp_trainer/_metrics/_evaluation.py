@@ -44,7 +44,7 @@ def evaluate(
     batches: PreparedLoader,
     metrics: Mapping[str, Metric] | None = None,
     *,
-    between: Callable[[int], None] | None = None,
+    seen: Callable[[], int] | None = None,
     most: int | None = None,
 ) -> dict[str, Any]:
     """Return the means of what ``step`` returns over all samples, or units, of all data ranks, and metrics.
@@ -59,20 +59,21 @@ def evaluate(
         model: The prepared model.
         batches: The prepared loader.
         metrics: Of the whole set, by the names under which the step returns their arguments.
-        between: Called after each batch with how many are done; may raise, to end the evaluation.
+        seen: Returns the signal that this rank has seen, or 0, for an evaluation that signals cut short.
         most: On how many batches; ``None`` for all.
+
+    Raises:
+        CutShortError: A rank has seen a signal; on all ranks, between the same two batches.
 
     Collectives: the buffers' broadcasts before, one gather and one all-reduce after; those of `MetricSet`.
     """
-    meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {})
+    meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {}, seen=seen)
     collecting = metric_set.collecting(step)
     with evaluating(session, model), torch.no_grad():
-        for done, batch in enumerate(islice(batches, most), start=1):
+        for batch in islice(batches, most):
             output = metric_set.take(batches.number, run(collecting, model, batch))
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
             meter.add(None if has_no_loss else loss_of(output, training=False), output)
-            if between is not None:
-                between(done)
         metric_set.finish()
         means = meter.means()
         return {**means, **metric_set.compute()} if meter.samples else {}

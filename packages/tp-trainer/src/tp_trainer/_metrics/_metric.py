@@ -16,7 +16,7 @@ __all__ = ["FunctionMetric", "Metric"]
 
 @runtime_checkable
 class Metric(Protocol):
-    """Something that is fed with batches and computes one result of all: as of torchmetrics or torcheval."""
+    """Something that is fed with batches and computes one result of all, as in torchmetrics and torcheval."""
 
     def update(self, *args: Any, **kwargs: Any) -> object:
         """Take in what a step returned for a batch."""

@@ -22,7 +22,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """Return the metrics by name.
 
     Raises:
-        ConfigError: They are not a dict of objects that are fed and compute; or a name is taken.
+        ConfigError: ``metrics`` is not a dict of objects that are fed and compute; or a name is taken.
     """
     if metrics is None:
         return {}
@@ -52,12 +52,15 @@ class MetricSet:
     Args:
         session: Where the step runs.
         metrics: By name. They are reset.
+        seen: Returns the signal that this rank has seen, as `Rounds` takes it.
     """
 
-    def __init__(self, session: Session, metrics: Mapping[str, Metric]) -> None:
+    def __init__(
+        self, session: Session, metrics: Mapping[str, Metric], *, seen: Callable[[], int] | None = None
+    ) -> None:
         self._session = session
         self._metrics = dict(metrics)
-        self._rounds = Rounds(session)
+        self._rounds = Rounds(session, seen=seen, keeps=bool(metrics))
         self._fed: set[str] = set()
         self._places = {name: _place(metric) for name, metric in metrics.items()}
         for metric in metrics.values():
@@ -75,11 +78,13 @@ class MetricSet:
             number: Which of the batches of all data ranks it is.
             output: What the collecting step returned.
 
-        Collectives: those of `Rounds.add`, if there are metrics.
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: those of `Rounds.add`, if there are metrics or signals are asked for.
         """
-        if not self._metrics:
-            return output
-        if not isinstance(output, Mapping):
+        if not self._metrics or not isinstance(output, Mapping):
+            self._feed(self._rounds.reach(number))
             return output
         share = self._session.share
         is_nothing = share is not None and share.samples == 0  # a stand-in
@@ -90,10 +95,12 @@ class MetricSet:
     def finish(self) -> None:
         """Feed what is left of the batches, on all ranks.
 
-        Collectives: those of `Rounds.finish`, if there are metrics.
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: those of `Rounds.finish`, if there are metrics or signals are asked for.
         """
-        if self._metrics:
-            self._feed(self._rounds.finish())
+        self._feed(self._rounds.finish())
 
     def compute(self) -> dict[str, Any]:
         """Return the results, numbers as floats and others as tensors on the CPU; the same on all ranks.

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,16 +37,26 @@ class Predictions:
         step: The user's step.
         model: The prepared model.
         batches: The prepared loader.
+        seen: Asked when an iteration begins for what returns the signal that this rank has seen, or 0; or
+            for ``None`` where signals do not cut it short.
     """
 
     def __init__(
-        self, session: Session, run: RunStep, step: Step, model: nn.Module, batches: PreparedLoader
+        self,
+        session: Session,
+        run: RunStep,
+        step: Step,
+        model: nn.Module,
+        batches: PreparedLoader,
+        *,
+        seen: Callable[[], Callable[[], int] | None] = lambda: None,
     ) -> None:
         self._session = session
         self._run = run
         self._step = partial(_predicting, step)
         self._model = model
         self._batches = batches
+        self._seen = seen
 
     def __iter__(self) -> Iterator[Any]:
         """Predict, and yield pieces in the order of the samples.
@@ -56,7 +66,8 @@ class Predictions:
 
         Collectives: the buffers' broadcasts before, then an all-gather of objects for some batches each.
         """
-        rounds, batches, epoch = Rounds(self._session), self._batches, self._batches.next_epoch
+        rounds, batches = Rounds(self._session, seen=self._seen()), self._batches
+        epoch = batches.next_epoch
         try:
             with evaluating(self._session, self._model):
                 for batch in batches:

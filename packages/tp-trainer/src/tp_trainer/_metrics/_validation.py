@@ -38,7 +38,7 @@ class Validation:
         model: nn.Module,
         *,
         epoch: int,
-        between: Callable[[int], None] | None = None,
+        seen: Callable[[], int] | None = None,
         most: int | None = None,
     ) -> dict[str, float]:
         """Return the means and the metrics that are numbers, of all loaders.
@@ -47,27 +47,18 @@ class Validation:
             session: Where the step runs.
             model: The prepared model.
             epoch: Which epoch of the loaders it is.
-            between: Called after each batch with how many are done; may raise, to end the validation.
+            seen: Returns the signal that this rank has seen, or 0, for a validation that signals cut short.
             most: On how many batches of each loader.
+
+        Raises:
+            CutShortError: A rank has seen a signal; on all ranks, between the same two batches.
 
         Collectives: those of `evaluate`, for each loader.
         """
         results: dict[str, float] = {}
-        before = latest = 0
-
-        def count(done: int) -> None:
-            nonlocal latest
-            latest = done
-            if between is not None:
-                between(before + done)
-
         for prefix, batches in self.loaders.items():
-            latest = 0
             batches.set_epoch(epoch)
-            found = evaluate(
-                session, self.run, self.step, model, batches, self.metrics, between=count, most=most
-            )
-            before += latest
+            found = evaluate(session, self.run, self.step, model, batches, self.metrics, seen=seen, most=most)
             results |= {prefix + name: value for name, value in numbers_in(found).items()}
         return results
 

@@ -1,12 +1,13 @@
 """Which backend runs a trainer's models: chosen once, and asked again whenever another model comes."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError, SelectionError
 from tp_core.internal import check_backend_name
-from tp_core.plugins import Job, PluginRegistry, Selection, select
+from tp_core.plugins import Backend, Job, PluginRegistry, Selection, select
 
 __all__ = ["check_choice", "check_name", "choose", "joined"]
 
@@ -27,13 +28,13 @@ def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
         name: The backend that was asked for, or "auto".
 
     Raises:
-        ConfigError: Options are given for a backend that is not installed.
+        ConfigError: Options are given for a backend that is not installed, or that has no such options.
         ModelError: The models have DTensors, and no backend that may be chosen takes them.
         SelectionError: No backend fits, or the one that was asked for does not.
         PluginError: The backend that was asked for is broken.
     """
     installed = plugins.backends()
-    _check_options(job.options, {c.item.name for c in installed})
+    _check_options(job, {c.item.name: c.item for c in installed})
     try:
         return select(job, installed, name=name)
     except SelectionError as error:
@@ -122,11 +123,13 @@ def _about_dtensors(reasons: str) -> str:
     )
 
 
-def _check_options(given: Iterable[str], installed: set[str]) -> None:
-    for name in given:
+def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
+    """Notice what is misspelled, also for a backend that is chosen only on several ranks, say."""
+    for name in job.options:
         if name not in installed:
             msg = (
                 f"options are given for backend {name!r}, which is not installed; "
                 f"installed: {', '.join(sorted(map(repr, installed)))}"
             )
             raise ConfigError(msg)
+        installed[name].parse_options(job)

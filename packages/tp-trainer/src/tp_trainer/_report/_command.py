@@ -1,5 +1,6 @@
 """``tp report``."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ __all__ = ["report_app"]
 
 
 def report_app() -> typer.Typer:
-    """``tp report`` as an application of its own."""
+    """Return ``tp report`` as a separate application."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_report)
     return app
@@ -22,6 +23,7 @@ def _report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their log.jsonl.", metavar="RUN")],
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder.")] = None,
     png: Annotated[Path | None, typer.Option(help="A folder for the curves as PNG files.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make one HTML page of what runs have left in their folders."""
     first = runs[0] if runs[0].is_dir() else runs[0].parent
@@ -31,5 +33,8 @@ def _report(
     except (TpError, OSError) as error:
         typer.echo(f"tp report: {error}", err=True)
         raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps({"page": str(page), "pictures": [str(path) for path in pictures]}, indent=2))
+        return
     for path in [page, *pictures]:
         typer.echo(path)

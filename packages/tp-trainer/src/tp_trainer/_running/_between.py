@@ -29,7 +29,7 @@ class Between(DueWork):
     def stop(self, reason: str) -> None:
         """End the run after this step, saved where checkpoints are written; one rank's word is enough.
 
-        On several ranks they agree within half a second of steps, and at the end of an epoch at once.
+        On several ranks they agree after about half a second of further steps, or at the end of the epoch.
         """
         self._wants_end = reason
         self._next_call = 0
@@ -49,10 +49,10 @@ class Between(DueWork):
     def log(self, **numbers: float | Tensor) -> None:
         """Log numbers of this step; tensors stay on their device until they are read, many together.
 
-        In a loop of one's own their means over the epoch are in its record.
+        In a custom loop their means over the epoch are in its record.
 
         Raises:
-            StepError: One is not a number.
+            StepError: A value is not a number.
         """
         if self._duties.counts:
             self.meter.log(numbers)
@@ -63,25 +63,29 @@ class Between(DueWork):
         """Return how many batches are done when ``more`` further optimizer steps are."""
         return min((self._done // self._accumulate + more) * self._accumulate, self._steps)
 
+    def _tell_step_end(self) -> None:
+        """Tell of an optimizer step that was made: in every step where somebody wants to know, so no more."""
+        self._run_state.step, self._is_in_step = self.step, False
+        self._events.send("on_step_end", self)
+        self._is_in_step = True
+
     def _between(self, done: int, *, ended_step: bool = False) -> float:
         """Do what is due between two optimizer steps; return at how many batches to look again."""
-        limits, ticker, events, steps = self._limits, self._ticker, self._events, self._steps
+        limits, ticker, steps = self._limits, self._ticker, self._steps
         if done >= ticker.next_update and done:
             ticker.update(done, self.meter.last_loss)
         step, wants = self.step, [math.inf, ticker.next_update]
         self._run_state.step, self._is_in_step = step, False
-        if events.has("on_step_end"):
-            if ended_step:
-                events.send("on_step_end", self)
-            wants.append(self._batch_after(1))
         if self._logs.is_on:
             if ended_step and step % self._logs.every == 0:
                 self._log_loss()
+                self._logs.flush()
             wants.append(self._batch_after(self._logs.every - step % self._logs.every))
         if limits.val_every_steps is not None:
             every = limits.val_every_steps
             if done and done < steps and step % every == 0 and self._run_state.validated_at != step:
                 self._validate(done)
+                self._logs.flush()
             wants.append(self._batch_after(every - step % every))
         if limits.max_steps is not None:
             if step >= limits.max_steps:

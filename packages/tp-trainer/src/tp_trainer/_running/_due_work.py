@@ -12,6 +12,7 @@ from typing import Any
 from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._metrics._rounds import CutShortError
 from tp_trainer._running._duties import Duties, nothing
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
@@ -27,10 +28,6 @@ from tp_trainer._steps._meter import Meter
 __all__ = ["DueWork"]
 
 log = logging.getLogger("tp_trainer")
-
-
-class _CutShortError(Exception):
-    """A signal has come in a validation."""
 
 
 class DueWork(RunFacts):
@@ -72,7 +69,6 @@ class DueWork(RunFacts):
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         self._ticker = Ticker("", 0, math.inf)
         self.meter = self._new_meter()
-        self._logged = (0.0, 0.0)  # the meter's totals when the loss was logged
         self.ends_step = True
         self._next_call: float = 0
         self._ask_at = 0.0
@@ -138,33 +134,31 @@ class DueWork(RunFacts):
         raise end
 
     def _validate(self, done: int) -> dict[str, float]:
-        """Validate, and note the outcome; a signal that comes meanwhile ends the run as it was before."""
+        """Validate, and note the outcome, which the loggers are yet to be handed.
+
+        A signal that comes meanwhile, to any rank, ends the run as it was before.
+        """
         if self._duties.validate is None:
             return {}
         self._events.send("on_validation_start", self)
 
-        signals = self._signals
-
-        def between(batches: int) -> None:
-            # Several ranks may have different numbers of batches, and ask each other afterwards.
-            if signals is not None and signals.seen and self.world_size == 1 and batches:
-                raise _CutShortError
-
+        signals = None if self._saving is None else self._signals
         try:
             with self._watchdog.watching():
-                found = dict(self._duties.validate(between, None))
-        except _CutShortError:
+                found = dict(self._duties.validate(None if signals is None else lambda: signals.seen, None))
+        except CutShortError as cut:
             # What callbacks have put in the place of the model's weights is not to be saved.
             self._events.send("on_validation_end", self, {})
             self._save(done, self.meter)
-            self._interrupt(0 if signals is None else signals.seen)
+            self._interrupt(cut.signal)
         state = self._run_state
         state.validated_at = self.step
         state.metrics = {
             **{name: value for name, value in state.metrics.items() if not name.startswith("val_")},
             **{f"val_{name}": value for name, value in found.items()},
         }
-        self._log_now({f"val_{name}": value for name, value in found.items()})
+        numbers = {f"val_{name}": value for name, value in found.items()}
+        self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._events.send("on_validation_end", self, found)
         return found
 
@@ -173,7 +167,7 @@ class DueWork(RunFacts):
         validate, most = self._duties.validate, self._limits.sanity_val_batches
         if most and validate is not None and not self._run_state.step:
             with self._without_trace(), self._watchdog.watching():
-                validate(nothing, most)
+                validate(None, most)
 
     def _without_trace(self) -> ExitStack:
         """Return a context after which the random generators are where they were."""
@@ -192,17 +186,17 @@ class DueWork(RunFacts):
 
     def _log_loss(self) -> None:
         """Log the mean loss of the steps since the last time, of this rank's samples."""
-        if not self._duties.counts:
-            losses, weight = self.meter.totals()
-            before, self._logged = self._logged, (losses, weight)
-            numbers = {}
-            if weight > before[1]:
-                numbers["loss"] = (losses - before[0]) / (weight - before[1])
-            optimizer = next(iter(self.optimizers.values()), None)
-            if optimizer is not None:
-                numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
-            self._logs.add(numbers, step=self.step, epoch=self.epoch)
-        self._logs.flush()
+        if self._duties.counts:
+            return
+        losses, weight = self.meter.totals()
+        before, self._run_state.logged = self._run_state.logged or (0.0, 0.0), (losses, weight)
+        numbers = {}
+        if weight > before[1]:
+            numbers["loss"] = (losses - before[0]) / (weight - before[1])
+        optimizer = next(iter(self.optimizers.values()), None)
+        if optimizer is not None:
+            numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        self._logs.add(numbers, step=self.step, epoch=self.epoch)
 
     def _log_now(self, numbers: Mapping[str, float]) -> None:
         self._logs.add(numbers, step=self.step, epoch=self.epoch)

@@ -30,8 +30,13 @@ class Events:
         self._find()
 
     def _find(self) -> None:
-        self._calls: dict[str, list[tuple[Callback, Callable[..., None]]]] = {
-            name: [(c, getattr(c, name)) for c in self.callbacks if _overrides(c, name)] for name in _NAMES
+        self._calls: dict[str, list[tuple[Callable[..., None], Callback | None]]] = {
+            name: [
+                (getattr(one, name), one if one in self._joined else None)
+                for one in self.callbacks
+                if _overrides(one, name)
+            ]
+            for name in _NAMES
         }
 
     def has(self, name: str) -> bool:
@@ -40,16 +45,16 @@ class Events:
 
     def send(self, name: str, *arguments: Any) -> None:
         """Tell of an event."""
-        for callback, call in self._calls[name]:
-            if callback not in self._joined:
+        for call, joined in self._calls[name]:
+            if joined is None:
                 call(*arguments)
                 continue
             try:
                 call(*arguments)
             except Exception:
-                which = self._joined[callback]
+                which = self._joined[joined]
                 log.exception("the callback %r failed in %s and is left out of the run", which, name)
-                self.callbacks = [other for other in self.callbacks if other is not callback]
+                self.callbacks = [other for other in self.callbacks if other is not joined]
                 self._find()
 
     def states(self) -> dict[str, Callback]:

@@ -50,12 +50,12 @@ def fit_duties(work: Fit, train: PreparedLoader) -> Duties:
     """Return what the loop has to have done for it between the batches of ``fit``."""
     settings, optimizer_step, validation = work.settings, work.optimizer_step, work.validation
 
-    def validate(between: Callable[[int], None], most: int | None) -> Mapping[str, float]:
+    def validate(seen: Callable[[], int] | None, most: int | None) -> Mapping[str, float]:
         if validation is None:
             return {}
         epoch = max(train.next_epoch - 1, 0)
         session, model = optimizer_step.session, optimizer_step.model
-        return validation.evaluate(session, model, epoch=epoch, between=between, most=most)
+        return validation.evaluate(session, model, epoch=epoch, seen=seen, most=most)
 
     def advance(trained: Mapping[str, float], found: Mapping[str, float]) -> None:
         scheduler = settings.scheduler

@@ -34,7 +34,7 @@ class EpochRecord:
         epoch: Its number, from 1.
         steps: Optimizer steps so far, over all epochs.
         samples: Samples trained on in it, over all ranks.
-        seconds: How long its training took; validation is not in it.
+        seconds: How many seconds its training took; validation is not in it.
         learning_rate: That of the first parameter group, at the end of it.
         train: Means over its samples of what the step returned, by name, with "loss".
         val: The same over the validation samples; empty without a validation loader.
@@ -50,7 +50,7 @@ class EpochRecord:
 
     @property
     def samples_per_s(self) -> float:
-        """Training throughput over all ranks."""
+        """Training throughput, in samples per second over all ranks."""
         return self.samples / self.seconds if self.seconds else math.inf
 
     @property

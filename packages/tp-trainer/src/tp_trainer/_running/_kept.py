@@ -66,7 +66,7 @@ class Kept:
         """Return the state of all of them.
 
         Raises:
-            StateError: One holds what no checkpoint does.
+            StateError: An object's state has values that checkpoints cannot hold.
 
         Collectives: over several ranks one gather of digests, and one of the states that differ.
         """

@@ -13,6 +13,7 @@ from tp_trainer.loggers._buffer import LogBuffer
 from tp_trainer.loggers._facts import candidates, environment, versions
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import LogSpec, make_loggers
+from tp_trainer.loggers._values import ValuesLogger, given_values
 
 __all__ = ["RunLog", "of_optimizer", "plan_log"]
 
@@ -61,7 +62,7 @@ class RunLog:
         """Open the loggers.
 
         Raises:
-            TpError: One cannot be opened; on all ranks.
+            TpError: A logger cannot be opened; on all ranks.
 
         Collectives: one broadcast, if the run logs anything.
         """
@@ -138,10 +139,13 @@ def plan_log(
     loggers = make_loggers(spec, plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
+    given = given_values()
+    if given is not None and folder is not None:
+        loggers.append(ValuesLogger(given.text))
 
     def facts() -> dict[str, Any]:
         return {
-            "hyperparameters": dict(hyperparameters),
+            "hyperparameters": {**(given.by_name if given else {}), **hyperparameters},
             "environment": environment(),
             "selection": str(selection),
             "candidates": candidates(selection),

@@ -51,6 +51,8 @@ class Loop(Between):
             self._signals = open_.enter_context(SignalWatch(self._session, catches=saving is not None))
         if saving is not None:
             self._watch_for_lost_state()
+        if self._duties.during is not None:
+            open_.enter_context(self._duties.during(self))
         self._try_validation()
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
         self._events.send("on_fit_start", self)
@@ -76,6 +78,7 @@ class Loop(Between):
 
         Raises:
             ConfigError: An epoch was left before its last batch; or the loop is not in a ``with`` block.
+            LoaderError: In an epoch: the loader ended before the batches that it says it has.
         """
         if not self._is_open:
             msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
@@ -117,7 +120,8 @@ class Loop(Between):
         if state.meter_state is not None:
             self.meter.load_state_dict(state.meter_state)
             state.meter_state = None
-        self._logged = self.meter.totals()
+        if not state.first or state.logged is None:
+            state.logged = self.meter.totals()
         self._is_over, self._ask_at = False, 0.0
         if not state.first:
             self._events.send("on_epoch_start", self)
@@ -127,6 +131,7 @@ class Loop(Between):
         steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
         note_step = self._watchdog.note_step if self._watchdog.is_on else None
         count = self.meter.count if self._duties.counts else None
+        tells = self._events.has("on_step_end")
         done = first
         with self._reporter.epoch(self.epoch, steps) as self._ticker, self._watchdog.watching():
             self._next_call = self._between(done)
@@ -141,6 +146,8 @@ class Loop(Between):
                     self._done = done
                     if count is not None:
                         count()
+                    if tells and self.ends_step:
+                        self._tell_step_end()
                     if done >= self._next_call and self.ends_step:
                         self._next_call = self._between(done, ended_step=True)
                         if self._ending is not None:
@@ -163,8 +170,10 @@ class Loop(Between):
         seconds = time.perf_counter() - self._began_epoch
         optimizer = next(iter(self.optimizers.values()), None)
         rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
-        train = self.meter.means()
+        if self._logs.is_on:
+            self._log_loss()  # of the steps of this epoch that no row has yet
         found = self._validate(self._done)
+        train = self.meter.means()  # only now: with it the meter has what all ranks have counted
         state.metrics = train | {f"val_{name}": value for name, value in found.items()}
         record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, found)
         means = {f"epoch_{name}": value for name, value in train.items()}
@@ -202,11 +211,12 @@ class Loop(Between):
         if done == state.first and state.records:
             return
         seconds = time.perf_counter() - self._began_epoch
-        meter_state = self.meter.state_dict()
+        meter_state, logged = self.meter.state_dict(), state.logged
         with self._without_trace():
             self._duties.check()
             record = self._record()
         self.meter.load_state_dict(meter_state)
+        state.logged = logged
         state.seconds = seconds
         self._save(done, self.meter)
         state.records.append(record)

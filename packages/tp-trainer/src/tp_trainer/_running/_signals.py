@@ -28,7 +28,7 @@ class Interrupted(SystemExit):
     """A signal asked the run to end, and it did so after a step, with its state saved.
 
     Not caught, it ends the process with the conventional status: 128 and the signal's number. It is
-    no ``Exception``: a handler for errors must not keep a process alive that was asked to end.
+    not an ``Exception``: a handler for errors must not keep a process alive that was asked to end.
 
     Attributes:
         signal: Which one.

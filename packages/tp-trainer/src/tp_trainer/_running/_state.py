@@ -62,6 +62,7 @@ class RunState:
         first: How many batches of it were done before this call.
         seconds: How long they took.
         meter_state: The sums over them; ``None`` where there are none.
+        logged: This rank's losses and their weight when the mean loss was last logged; ``None`` if unknown.
         weighs: Whether the step returns a weight; ``None`` before the first.
         records: The records of the epochs before.
         validated_at: After which step the last validation between two steps was.
@@ -86,6 +87,7 @@ class RunState:
         self.first = 0
         self.seconds = 0.0
         self.meter_state: dict[str, Any] | None = None
+        self.logged: tuple[float, float] | None = None
         self.weighs: bool | None = None
         self.records: list[EpochRecord] = []
         self.validated_at = 0
@@ -158,6 +160,7 @@ class RunState:
             "stream": position.pop("stream", None),  # each rank stands elsewhere in its own share
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
+            "logged": self.logged,
             "state": kept.own,
         }
         return {**tensors, **kept.tensors}, common, own
@@ -215,8 +218,10 @@ class RunState:
         # As many ranks may share the data otherwise: two that read halves, two that hold layers together.
         shares = 1 + max(mine["data_rank"] for mine in ranks)
         if (common["world_size"], shares) == (session.world_size, session.data_size):
-            self.meter_state = ranks[session.rank]["meter"]
-            generators.restore(ranks[session.rank]["generators"])
+            mine = ranks[session.rank]
+            self.meter_state, logged = mine["meter"], mine.get("logged")
+            self.logged = None if logged is None else (logged[0], logged[1])
+            generators.restore(mine["generators"])
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         log.warning(
@@ -235,7 +240,7 @@ def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, A
     """Return the states of the schedulers that the run has.
 
     Raises:
-        ConfigError: They are not those of the checkpoint.
+        ConfigError: The run's schedulers are not those of the checkpoint.
     """
     saved: dict[str, Any] = common.get("schedulers", {})
     if common.get("scheduler") is not None:  # of a version that knew one

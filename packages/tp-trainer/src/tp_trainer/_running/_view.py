@@ -89,7 +89,11 @@ class RunFacts:
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module; the first one where there are several."""
+        """The user's own module; the first one where there are several.
+
+        Raises:
+            ConfigError: The loop was given no model.
+        """
         return _first("model", self.models)
 
     @property
@@ -99,7 +103,11 @@ class RunFacts:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; the first one where there are several."""
+        """The optimizer; the first one where there are several.
+
+        Raises:
+            ConfigError: The loop was given no optimizer.
+        """
         return _first("optimizer", self.optimizers)
 
     @property

@@ -49,7 +49,7 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
 
 
 def has_nothing(session: Session, shares: BatchShares | None, batch: Any) -> bool:
-    """Whether this rank has a stand-in in place of the samples of a batch, in a step or in one's own loop.
+    """Whether this rank has a stand-in in place of the samples of a batch, in a step or in a custom loop.
 
     Args:
         session: Where the ranks meet.

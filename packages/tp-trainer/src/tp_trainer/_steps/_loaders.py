@@ -1,15 +1,18 @@
 """What a trainer knows of its loaders: the shares of the batches they yielded, and their next epochs."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 from tp_core import tree_leaves
 from tp_core.errors import StepError
 from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
 
 __all__ = ["BatchShares", "Epochs"]
+
+T = TypeVar("T")
 
 
 class BatchShares:
@@ -24,9 +27,9 @@ class BatchShares:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._by_tensor: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()
-        self._trained_on: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()  # those of training alone
-        self._by_loss: MutableMapping[Tensor, Share] = WeakTensorKeyDictionary()
+        # With each share goes whether the batch was one for training.
+        self._by_tensor: _OfLiving[tuple[Share, bool]] = _OfLiving()
+        self._by_loss: _OfLiving[Share] = _OfLiving()
         # The batches of iterations under way: those of training, and those of evaluation.
         self._met_stand_in = False  # some rank did, in the last iteration for training
         self._training: dict[int, Share] = {}
@@ -38,18 +41,19 @@ class BatchShares:
 
     def _watched(self, batches: Iterator[Any], *, training: bool) -> Iterator[Any]:
         key, under_way = id(batches), self._training if training else self._evaluating
+        session, known = self._session, None
         self._met_stand_in = False
         try:
             for batch in batches:
-                share = self._session.share
+                share = session.share
                 if share is not None:
-                    under_way[key] = share
-                    self._met_stand_in |= training and share.total < self._session.data_size
+                    if share is not known:
+                        under_way[key] = known = share
+                        self._met_stand_in |= training and share.total < session.data_size
+                        noted = share, training
                     for leaf in tree_leaves(batch):
                         if isinstance(leaf, Tensor):
-                            self._by_tensor[leaf] = share
-                            if training:
-                                self._trained_on[leaf] = share
+                            self._by_tensor.note(leaf, noted)
                 yield batch
         finally:
             under_way.pop(key, None)
@@ -58,7 +62,7 @@ class BatchShares:
         """Note of which batch the loss in a step's output is, if a loader has yielded that batch."""
         loss, found = output.get("loss") if isinstance(output, Mapping) else output, self._shares_in(batch)
         if len(found) == 1 and isinstance(loss, Tensor):
-            self._by_loss[loss] = found[0]
+            self._by_loss.note(loss, found[0])
 
     def of_batch(self, batch: Any) -> Share:
         """Return the share of a batch.
@@ -88,16 +92,18 @@ class BatchShares:
         return self._current(self._training) if share is None else share
 
     def _current(self, under_way: dict[int, Share]) -> Share | None:
+        if len(under_way) == 1:
+            return next(iter(under_way.values()))
         found = _different(under_way.values())
         if not found:  # the iteration has ended; what is still there of it may have been kept
-            found = _different(self._trained_on.values())
+            found = _different(share for share, training in self._by_tensor.values() if training)
         if len(found) > 1:
             raise StepError(_ambiguous(found))
         return found[0] if found else self._session.share
 
     def _shares_in(self, batch: Any) -> list[Share]:
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return _different(self._by_tensor[leaf] for leaf in leaves if leaf in self._by_tensor)
+        noted = [self._by_tensor.get(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return _different(found[0] for found in noted if found is not None)
 
     @property
     def is_in_a_loop(self) -> bool:
@@ -133,6 +139,27 @@ class BatchShares:
         if len(found) > 1:
             raise StepError(_ambiguous(list(found.values())))
         return True in found
+
+
+class _OfLiving(Generic[T]):
+    """What is known of tensors, as long as they live.
+
+    Every tensor of every batch is noted: torch's own dictionary with weak keys takes ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id: gone before another can have it
+
+    def note(self, tensor: Tensor, value: T) -> None:
+        key, noted = id(tensor), self._noted
+        noted[key] = weakref.ref(tensor, lambda _: noted.pop(key, None)), value
+
+    def get(self, tensor: Tensor) -> T | None:
+        found = self._noted.get(id(tensor))
+        return None if found is None else found[1]
+
+    def values(self) -> list[T]:
+        return [value for _, value in list(self._noted.values())]
 
 
 def _different(shares: Iterable[Share]) -> list[Share]:

@@ -25,7 +25,8 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
     if loss.dim() != 0 and loss.numel() != 1:
         msg = (
             f"the step's loss must be a scalar, got shape {tuple(loss.shape)}; return its mean over the "
-            "samples (loss.mean())"
+            "samples (loss.mean()), and where a method of the model makes it on parts of the batch, as with "
+            "dp-gather, make it in the step instead, from the model's output"
         )
         raise StepError(msg)
     if training and not loss.requires_grad:

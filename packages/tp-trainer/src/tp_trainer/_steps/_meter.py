@@ -120,7 +120,7 @@ class Meter:
         """Add numbers of a batch, of which means are made by its samples, in a loop without a loss of ours.
 
         Raises:
-            StepError: One cannot be averaged.
+            StepError: A value cannot be averaged.
         """
         share = self._session.share
         samples = 1 if share is None else share.samples
@@ -140,7 +140,7 @@ class Meter:
 
         Raises:
             StepError: The steps before did otherwise.
-            DisagreementError: Another rank's step did.
+            DisagreementError: Steps return a weight on some ranks and none on others.
 
         Collectives: in training over several data ranks, once: an all-gather of objects.
         """

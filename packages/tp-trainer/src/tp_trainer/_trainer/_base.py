@@ -1,9 +1,9 @@
 """What all parts of a trainer stand on: its arguments, its session, and its prepared models."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._precision import LossScaler, RunStep, check_precision, in_precision
+
+if TYPE_CHECKING:
+    from tp_trainer._running._own_steps import OwnStepEvents
 
 __all__ = ["TrainerBase"]
 
@@ -68,6 +71,8 @@ class TrainerBase:
         self._compile = compile
         self._may_step = False
         self._run: RunStep | None = None
+        self._step_events: OwnStepEvents | None = None  # of a loop that is open, if somebody wants them
+        self._seen: Callable[[], int] | None = None  # within the validation of a loop that signals may end
         self._shares: BatchShares | None = None  # where there are several data ranks
         self._epochs = Epochs()
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
@@ -171,7 +176,7 @@ class TrainerBase:
             loader: The loader.
             shard: Whether it is split over the data ranks.
             training: Whether it is to train on.
-            watched: Whether the trainer takes note of the shares of its batches, for one's own loops.
+            watched: Whether the trainer takes note of the shares of its batches, for custom loops.
         """
         if isinstance(loader, PreparedLoader):
             return loader

@@ -60,7 +60,7 @@ class ModelFiles(TrainerBase):
         Args:
             model: The model.
             path: The file, ``model.safetensors``.
-            max_file_nbytes: The largest size of a file, from which on there are several, such as
+            max_file_nbytes: The largest size of a file in bytes, from which on there are several, such as
                 ``model-00001-of-00003.safetensors``, and an index, as Hugging Face's libraries have it.
 
         Raises:

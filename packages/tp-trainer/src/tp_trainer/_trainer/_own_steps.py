@@ -1,4 +1,4 @@
-"""The steps of a training loop of one's own: forward, backward, update."""
+"""The steps of a custom training loop: forward, backward, update."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import StepOutput, read_weight
 
 from tp_trainer._checks._objects import check_optimizer
+from tp_trainer._memory._running_out import tell_why
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 from tp_trainer._steps._precision import autocast, in_precision
@@ -24,7 +25,7 @@ class OwnSteps(TrainerBase):
     """Runs steps, their backward passes and optimizer steps, one at a time."""
 
     def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
-        """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in one's own loop.
+        """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
 
         Under the trainer's precision, and on every device of this process at once, each with its part of
         the batch, where the backend has several.
@@ -45,13 +46,17 @@ class OwnSteps(TrainerBase):
         if not models or isinstance(batch, nn.Module):
             msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
             raise ConfigError(msg)
-        if len(models) == 1:
-            if self._run is None:
-                self._run = self._run_step()
-            output = self._run(step, self._prepare_model(models[0]), batch)
-        else:
-            run = in_precision(self.session.run_several, self._precision, self.device)
-            output = run(step, [self._prepare_model(model) for model in models], batch)
+        try:
+            if len(models) == 1:
+                if self._run is None:
+                    self._run = self._run_step()
+                output = self._run(step, self._prepare_model(models[0]), batch)
+            else:
+                run = in_precision(self.session.run_several, self._precision, self.device)
+                output = run(step, [self._prepare_model(model) for model in models], batch)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
         return output
@@ -84,14 +89,14 @@ class OwnSteps(TrainerBase):
             create_graph: Whether the gradients are to be differentiated in turn.
 
         Raises:
-            ConfigError: Nothing was prepared.
+            ConfigError: No model was prepared.
             StepError: The loss or its weight is none; or it can be of several batches that lie differently
                 on the ranks.
 
         Collectives: those of `Session.backward`; before them an all-reduce of one number, if there is a
         weight and no total.
         """
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
         if self._session is None:
@@ -102,16 +107,55 @@ class OwnSteps(TrainerBase):
             session.take_share(shares.of_loss(loss) if batch is None else shares.of_batch(batch))
         scale = 1.0 if self._scaler is None else self._scaler.scale
         graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
-        if weight is None:
-            session.backward(loss if scale == 1.0 else loss * scale, **graph)
-            return
-        share = session.share
-        units = read_weight(weight) if share is None or share.samples else 0.0
-        total = total_weight(session, units) if total is None else read_weight(total, name="total")
-        add_whole(session, loss, units, total=total, scale=scale, **graph)
+        try:
+            if weight is None:
+                session.backward(loss if scale == 1.0 else loss * scale, **graph)
+            else:
+                share = session.share
+                units = read_weight(weight) if share is None or share.samples else 0.0
+                total = total_weight(session, units) if total is None else read_weight(total, name="total")
+                add_whole(session, loss, units, total=total, scale=scale, **graph)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
+        if self._step_events is not None:
+            self._step_events.backward_end()
+
+    def global_loss(
+        self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None
+    ) -> Tensor:
+        """Return the loss of the global batch, the same on every rank, without gradients.
+
+        What the closure of an optimizer returns: LBFGS decides by it how many passes it makes, which has to
+        be the same on all ranks.
+
+        Args:
+            loss: As for :meth:`backward`.
+            weight: As for :meth:`backward`.
+            batch: As for :meth:`backward`.
+
+        Raises:
+            StepError: As in :meth:`backward`.
+
+        Collectives: one all-reduce of two numbers over the data ranks, if there are several.
+        """
+        if not isinstance(loss, Tensor) or loss.dim():
+            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            loss = loss_of(loss, training=False)
+        session, shares = self.session, self._shares
+        share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+        loss = loss.detach().reshape(())
+        if session.data_size == 1:
+            return loss
+        samples = 1 if share is None else share.samples
+        units = samples if weight is None or not samples else read_weight(weight)
+        is_sum = session.job.loss == "sum"
+        mine = loss.double() * (1 if is_sum else units) if units else loss.new_zeros((), dtype=torch.float64)
+        sums = session.reduce(torch.stack([mine, torch.full_like(mine, units)]), "sum")
+        return (sums[0] if is_sum else sums[0] / sums[1]).to(loss.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which one's own loop computes the loss, by the trainer's precision."""
+        """Return the context in which a custom loop computes the loss, by the trainer's precision."""
         context = autocast(self._precision, self.device)
         return nullcontext() if context is None else context()
 
@@ -123,7 +167,7 @@ class OwnSteps(TrainerBase):
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> bool:
-        """Make an optimizer step in one's own loop: unscale, clip, check, step.
+        """Make an optimizer step in a custom loop: unscale, clip, check, step.
 
         Args:
             model: The prepared model.
@@ -145,18 +189,50 @@ class OwnSteps(TrainerBase):
         prepared = self._prepare_model(model)
         rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
         update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
+        events = self._step_events
+        if events is not None and events.tells_steps:
+            update.tell(events.optimizer_step)
+            events.is_told = True
         self._may_step = True
         try:
             return update.finish()
+        except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
+            tell_why(error, lambda: self.selection)
+            raise
         finally:
             self._may_step = False
+            if events is not None:
+                events.is_told = False
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which gradients are added up without being reduced over ranks."""
+        """Return a context in which gradients are added up without being reduced over ranks.
+
+        For all but the last batch of an optimizer step; nothing is exchanged by :meth:`backward` meanwhile.
+
+        Args:
+            model: The prepared model.
+
+        Raises:
+            ConfigError: The backend was told that the graph is static, and cannot do it then.
+        """
         prepared = self._prepare_model(model)
         return self.session.no_sync(prepared)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before."""
+        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before.
+
+        With "fp16-mixed" the gradients are still scaled here: clip by :meth:`update` there.
+
+        Args:
+            model: The prepared model.
+            max_norm: The largest L2 norm of all gradients together; with ``inf`` nothing is scaled.
+
+        Returns:
+            The norm before scaling: a scalar tensor, equal on all ranks.
+
+        Collectives: those of `Session.clip_grad_norm`.
+
+        Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
+        """
         prepared = self._prepare_model(model)
         return self.session.clip_grad_norm(prepared, max_norm)

@@ -1,4 +1,4 @@
-"""Objects made ready for the backend: for training loops of one's own."""
+"""Objects made ready for the backend: for custom training loops."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -119,6 +119,10 @@ class Preparing(TrainerBase):
 
         Returns:
             The model: for :meth:`fit`, for optimizers, for :meth:`load_model`.
+
+        Raises:
+            ConfigError: ``make`` returned no module.
+            SelectionError: No backend fits the model.
 
         Example:
             >>> model = trainer.build(lambda: nn.Linear(4, 1))

@@ -1,8 +1,10 @@
 """From the checked arguments of a run to its first batch."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:
-    from tp_core.plugins import Callback
+    from tp_core.plugins import Callback, RunView
 
     from tp_trainer._running._events import Events
     from tp_trainer._running._history import History
@@ -80,10 +82,39 @@ class RunStarter(TrainerBase):
             replace(settings, backend=self.selection.chosen.name),
             sort_state(settings.state, prepared=self._prepared.get, scaler=self._scaler),
             train,
-            duties=Duties(validate=None if validate is None else lambda _, __: numbers_in(validate())),
+            duties=Duties(
+                validate=None if validate is None else partial(self._validated, validate),
+                during=partial(self._telling_of_steps, settings.events),
+            ),
             watchdog=Watchdog(self.environment, settings.step_timeout_s),
             logs=self._plan_log(settings, optimizers),
         )
+
+    def _validated(
+        self, validate: Callable[[], Mapping[str, float]], seen: Callable[[], int] | None, _: int | None
+    ) -> Mapping[str, float]:
+        """Return the numbers of the user's validation, which a signal ends within its evaluations."""
+        self._seen = seen
+        try:
+            return numbers_in(validate())
+        finally:
+            self._seen = None
+
+    @contextmanager
+    def _telling_of_steps(self, events: "Events", loop: "RunView") -> Iterator[None]:
+        """Have the loop's callbacks told of the steps that are made meanwhile, if they want to know."""
+        if not events.has("on_backward_end") and not events.has("on_optimizer_step"):
+            yield
+            return
+        from tp_trainer._running._own_steps import OwnStepEvents
+
+        before, told = self._step_events, OwnStepEvents(self.session, loop, events)
+        with told.watching(loop.optimizers.values()):
+            self._step_events = told
+            try:
+                yield
+            finally:
+                self._step_events = before
 
     def _fit(
         self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"

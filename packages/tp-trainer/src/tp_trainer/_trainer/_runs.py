@@ -1,4 +1,4 @@
-"""Whole runs: ``fit``, and the loop under it for training of one's own."""
+"""Whole runs: ``fit``, and the loop under it for custom training."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer, check_scheduler
-from tp_trainer._memory._running_out import telling_why
+from tp_trainer._memory._running_out import tell_why
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import check_metrics
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite
@@ -176,9 +176,11 @@ class Runs(RunStarter):
             shard=shard,
         )
         check_scheduler(scheduler, scheduler_every, optimizer)
-        return telling_why(
-            lambda: self.selection, lambda: self._fit(model, optimizer, train_loader, settings)
-        )
+        try:
+            return self._fit(model, optimizer, train_loader, settings)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
 
     def loop(
         self,
@@ -203,7 +205,7 @@ class Runs(RunStarter):
         hyperparameters: Mapping[str, Any] | None = None,
         shard: bool = True,
     ) -> "Loop":
-        """Return the loop that :meth:`fit` is built on, for training of one's own.
+        """Return the loop that :meth:`fit` is built on, for custom training.
 
         Args:
             batches: The loader, prepared or not.

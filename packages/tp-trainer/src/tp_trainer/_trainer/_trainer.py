@@ -42,6 +42,8 @@ class Trainer(Preparing, OwnSteps, Runs, WholeSets, ModelFiles):
         SelectionError: No backend of that name is installed.
         PluginError: The plugin that brings the backend is broken or blocked.
 
+    Source: for "fp16-mixed" Micikevicius et al., "Mixed Precision Training", 2018, section 3.
+
     Example:
         >>> trainer = Trainer(seed=0)
         >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP

@@ -50,7 +50,8 @@ class WholeSets(TrainerBase):
             the CPU; nothing for a loader without samples.
 
         Raises:
-            ConfigError: A metric or a name cannot be used.
+            ConfigError: The model, a loader, the step, a metric or a name cannot be used.
+            LoaderError: A loader cannot be split over the ranks.
             StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
                 raised an error.
         """
@@ -65,7 +66,8 @@ class WholeSets(TrainerBase):
             batches = self._loader(each, shard=shard, training=False)
             epoch = batches.next_epoch
             try:
-                found = evaluate(self.session, self._run_step(), step, model, batches, checked)
+                run = self._run_step()
+                found = evaluate(self.session, run, step, model, batches, checked, seen=self._seen)
             finally:
                 batches.set_epoch(epoch)
             results |= {prefix + name: value for name, value in found.items()}
@@ -87,6 +89,10 @@ class WholeSets(TrainerBase):
             What iterates over pieces of the predictions, on every rank; or call its ``collect()`` or
             ``save(path)``.
 
+        Raises:
+            ConfigError: The model, the loader or the step cannot be used.
+            LoaderError: The loader cannot be split over the ranks.
+
         Example:
             >>> def step(model, batch):
             ...     return {"class": model(batch[0]).argmax(1)}
@@ -97,7 +103,7 @@ class WholeSets(TrainerBase):
         check_callable("step", step)
         model = self._prepare_model(model)
         batches = self._loader(loader, shard=shard, training=False)
-        return Predictions(self.session, self._run_step(), step, model, batches)
+        return Predictions(self.session, self._run_step(), step, model, batches, seen=lambda: self._seen)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
         """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
@@ -127,12 +133,12 @@ class WholeSets(TrainerBase):
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
         """Return the rows of all data ranks and devices, with gradients: for losses that compare samples.
 
-        To be called in a step or in one's own loop, on all ranks alike. A loss that every rank computes
+        To be called in a step or in a custom loop, on all ranks alike. A loss that every rank computes
         from all rows, the same on all of them, then has the gradient of one device on the whole batch.
 
         Args:
             rows: Of this rank's samples, (samples, ...).
-            batch: Which batch they are of, where several loaders are iterated at once in one's own loop.
+            batch: Which batch they are of, where several loaders are iterated at once in a custom loop.
 
         Returns:
             The rows of all ranks in the order of the global batch, (samples of all ranks, ...).

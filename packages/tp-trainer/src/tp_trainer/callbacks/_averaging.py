@@ -32,6 +32,9 @@ class ExponentialMovingAverage(Callback):
     Raises:
         ConfigError: A value is out of its range.
 
+    Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; with
+    exponential weights Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2.
+
     Example:
         >>> average = ExponentialMovingAverage(0.999)
         >>> trainer.fit(
@@ -85,7 +88,11 @@ class ExponentialMovingAverage(Callback):
             self._swap(parameters)
 
     def on_fit_start(self, run: RunView) -> None:
-        """Begin with the model's weights, or go on with the averages of the run that is resumed."""
+        """Begin with the model's weights, or go on with the averages of the run that is resumed.
+
+        Raises:
+            ConfigError: The averages are those of another model, or of other shards of it.
+        """
         self._model = run.model
         parameters = dict(run.model.named_parameters())
         if not self._averages:

@@ -27,6 +27,9 @@ class EarlyStopping(Callback):
     Raises:
         ConfigError: A value is out of its range.
 
+    Source: Prechelt, "Early Stopping - But When?", 1998; patience as in Goodfellow et al., "Deep Learning",
+    2016, algorithm 7.1.
+
     Example:
         >>> EarlyStopping("val_f1", mode="max", patience=5).patience
         5
@@ -60,12 +63,20 @@ class EarlyStopping(Callback):
         return self._sign * self._best if self._best < math.inf else math.nan
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of the validation."""
+        """Look at a metric of the validation.
+
+        Raises:
+            ConfigError: The validation has no metric of that name.
+        """
         if self.metric.startswith("val_") and metrics:
             self._look(run, {f"val_{name}": value for name, value in metrics.items()})
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Look at a metric of the training."""
+        """Look at a metric of the training.
+
+        Raises:
+            ConfigError: The run has no metric of that name.
+        """
         if not self.metric.startswith("val_"):
             self._look(run, run.metrics)
         elif self.metric not in run.metrics:

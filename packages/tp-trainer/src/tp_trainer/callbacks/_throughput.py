@@ -115,7 +115,7 @@ class Throughput(Callback):
         self._began += time.perf_counter() - self._paused
 
     def on_step_end(self, run: RunView) -> None:
-        """Look, where it is time."""
+        """Measure, if it is time."""
         if run.step - self._steps >= self._every_steps:
             self._look(run)
 

@@ -23,6 +23,9 @@ class GradualUnfreezing(Callback):
 
     Raises:
         ConfigError: An epoch or a prefix cannot be used.
+
+    Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification", 2018,
+    section 3.3, "gradual unfreezing".
     """
 
     def __init__(self, epochs: Mapping[int, Sequence[str]]) -> None:

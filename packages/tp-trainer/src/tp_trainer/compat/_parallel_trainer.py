@@ -1,4 +1,4 @@
-"""The trainer with torchhandy's face: a switch and a config, and one's own training loop."""
+"""The trainer with torchhandy's face: a switch and a config, and a custom training loop."""
 
 import os
 import warnings
@@ -116,7 +116,7 @@ class ParallelTrainer:
             epoch: Which epoch; another one is another order.
             bsz: The batch size of each process.
             num_workers: Worker processes of the loader.
-            train_sampler: What :meth:`dataset_parallel` returned, or a sampler of one's own.
+            train_sampler: What :meth:`dataset_parallel` returned, or a custom sampler.
         """
         sampler = self._sampler(dataset) if train_sampler is None else train_sampler
         if hasattr(sampler, "set_epoch"):

@@ -45,9 +45,15 @@ class CsvLogger(Logger):
         self._columns: list[str] = []
         self._path = Path(filename)
         self._file: IO[str] | None = None
+        self._waiting: list[tuple[int, int, Mapping[str, float]]] = []  # rows since the last flush
 
     def open(self, info: RunInfo) -> None:
-        """Begin the file, or go on with it."""
+        """Begin the file, or go on with it.
+
+        Raises:
+            ConfigError: Neither the logger nor the run has a folder.
+            StateError: The file to go on with is not one of this logger.
+        """
         self._path = place_for("CsvLogger", self._folder, info) / self._filename
         rows: list[dict[str, str]] = []
         self._columns = list(_FIRST)
@@ -59,31 +65,37 @@ class CsvLogger(Logger):
         self._rewrite(rows)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Write a row."""
-        if not numbers:
-            return
-        new = [name for name in numbers if name not in self._columns]
-        if new:
-            self.flush()
-            self._columns += new
-            self._rewrite(_read(self._path)[1])
-        if self._file is not None:
-            values = [repr(float(numbers[name])) if name in numbers else "" for name in self._columns[2:]]
-            csv.writer(self._file).writerow([step, epoch, *values])
+        """Take a row, which :meth:`flush` writes."""
+        if numbers:
+            self._waiting.append((step, epoch, numbers))
 
     def flush(self) -> None:
         """Hand the rows to the system."""
-        if self._file is not None:
-            self._file.flush()
+        waiting, self._waiting = self._waiting, []
+        if self._file is None or not waiting:
+            return
+        known = set(self._columns)
+        new = dict.fromkeys(name for *_, numbers in waiting for name in numbers if name not in known)
+        if new:
+            self._columns += new
+            self._rewrite(_read(self._path)[1])
+        names = self._columns[2:]
+        csv.writer(self._file).writerows(
+            [step, epoch, *[repr(float(numbers[name])) if name in numbers else "" for name in names]]
+            for step, epoch, numbers in waiting
+        )
+        self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
-        """Close the file."""
+        """Write what is left and close the file."""
+        self.flush()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the rows onto the disk; a resumed run finds them by their steps."""
+        self.flush()
         if self._file is not None:
             sync(self._file)
         return {}
@@ -108,7 +120,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the columns and the rows, without a last one that was cut off.
 
     Raises:
-        StateError: It is another kind of file.
+        StateError: The file is not a record of this logger.
     """
     text = path.read_bytes().decode("utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]

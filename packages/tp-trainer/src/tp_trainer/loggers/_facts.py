@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
@@ -16,6 +17,7 @@ __all__ = ["candidates", "environment", "versions"]
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_NODELIST", "SLURM_RESTART_COUNT")
 _GIT_S = 10.0
+_COMMIT = "# branch.oid "
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -40,25 +42,25 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def _revision() -> str:
     """Return the commit of the working folder, with a word if files differ from it."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(
+            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that does not answer
         return ""
+    lines = done.stdout.splitlines()
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), "")
+    if not commit or commit == "(initial)":
+        return ""
+    changed = any(not line.startswith("#") for line in lines)
     return f"{commit}, with changes" if changed else commit
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_GIT_S,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return done.stdout.strip()
-
-
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, of torch and numpy, and of the distributions that bring plugins."""
     found = {"python": platform.python_version()}

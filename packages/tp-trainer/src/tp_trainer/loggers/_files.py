@@ -20,8 +20,8 @@ def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
         info: The run, whose folder is taken where the user gave none.
 
     Raises:
-        ConfigError: There is neither.
-        OSError: It cannot be made.
+        ConfigError: Neither the user nor the run has a folder.
+        OSError: The folder cannot be made.
     """
     folder = given if given is not None else info.folder
     if folder is None:
@@ -51,7 +51,7 @@ def check_installed(kind: str, module: str, extra: str) -> None:
     """Make sure that the package is there which a logger writes with.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     if importlib.util.find_spec(module) is None:
         msg = f"{kind} needs the package {module}: pip install 'tp-trainer[{extra}]'"

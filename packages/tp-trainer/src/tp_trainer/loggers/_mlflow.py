@@ -58,7 +58,11 @@ class MlflowLogger(Logger):
         self._last: dict[str, int] = {}  # the newest step that MLflow has of each name
 
     def open(self, info: RunInfo) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or go on with it.
+
+        Raises:
+            ConfigError: The store cannot be used.
+        """
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 

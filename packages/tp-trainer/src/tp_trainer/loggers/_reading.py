@@ -62,7 +62,7 @@ def read_run(path: str | os.PathLike[str]) -> LoggedRun:
         path: The folder of the run, or its ``log.jsonl``.
 
     Raises:
-        FileNotFoundError: There is no record.
+        FileNotFoundError: ``path`` has no record of a run.
         StateError: The file is not such a record.
     """
     path = Path(path)

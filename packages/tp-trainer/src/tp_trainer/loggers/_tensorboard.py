@@ -18,6 +18,9 @@ __all__ = ["TensorBoardLogger"]
 
 _PREFIX = "events.out.tfevents."
 _LOOK_S = 0.05
+_QUEUE = (
+    1000  # events; a full queue has the run wait for the thread that writes, and both for the interpreter
+)
 
 
 class TensorBoardLogger(Logger):
@@ -55,16 +58,23 @@ class TensorBoardLogger(Logger):
             keep_aside(folder)
         _await_next_name(folder)
         self._writer = SummaryWriter(
-            str(folder), purge_step=info.step + 1 if info.resumed else None, flush_secs=self._flush_s
+            str(folder),
+            purge_step=info.step + 1 if info.resumed else None,
+            max_queue=_QUEUE,
+            flush_secs=self._flush_s,
         )
         if not info.resumed:
             self._write_facts(self._writer, info)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Write scalars."""
-        if self._writer is not None:
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
+        """Write scalars: one event for all of a row, which costs a fraction of one for each."""
+        if self._writer is not None and numbers:
+            from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]  # has no types
+                Summary,
+            )
+
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+            self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
         """Write a text."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import Callback, NamedCallback, PluginRegistry, RunView, hookimpl, registry
-from tp_core.testing import run_ranks
+from tp_core.testing import DeclaredLimits, run_ranks
 
 from tp_trainer import Checkpoints, Trainer
 
@@ -46,7 +46,7 @@ class _Fail(Callback):
             raise _StoppedError
 
 
-class CallbackConformance(abc.ABC):
+class CallbackConformance(DeclaredLimits, abc.ABC):
     """What every callback must do. A subclass of this, in a test module, names the callback.
 
     It takes part in short runs of two epochs with validation, on one device and on several ranks: what it

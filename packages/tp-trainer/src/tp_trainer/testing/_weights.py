@@ -224,7 +224,7 @@ def _resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcom
 
 
 def _own_loop(kit: ConformanceKit) -> tuple[State, Tensor]:
-    """Train and evaluate in a loop of one's own; return the state, and the scores of all samples."""
+    """Train and evaluate in a custom loop; return the state, and the scores of all samples."""
 
     def scores(model: nn.Module, batch: Any) -> StepOutput:
         return {"loss": torch.zeros(()), "scores": model(batch[0])}

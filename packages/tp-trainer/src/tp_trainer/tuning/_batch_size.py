@@ -40,10 +40,11 @@ def largest_batch_size(
         optimizer: Its optimizer, whose state counts too.
         loader: Has the dataset and how its samples are made a batch.
         step: As for ``fit``.
-        most: The largest size that is tried.
+        most: The largest size that is tried, in samples.
 
     Returns:
-        The batch size of the whole job, as for the loader that ``fit`` is given; the same on all ranks.
+        The batch size of the whole job, in samples, as for the loader that ``fit`` is given; the same on all
+        ranks.
 
     Raises:
         ConfigError: A value is out of its range; or ranks hold parts of one model, and one that runs out of

@@ -31,9 +31,10 @@ class DryRun:
     """What a dry run has found out.
 
     Attributes:
-        seconds: How long each part took, by name: "train, validate and save", "resume and go on", "export".
-        checkpoint_nbytes: The size of a checkpoint.
-        exported_nbytes: The size of the exported weights.
+        seconds: How many seconds each part took, by name: "train, validate and save", "resume and go on",
+            "export".
+        checkpoint_nbytes: The size of a checkpoint, in bytes.
+        exported_nbytes: The size of the exported weights, in bytes.
     """
 
     seconds: Mapping[str, float]

@@ -30,7 +30,8 @@ class RangeTest:
     Attributes:
         rates: The learning rate of each step.
         losses: The loss of each step, before the optimizer used its gradients.
-        smoothed: Their moving average.
+        smoothed: Their exponential moving average: nine tenths of it stay at each step. Its bias at the
+            beginning is corrected as Adam does it.
     """
 
     rates: tuple[float, ...]
@@ -43,6 +44,8 @@ class RangeTest:
 
         There the loss has stopped falling; where it falls fastest, which is below, is hidden by the noise of
         batches.
+
+        Source: the rule "minimum" of fastai's ``Learner.lr_find``.
         """
         least = min(range(len(self.smoothed)), key=self.smoothed.__getitem__, default=0)
         is_lower = least > 0 and not math.isclose(self.smoothed[least], self.smoothed[0], rel_tol=1e-6)

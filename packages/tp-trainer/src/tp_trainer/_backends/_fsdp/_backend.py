@@ -22,19 +22,20 @@ class FsdpBackend(Backend[FsdpOptions]):
     options_type = FsdpOptions
 
     def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each; say which modules are units."""
+        """Fit several processes with one device each, and one that offloads; say which modules are units."""
         environment, devices = job.environment, job.devices
         if not dist.is_available():
             return Verdict.unfit("this build of torch has no torch.distributed")
-        if environment.world_size == 1:
-            n = max(2, len(devices))
-            return Verdict.unfit(
-                "one process, and this shards over several", remedy=f"tp launch -n {n} script.py"
-            )
-        if len(devices) != 1:
-            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
         try:
             options = self.parse_options(job)
+            has_use_alone = options.offload is True and len(devices) == 1 and devices[0].type != "cpu"
+            if environment.world_size == 1 and not has_use_alone:
+                n = max(2, len(devices))
+                return Verdict.unfit(
+                    "one process, and this shards over several", remedy=f"tp launch -n {n} script.py"
+                )
+            if len(devices) != 1:
+                return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
             _check_ranks(options, environment.world_size)
             return self._assess_model(job, options)
         except (ConfigError, ModelError) as error:
@@ -43,7 +44,7 @@ class FsdpBackend(Backend[FsdpOptions]):
     def _assess_model(self, job: Job, options: FsdpOptions) -> Verdict:
         model, size = job.model, job.environment.world_size
         over = (
-            f"{size} processes"
+            f"{size} process{'es' * (size > 1)}"
             if options.replicas == 1
             else f"{size // options.replicas} of {size} processes"
         )

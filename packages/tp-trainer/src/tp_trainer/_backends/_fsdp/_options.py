@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tp_core.internal import check_above_zero
 from tp_core.plugins import FullyShardOptions
 
 __all__ = ["FsdpOptions"]
@@ -12,7 +13,7 @@ class FsdpOptions(FullyShardOptions):
     """The options of the backend ``fsdp``: those of `tp_core.plugins.FullyShardOptions`, and one more.
 
     Attributes:
-        timeout_s: How long a collective waits for the other ranks.
+        timeout_s: How many seconds a collective waits for the other ranks.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -22,3 +23,7 @@ class FsdpOptions(FullyShardOptions):
     """
 
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        FullyShardOptions.__post_init__(self)  # a dataclass with slots is another class than super() means
+        check_above_zero(self, "timeout_s")

@@ -49,7 +49,7 @@ class FsdpSession(FullyShardedSession):
         A model that has been through ``fully_shard`` is taken over; what of it has not is sharded.
 
         Raises:
-            ModelError: It is not a module, is wrapped, or is split in another way.
+            ModelError: The model is not a module, is wrapped, or is split in another way.
             DisagreementError: The ranks' parameters differ in name, shape or type.
 
         Collectives: an all-gather of the parameters' descriptions, a broadcast of each parameter and

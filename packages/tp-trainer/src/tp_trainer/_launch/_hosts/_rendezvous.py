@@ -124,7 +124,7 @@ class _C10dBackend(C10dRendezvousBackend):
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    """Torch's elastic rendezvous, both of whose stores listen at one address."""
+    """Return torch's elastic rendezvous, both of whose stores listen at one address."""
     endpoint, bind = parse_endpoint(params.endpoint), params.get("bind")
     timeout = timedelta(seconds=params.get_as_int("read_timeout", _READ_S) or _READ_S)
     if params.get_as_bool("is_host"):

@@ -1,15 +1,14 @@
 """How jobs look in a terminal."""
 
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tp_core.errors import StateError
+from tp_core.internal import output_console
 
 from tp_trainer._launch._jobs._store import Job, is_running, printable
 
@@ -44,9 +43,8 @@ def jobs_table(jobs: Sequence[Job], *, now: float) -> Table:
 
 
 def print_jobs(jobs: Sequence[Job]) -> None:
-    """Print the table; in a pipe, lines are not cut to a terminal's width."""
-    console = Console() if sys.stdout.isatty() else Console(width=10_000)
-    console.print(jobs_table(jobs, now=time.time()), soft_wrap=not sys.stdout.isatty())
+    """Print the table."""
+    output_console().print(jobs_table(jobs, now=time.time()))
 
 
 def elapsed(seconds: float) -> str:

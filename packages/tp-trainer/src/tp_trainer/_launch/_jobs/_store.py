@@ -236,7 +236,7 @@ def find_job(ref: str) -> Job:
     Several jobs of one name: the running one, or else the newest.
 
     Raises:
-        ConfigError: None or several are meant; it lists the jobs there are.
+        ConfigError: No job or several match; the message lists all jobs.
     """
     jobs = list_jobs()
     if ref == _NEWEST and jobs:

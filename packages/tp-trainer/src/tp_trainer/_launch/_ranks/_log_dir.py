@@ -54,7 +54,7 @@ def _lock(directory: Path, *, create: bool) -> int | None:
     """Lock a directory for as long as the descriptor is open.
 
     Raises:
-        OSError: Another process has locked it, or it has no lock.
+        OSError: Another process has locked the directory, or it has no lock.
     """
     if os.name != "posix":
         return None

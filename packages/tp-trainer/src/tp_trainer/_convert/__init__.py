@@ -1,0 +1,1 @@
+"""``tp convert``: the model of a checkpoint as safetensors."""

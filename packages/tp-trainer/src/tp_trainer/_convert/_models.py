@@ -1,0 +1,194 @@
+"""The weights of a checkpoint, of whatever backend, as safetensors files."""
+
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tp_core.errors import ConfigError, StateError
+from tp_core.internal import write_atomically
+from tp_core.state import StoredTensors, load_state, open_tensors, plain_state
+
+from tp_trainer._checkpoint._folders import RunFolder
+from tp_trainer._checkpoint._manifest import MANIFEST, Manifest, read_manifest
+from tp_trainer._checkpoint._stored_models import MODEL, OneOfSeveral, StateInAFile
+from tp_trainer._checkpoint._verifying import step_of, verify
+from tp_trainer._checkpoint._weights_files import (
+    INDEX_SUFFIX,
+    WeightsFiles,
+    is_weights,
+    split_over_files,
+    type_name,
+    write_index,
+    write_weights,
+)
+
+__all__ = ["find_checkpoint", "open_model", "write_model"]
+
+_INDEX = ".metadata"  # of tensors that ranks have written together
+
+
+def find_checkpoint(source: Path, *, step: int | None, best: str | None, mode: str) -> Path:
+    """Return what is to be read: a checkpoint in the folder of a run, or what ``source`` itself is.
+
+    Args:
+        source: The folder of a run, a checkpoint, or a file.
+        step: The checkpoint of a run at that step; by default the newest.
+        best: Or the one with the best value of that metric.
+        mode: Whether its "min" or its "max" is the best.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or ``source`` is no run and a choice was asked for.
+        FileNotFoundError: There is nothing at ``source``, or nothing in it that has a model.
+        StateError: A manifest that has to be read is damaged.
+    """
+    if not source.exists():
+        msg = f"there is no checkpoint at {source}"
+        raise FileNotFoundError(msg)
+    found = RunFolder(source).committed()
+    if not found:
+        if step is not None or best is not None:
+            msg = f"{source} is not the folder of a run with checkpoints, so there is none to choose"
+            raise ConfigError(msg)
+        known = (source / MANIFEST, source / _INDEX)
+        if source.is_dir() and not is_weights(source) and not any(path.is_file() for path in known):
+            msg = f"{source} has no checkpoint: neither step-... folders, nor {MANIFEST}, nor {_INDEX}"
+            raise FileNotFoundError(msg)
+        return source
+    if best is not None:
+        return _best(found, best, mode)
+    if step is None:
+        return found[0]
+    for path in found:
+        if step_of(path) == step:
+            return path
+    steps = ", ".join(str(step_of(path)) for path in found)
+    msg = f"{source} has no checkpoint of step {step}; it has {steps}"
+    raise ConfigError(msg)
+
+
+def _best(found: list[Path], metric: str, mode: str) -> Path:
+    """Return the checkpoint with the best value; the newest of equals.
+
+    Raises:
+        ConfigError: No checkpoint has the metric.
+        StateError: A manifest is damaged.
+    """
+    manifests: dict[Path, Manifest] = {path: read_manifest(path) for path in found}
+    values = {
+        path: manifest.metrics[metric]
+        for path, manifest in manifests.items()
+        if isinstance(manifest.metrics.get(metric), int | float) and not math.isnan(manifest.metrics[metric])
+    }
+    if not values:
+        names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
+        msg = f"no checkpoint has the metric {metric!r}; they have {', '.join(names) or 'none'}"
+        raise ConfigError(msg)
+    choose = min if mode == "min" else max
+    return choose(values, key=values.__getitem__)
+
+
+def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
+    """Return the tensors of a model on the disk, whatever wrote it, with "model." before their names.
+
+    Args:
+        path: A checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
+        name: Which model of a checkpoint that has several.
+
+    Raises:
+        ConfigError: There is no model of that name, or what is there has no names of models.
+        FileNotFoundError: ``path`` does not exist.
+        StateError: The file or folder is damaged, or has no model.
+    """
+    if is_weights(path):
+        stored: StoredTensors = WeightsFiles(path, prefix=MODEL)
+    elif path.is_file():
+        state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
+        others = [key for key, value in state.items() if not isinstance(value, Tensor)]
+        if others:
+            msg = f"{path} holds {others[0]!r}, which is {type(state[others[0]]).__name__} and not a tensor"
+            raise StateError(msg)
+        stored = StateInAFile(path, state)
+    else:
+        if not (path / _INDEX).is_file():
+            verify(path)
+        stored = open_tensors(path)
+        if not any(key.startswith(MODEL) for key in stored.infos):
+            msg = f"{path} has no model: no name begins with {MODEL!r}; it has {list(stored.infos)[:3]}"
+            raise StateError(msg)
+        return stored if name is None else OneOfSeveral(stored, name)
+    if name is not None:
+        msg = f"{path} has one model, and the name {name!r} is for checkpoints of several"
+        raise ConfigError(msg)
+    return stored
+
+
+def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None = None) -> list[Path]:
+    """Write the weights of a model; in memory there is the largest tensor, and little more.
+
+    A crash leaves what was at ``out`` as it was.
+
+    Args:
+        stored: The tensors, with "model." before the names of those that are written.
+        out: The file, ``model.safetensors``.
+        max_file_nbytes: The largest size of a file, from which on there are several, and an index.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        ConfigError: There are several files, and ``out`` does not end in ".safetensors".
+        OSError: A file cannot be written.
+        StateError: A tensor is of a type that such files lack, or a file that is read is damaged.
+    """
+    infos = {
+        name.removeprefix(MODEL): torch.empty(info.shape, dtype=info.dtype, device="meta")
+        for name, info in stored.infos.items()
+        if name.startswith(MODEL)
+    }
+    for name, tensor in infos.items():
+        if type_name(tensor.dtype) is None:
+            msg = f"a safetensors file has no {tensor.dtype}, which {name!r} is"
+            raise StateError(msg)
+    files = split_over_files(infos, out, max_file_nbytes)
+    room = max((_nbytes(tensor) for tensor in infos.values()), default=0)
+    for file, names in files.items():
+        write_atomically(partial(_write, stored, {name: infos[name] for name in names}, room), file)
+    written = list(files)
+    if len(files) > 1:
+        write_index(out, files, sum(map(_nbytes, infos.values())))
+        written.append(out.with_name(out.stem + INDEX_SUFFIX))
+    return written
+
+
+def _write(stored: StoredTensors, infos: Mapping[str, Tensor], room: int, part: Path) -> None:
+    write_weights(infos, _read(stored, infos, room), part)
+
+
+def _read(stored: StoredTensors, infos: Mapping[str, Tensor], room: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, of which those are read at once that take no more room together."""
+    for names in _groups(infos, room):
+        group = {name: torch.empty_like(infos[name], device="cpu") for name in names}
+        stored.fill({MODEL + name: tensor for name, tensor in group.items()})
+        while group:
+            yield group.popitem()
+
+
+def _groups(infos: Mapping[str, Tensor], room: int) -> Iterator[list[str]]:
+    group: list[str] = []
+    taken = 0
+    for name, info in infos.items():
+        if group and taken + _nbytes(info) > room:
+            yield group
+            group, taken = [], 0
+        group.append(name)
+        taken += _nbytes(info)
+    if group:
+        yield group
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,110 @@
+"""From a function and the words of a command line to a call with checked values."""
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tp_core.errors import ConfigError
+from tp_core.internal import did_you_mean, load_function
+
+from tp_trainer.loggers._values import GivenValues, running_with
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+__all__ = ["Call", "parse_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function and what it is called with.
+
+    Attributes:
+        function: The user's function.
+        arguments: Its arguments by name, as the types of its parameters say.
+        values: The same as plain values.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    values: GivenValues
+
+    def run(self) -> None:
+        """Call the function; what it raises is not touched."""
+        named = dict(self.arguments)
+        parameters = inspect.signature(self.function).parameters.values()
+        first = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        with running_with(self.values):
+            self.function(*first, **named)
+
+
+def parse_call(target: str, words: Sequence[str]) -> Call:
+    """Return the call that a command line asks for.
+
+    Args:
+        target: The function: ``script.py:main`` or ``package.module:main``.
+        words: Its values: ``--lr 0.1``, ``--optim.lr 0.1``, ``--config FILE``.
+
+    Raises:
+        ConfigError: There is no such function, its parameters cannot be options, or a value is unknown,
+            missing or of another type; or jsonargparse is not installed.
+        SystemExit: The words ask for ``--help`` or ``--print-config``, which was printed.
+    """
+    try:
+        import jsonargparse  # noqa: F401 - asked for before the script is imported
+    except ModuleNotFoundError as error:
+        msg = f"values are read by {error.name}, which is not installed: pip install 'tp-trainer[train]'"
+        raise ConfigError(msg) from error
+    function = load_function(target, example="main")
+    parser = _parser_of(target, function)
+    try:
+        found = parser.parse_args(list(words))
+    except argparse.ArgumentError as error:
+        meant = _meant(parser, str(error)) or f"; tp train {target} --help lists what it takes"
+        msg = f"{target}: {_in_one_line(error)}{meant}"
+        raise ConfigError(msg) from error
+    found.pop("config")
+    plain = json.loads(parser.dump(found, format="json", skip_unset=False))
+    given = GivenValues(dict(_flat(plain)), text=parser.dump(found, skip_unset=False))
+    return Call(function, dict(vars(parser.instantiate(found))), given)
+
+
+def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog=f"tp train {target}",
+        description=(inspect.getdoc(function) or "").partition("\n\n")[0],
+        print_config="--print-config",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="A YAML file with values; later options win.")
+    try:
+        parser.add_function_arguments(function, as_group=False)
+    except (ValueError, argparse.ArgumentError) as error:
+        msg = f"the parameters of {target} cannot be options: {_in_one_line(error)}"
+        raise ConfigError(msg) from error
+    return parser
+
+
+def _meant(parser: "ArgumentParser", message: str) -> str:
+    unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+    known = (f"--{name}" for name in parser.get_defaults().keys())  # noqa: SIM118 - with those of groups
+    return "" if unknown is None else did_you_mean(unknown[1], known)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
