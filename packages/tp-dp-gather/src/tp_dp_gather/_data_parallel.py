@@ -43,7 +43,7 @@ class DataParallel(ReplicaWrapper):
         device_ids: ``[0, 1]``, ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]``, or whatever else
             `tp_core.resolve_devices` takes; every accelerator by default, or the CPU where there is none.
         output_device: Where outputs are gathered; the first device by default.
-        dim: The dimension of the rows, in inputs and outputs.
+        dim: The dimension of the rows, in inputs and outputs; at least 0.
         gather_to_one_device: ``False`` returns a tuple with each part's output, on its device.
         inputs_are_scattered: Each argument is a tuple or list with one part per device already.
         except_keywords: Keys, at any depth of dicts, named tuples and dataclasses, whose values are
@@ -56,7 +56,7 @@ class DataParallel(ReplicaWrapper):
 
     Raises:
         DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
-        ConfigError: Options contradict each other.
+        ConfigError: An option is unknown, or options contradict each other.
 
     Example:
         >>> net = DataParallel(nn.Linear(5, 2), ["cpu", "cpu"], gather_to_one_device=False)
@@ -109,6 +109,7 @@ class DataParallel(ReplicaWrapper):
 
         Raises:
             ConfigError: The inputs cannot be split, or the outputs not be gathered.
+            ModelError: The module cannot be replicated as it is, or is not on the first device.
         """
         most = len(self.device_ids)
         if self.inputs_are_scattered:
@@ -228,9 +229,9 @@ class DataParallel(ReplicaWrapper):
         Args:
             criterion: A loss module or function of an output and a target. Means of
                 ``CrossEntropyLoss`` and ``NLLLoss``, their functions, and ``functools.partial`` of
-                those heed weights and ``ignore_index`` over the whole batch; all others are
+                those apply weights and ``ignore_index`` over the whole batch; all others are
                 weighted by rows.
-            outputs: The parts of the output.
+            outputs: The parts of the output, each on its device, with its rows in ``dim``.
             targets: The whole target, or its parts.
             reduction: "mean" or "sum", for functions and modules that have neither a ``.reduction``
                 nor a parameter of that name. A criterion with

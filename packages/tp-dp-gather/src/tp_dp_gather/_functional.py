@@ -33,7 +33,8 @@ def data_parallel(
 
     Args:
         module: The module, on the first device.
-        inputs: A tuple of positional arguments, or the one argument; ``None`` for none.
+        inputs: A tuple of positional arguments, or the one argument; ``None`` for none. The tensors in them
+            have the whole batch's rows in ``dim``.
         device_ids: As in `DataParallel`, like the other options.
         output_device: Where outputs are gathered.
         dim: The dimension of the rows.
@@ -42,6 +43,15 @@ def data_parallel(
         inputs_are_scattered: Each argument is a tuple or list of parts.
         except_keywords: Keys whose values are not gathered.
         sort_and_gather: Order the parts by their devices' indices.
+
+    Returns:
+        The outputs, joined along ``dim`` on ``output_device``; or a tuple with each part's output, on its
+        device.
+
+    Raises:
+        ConfigError: Options contradict each other, or inputs cannot be split or outputs not be gathered.
+        DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
+        ModelError: The module cannot be replicated as it is.
 
     Example:
         >>> data_parallel(nn.Linear(5, 2), torch.ones(16, 5), ["cpu", "cpu"]).shape

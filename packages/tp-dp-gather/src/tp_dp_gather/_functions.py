@@ -29,6 +29,10 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
         target_devices: The devices, as `tp_core.resolve_devices` takes them.
         dim: The dimension of the rows.
 
+    Returns:
+        A tuple of pieces like ``inputs``, at most one for each device; their numbers of rows differ by at
+        most one, larger ones first.
+
     Raises:
         ConfigError: Tensors have different numbers of rows.
         DeviceError: ``target_devices`` names a device that this process does not have.
@@ -48,7 +52,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     """Return one output, on ``target_device``, made of those of the parts.
 
     Args:
-        outputs: The parts' outputs, of one structure.
+        outputs: The parts' outputs, of one structure; tensors have the same shape but for ``dim``.
         target_device: Where to; -1 is the CPU.
         dim: The dimension to concatenate along; scalars become a vector.
 
@@ -72,6 +76,7 @@ def replicate(network: nn.Module, devices: DeviceSpec, detach: bool = False) -> 
 
     Raises:
         ModelError: The module cannot be replicated as it is.
+        DeviceError: ``devices`` names a device that this process does not have.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         return Replicas(network, devices).modules()
@@ -93,6 +98,8 @@ def parallel_apply(
 
     Raises:
         ConfigError: The number of inputs or devices is not that of modules.
+        DeviceError: ``devices`` names a device that this process does not have.
+        Exception: Whatever a module raised.
 
     Example:
         >>> parallel_apply([abs, len], [(-3,), ("four",)])

@@ -10,8 +10,9 @@ class GatherOptions:
     """The options of the backend ``dp-gather``.
 
     Attributes:
-        dim: The dimension of the rows, in inputs and outputs.
-        except_keywords: Keys of the model's output that stay in parts.
+        dim: The dimension of the rows, in inputs and outputs; at least 0.
+        except_keywords: Keys of the model's output, at any depth, that stay in parts: tuples with each part's
+            value, on its device.
     """
 
     dim: int = 0

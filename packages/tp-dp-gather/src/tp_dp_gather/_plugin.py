@@ -13,7 +13,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Several devices in one process, with the whole output on one of them."""
+    """Return the backend for several devices in one process, with the whole output on one of them."""
     from tp_dp_gather._backend import GatherBackend
 
     return [GatherBackend()]

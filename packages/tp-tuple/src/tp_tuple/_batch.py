@@ -1,4 +1,4 @@
-"""Moving nested values and objects of one's own."""
+"""Moving nested values and custom objects."""
 
 import copy
 from typing import Any, Self, TypeVar
@@ -68,10 +68,16 @@ _CONTAINERS = containers(stop=_moves_itself)
 def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = False) -> T:
     """Move every attribute of ``obj`` by `recursive_cuda`, and return ``obj``.
 
-    A generic ``.cuda`` for classes of one's own. The object itself is changed.
+    A generic ``.cuda`` for custom classes. The object itself is changed.
+
+    Args:
+        obj: An object with attributes, in its dictionary or in slots; a frozen dataclass, too.
+        device: Where to; the current accelerator by default.
+        non_blocking: Do not wait for copies from page-locked memory.
 
     Raises:
-        TransferError: The object has no attributes.
+        TransferError: The object has no attributes, or a value's own method returned ``None``.
+        DeviceError: No device was named and there is no accelerator.
     """
     moved = recursive_cuda(_attributes(obj), device, non_blocking=non_blocking)
     return _with(obj, moved)
@@ -122,15 +128,19 @@ class Batch:
     """
 
     def cuda(self, device: Device | None = None, *, non_blocking: bool = False) -> Self:
-        """Move all attributes in place and return the object."""
+        """Move all attributes in place and return the object; the errors are those of `cuda_attrs`."""
         return cuda_attrs(self, device, non_blocking=non_blocking)
 
     def to(self, device: Device, *, non_blocking: bool = False) -> Self:
-        """Return a copy whose attributes are on ``device``."""
+        """Return a copy whose attributes are on ``device``; the errors are those of `cuda_attrs`."""
         return cuda_attrs(copy.copy(self), device, non_blocking=non_blocking)
 
     def pin_memory(self) -> Self:
-        """Return a copy whose attributes are in page-locked memory."""
+        """Return a copy whose attributes are in page-locked memory.
+
+        Raises:
+            TransferError: The object has no attributes.
+        """
         return _with(copy.copy(self), recursive_pin(_attributes(self)))
 
 

@@ -237,13 +237,15 @@ def tp_collate(
             `TupleParallel` that gets the parts (even shares until then). Each part gets at least
             one item while there are enough. ``"auto"`` with ``pin_memory=True`` in the loader,
             which makes plain lists of tuples: give a `Speeds` to both sides instead.
-        cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``. Parts then have nearly
-            equal total cost, and `restore_order` undoes it: ``.order`` of the tuples tells how.
+        cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``, not below 0. Parts then have nearly
+            equal total cost, by the longest-processing-time rule (Graham, 1969), and `restore_order` undoes
+            it: ``.order`` of the tuples tells how.
         select: ``select(items, rows)`` takes rows out of a container of items that is not a list: a
             table that a dataset's ``__getitems__`` returns, say. It needs a length.
 
     Raises:
-        ConfigError: The number of devices or the weights make no sense.
+        ConfigError: The number of devices is less than 1, or the weights do not fit it; when the decorated
+            function is called, also for a batch of no items or a cost that is not a number.
 
     Example:
         >>> collate = tp_collate(2)(torch.stack)
@@ -282,7 +284,7 @@ def default_collate(
     """Return torch's default collate function, made for `TupleParallel` by `tp_collate`.
 
     Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``. Items that are text stay
-    lists, one for each part.
+    lists, one for each part. Arguments and errors are those of `tp_collate`.
 
     Example:
         >>> x, y = default_collate(2)([(1.0, 0), (2.0, 1), (3.0, 0)])

@@ -21,8 +21,16 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
     to a vector; parts on several devices come to the first one's.
 
     Args:
-        returns: A tuple of tensors (one return value), or a tuple of such tuples (several).
+        returns: A tuple with a tensor for each part (one return value), or a tuple of such tuples (several).
+            The tensors of a value have the same shape but for ``dim``.
         dim: The dimension to concatenate along.
+
+    Returns:
+        For each value a tensor on the first part's device, whose size in ``dim`` is the sum of the parts';
+        a value whose parts are not tensors as it came.
+
+    Raises:
+        RuntimeError: The shapes of a value's parts differ in another dimension.
 
     Example:
         >>> cat((torch.zeros(2, 3), torch.zeros(1, 3))).shape

@@ -1,16 +1,19 @@
 """Batches in parts on their way through a loader, and the choice of what makes them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tp_core import recursive_pin
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.plugins import CollateAdapter, Parts, registry
+from tp_core.plugins import CollateAdapter, Parts, Verdict, registry
 
 from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._speeds import Speeds
 
 __all__ = ["AdaptedCollate", "Envelope", "PlacedParts", "find_adapters"]
+
+log = logging.getLogger("tp_tuple")
 
 
 class Envelope:
@@ -66,13 +69,28 @@ class AdaptedCollate:
         return Envelope(self._adapted(items))
 
     def _choose(self, sample: Any) -> CollateAdapter:
-        verdicts = [(a, a.assess(sample, self._parts)) for a in self._adapters]
+        verdicts = [(a, _assessed(a, sample, self._parts)) for a in self._adapters]
         fits = [(v.score, a) for a, v in verdicts if v.score is not None]
         if not fits:
             reasons = "; ".join(f"{a.name}: {v.reason}" for a, v in verdicts)
             msg = f"no collate adapter fits samples of type {type(sample).__name__}: {reasons}"
             raise LoaderError(msg)
         return max(fits, key=lambda pair: pair[0])[1]
+
+
+def _assessed(adapter: CollateAdapter, sample: Any, parts: int) -> Verdict:
+    """Return an adapter's verdict; one that raises is left out, and named in the log."""
+    try:
+        verdict: object = adapter.assess(sample, parts)
+        if isinstance(verdict, Verdict):
+            return verdict
+        reason = f"assess() must return a Verdict, got {type(verdict).__name__}"
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+        reason = f"assess() raised {type(error).__name__}: {error}"
+    log.warning(
+        "the collate adapter %r of %s is left out: %s", adapter.name, type(adapter).__module__, reason
+    )
+    return Verdict.unfit(reason)
 
 
 def find_adapters(name: str) -> tuple[CollateAdapter, ...]:

@@ -90,13 +90,13 @@ class Meeting:
         """Return the rows of all parts, in the order of the batch, on the device of ``rows``.
 
         Raises:
-            StepError: The parts run one after the other, in a mode of torch; or their rows differ in shape.
+            StepError: The parts run one after the other, in a mode of torch, say; or their rows differ.
         """
         if self._in_turn:
             msg = (
                 "all_gather() cannot bring the parts of the batch together within a TorchFunctionMode or "
-                "TorchDispatchMode, in which they run one after the other; leave the mode, or take another "
-                "backend: Trainer(backend='dp-gather')"
+                "TorchDispatchMode, or on CPUs with torch.use_deterministic_algorithms(True), in which they "
+                "run one after the other; leave that, or take another backend: Trainer(backend='dp-gather')"
             )
             raise StepError(msg)
         number, time = _here.number, _here.times

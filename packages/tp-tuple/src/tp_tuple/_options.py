@@ -15,8 +15,9 @@ class TupleOptions:
     """The options of the backend ``tuple``.
 
     Attributes:
-        weights: The share of each device; see `tp_collate`.
-        cost: The cost of an item; see `tp_collate`.
+        weights: The share of each device: ``[2, 1]``, "memory", "auto" or ``None`` for even shares; see
+            `tp_collate`.
+        cost: The cost of an item, a number not below 0 in any unit; see `tp_collate`.
         adapter: The name of the collate adapter to use; "auto" takes the one that fits the samples
             best.
         force_copies: Give every replica parameters of its own, also on one device: for tests.

@@ -13,7 +13,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Several devices in one process."""
+    """Return the backend for several devices in one process."""
     from tp_tuple._backend import TupleBackend
 
     return [TupleBackend()]

@@ -17,7 +17,7 @@ from tp_core.plugins import (
     StepOutput,
     combine_outputs,
 )
-from tp_core.replicas import Replicas, has_modes
+from tp_core.replicas import Replicas
 
 from tp_tuple._loading import AdaptedCollate, Envelope, PlacedParts, find_adapters
 from tp_tuple._meeting import Meeting, meeting_here
@@ -149,7 +149,7 @@ class TupleSession(Session):
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
         parts = batch[:]
-        meeting = Meeting(len(parts), batch.order, in_turn=len(parts) > 1 and has_modes())
+        meeting = Meeting(len(parts), batch.order, in_turn=len(parts) > 1 and replicas.runs_in_turn)
         outputs = meeting.run(partial(self._run_parts, replicas=replicas, counts=batch.counts), step, parts)
         if len(outputs) == 1:
             only: StepOutput = outputs[0]

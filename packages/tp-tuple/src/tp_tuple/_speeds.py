@@ -22,6 +22,9 @@ class Speeds(Sequence[float]):
         steps: Steps that are measured.
         warmup: Steps before, in which kernels are chosen and caches filled.
 
+    Raises:
+        ConfigError: ``parts`` or ``steps`` is less than 1, or ``warmup`` less than 0.
+
     Example:
         >>> speeds = Speeds(2, steps=1, warmup=0)
         >>> speeds.weights() is None
@@ -49,7 +52,7 @@ class Speeds(Sequence[float]):
         return int(self._sums[2, 0].item()) >= self._warmup + self._steps
 
     def note(self, *, counts: list[int], seconds: list[float]) -> None:
-        """Note one step: the samples of each part, and how long it took.
+        """Note one step: the samples of each part, and how many seconds each took.
 
         A step with fewer parts than devices does not measure all of them, and is not counted.
         """

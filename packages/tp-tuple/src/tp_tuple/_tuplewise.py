@@ -52,5 +52,9 @@ class Tuplewise:
 
 
 def tuplewise(items: Sequence[Any]) -> Tuplewise:
-    """Return ``Tuplewise(items)``: another way to write it."""
+    """Return ``Tuplewise(items)``: another way to write it.
+
+    Raises:
+        ConfigError: ``items`` is not a list or tuple.
+    """
     return Tuplewise(items)
