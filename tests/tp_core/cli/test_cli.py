@@ -15,12 +15,15 @@ from tp_core.testing import fake_distribution
 
 COMMANDS = """
     import typer
+    from tp_core.errors import TpError
     from tp_core.plugins import Command, hookimpl
 
     def load_hello():
         app = typer.Typer()
         @app.command()
         def hello(name: str):
+            if name == "nobody":
+                raise type("Short", (TpError, EOFError), {})("nobody is there")
             print(f"hello {name}")
         return app
 
@@ -30,9 +33,20 @@ COMMANDS = """
     def load_ending():
         raise SystemExit(3)
 
+    def load_clicked():
+        import click
+        @click.command()
+        @click.option("--times", type=int, default=1)
+        @click.pass_context
+        def clicked(ctx, times):
+            click.echo(f"clicked {times}")
+            ctx.exit(times)
+        return clicked
+
     @hookimpl
     def tp_commands():
         return [Command("hello", "Say hello.", load_hello), Command("bad", "Fail.", load_bad),
+                Command("clicked", "Of click.", load_clicked),
                 Command("ending", "End.", load_ending),
                 Command("doctor", "Hide the doctor.", load_hello)]
 """
@@ -72,6 +86,10 @@ def test_a_plugins_command_runs_and_loads_no_other_one(with_commands, capsys):
     captured = capsys.readouterr()
     assert "hello world" in captured.out
     assert "bad" not in captured.err
+    with pytest.raises(SystemExit) as ended:
+        app(args=["hello", "nobody"], prog_name="tp")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "tp hello: nobody is there\n"  # not click's own line for an EOFError
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bad"]])
@@ -79,6 +97,23 @@ def test_a_broken_command_is_left_out_with_its_cause(with_commands, capsys, argu
     with pytest.raises(SystemExit):
         build_app(with_commands)(args=arguments, prog_name="tp")
     assert "command 'bad' of tp-hello 1.0 is broken: ImportError: no such library" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--times", "3"], 3, "clicked 3"),
+        (["--help"], 0, "--times INTEGER"),
+        (["--times", "x"], 2, "Error: Invalid value for '--times'"),
+        (["--tims"], 2, "No such option"),
+    ],
+)
+def test_a_command_of_click_runs_and_ends_as_one_of_typer(with_commands, capsys, arguments, status, said):
+    with pytest.raises(SystemExit) as ended:
+        build_app(with_commands)(args=["clicked", *arguments], prog_name="tp")
+    captured = capsys.readouterr()
+    assert ended.value.code == status
+    assert said in captured.out + captured.err
 
 
 def test_help_lists_the_commands_with_their_lines(with_commands, capsys):
@@ -99,7 +134,7 @@ def test_a_command_that_ends_the_process_while_it_loads_is_left_out_too(with_com
 
 def test_a_misspelled_command_gets_a_suggestion(capsys):
     assert run(["lunch"]) == 2
-    assert "Did you mean 'launch'?" in capsys.readouterr().err
+    assert "did you mean 'launch'?" in capsys.readouterr().err
 
 
 def test_tp_says_its_version(capsys):
@@ -130,14 +165,14 @@ def test_an_unknown_command_ends_with_a_status(capsys):
 
 
 def test_the_doctor_finds_nothing_broken_here(capsys):
-    assert run(["doctor"]) == 0
+    assert run(["doctor", "--no-measure"]) == 0
     out = capsys.readouterr().out
     assert "Nothing is broken." in out
     assert "cpu" in out
 
 
 def test_the_doctor_speaks_json(capsys):
-    assert run(["doctor", "--json"]) == 0
+    assert run(["doctor", "--no-measure", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
     assert {"python", "torch", "tp-core"} <= set(report["versions"])
@@ -152,7 +187,7 @@ def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys,
         plugins = PluginRegistry(environ={})
         report = examine(plugins)
         monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
-        assert run(["doctor"]) == 1
+        assert run(["doctor", "--no-measure"]) == 1
     (broken,) = report["broken"]
     assert (broken["name"], broken["distribution"], broken["version"]) == ("bad", "tp-bad", "0.3")
     assert "ZeroDivisionError" in broken["traceback"]
@@ -190,7 +225,7 @@ def talkative(tmp_path):
 
 def test_what_a_plugin_prints_is_no_part_of_the_report(talkative, capsys, monkeypatch):
     monkeypatch.setattr("tp_core.cli._doctor.registry", talkative)
-    assert run(["doctor", "--json"]) == 0
+    assert run(["doctor", "--no-measure", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["problems"] == []
     assert all(word in captured.err for word in ("loaded", "hooked", "asked"))
@@ -205,11 +240,11 @@ def test_what_a_plugin_prints_while_it_is_loaded_never_reaches_stdout(talkative,
 
 def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys, monkeypatch):
     brings = {p["name"]: p["brings"] for p in examine(with_commands)["plugins"]}
-    assert brings["hello"] == {"command": ("bad", "ending", "hello")}
+    assert brings["hello"] == {"command": ("bad", "clicked", "ending", "hello")}
     assert brings["tp-runner"]["engine"] == ("inline", "process", "ray", "thread")
     assert brings["tp-tuple"] == {"backend": ("tuple",), "collate adapter": ("tuple",)}
     monkeypatch.setattr("tp_core.cli._doctor.registry", with_commands)
-    run(["doctor"])
+    run(["doctor", "--no-measure"])
     assert "collate adapter" in capsys.readouterr().out
 
 
@@ -268,6 +303,25 @@ def test_without_its_libraries_tp_says_what_to_install(tmp_path):
 
 
 def test_tp_is_a_module_too():
-    done = tp("doctor", "--json")
+    done = tp("doctor", "--no-measure", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "points", "is_named"),
+    [
+        ("pytorch,tp-plugin", {}, True),
+        ("tp-plugin pytorch", {}, True),
+        ("tp-plugin", {"hello": "hello_plugin"}, False),
+        ("tp-plugins", {}, False),
+    ],
+)
+def test_doctor_names_a_plugin_whose_entry_point_was_forgotten(keywords, points, is_named, tmp_path):
+    with fake_distribution(
+        tmp_path, "acme", entry_points=points, modules={"hello_plugin": COMMANDS}
+    ) as place:
+        (metadata,) = place.glob("*.dist-info/METADATA")
+        metadata.write_text(metadata.read_text() + f"Keywords: {keywords}\n")
+        notes = examine(PluginRegistry(environ={}))["notes"]
+    assert any("distribution acme has the keyword 'tp-plugin'" in note for note in notes) == is_named

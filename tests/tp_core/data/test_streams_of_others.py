@@ -1,12 +1,13 @@
 """Streams of Hugging Face's datasets and of torchdata, where they are installed."""
 
+from importlib.util import find_spec
 from itertools import islice
 
 import pytest
 from torch.utils.data import DataLoader
 from tp_core.plugins import PreparedLoader
 
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 
 
 def rows(shards):
@@ -15,6 +16,8 @@ def rows(shards):
 
 
 def dataset():
+    import datasets
+
     return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
 
 

@@ -1,6 +1,7 @@
 """Finding plugins, and surviving the broken ones."""
 
 import sys
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,45 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
             "ZeroDivisionError",
         ),
         (source(""), "needs a name"),
+        ("import bad_plugin_too\nfrom bad_plugin import missing\n", "No module named 'bad_plugin_too'"),
+        ("from bad_plugin import missing\n", "partially initialized module 'bad_plugin'"),
+        ("import pytest\npytest.skip('not here', allow_module_level=True)\n", "Skipped: not here"),
+        ("class Mine(BaseException): pass\nraise Mine('of nobody')\n", "Mine: of nobody"),
+        ("raise GeneratorExit('early')\n", "GeneratorExit: early"),
+        ("raise RecursionError('too deep')\n", "RecursionError: too deep"),
+        (
+            "class E(Exception):\n    def __str__(self): raise LookupError\nraise E\n",
+            "E, whose message cannot be read (LookupError)",
+        ),
+        ("def __getattr__(name):\n    raise RuntimeError(name)\n", "RuntimeError: tp_contract"),
+        ("def __dir__():\n    raise RuntimeError('nothing to see')\n", "RuntimeError: nothing to see"),
+        (source("old", contract=0), "built for version 0 of the hook contract"),
+        (source("old", contract="'1'"), "built for version '1' of the hook contract"),
+        (source("old", contract=[1]), "TypeError: unhashable type: 'list'"),
+        (source("x").replace("return [Other]", "return None"), "'NoneType' object is not iterable"),
+        (source("x").replace("return [Other]", "return 'other'"), "got str: 'o'"),
+        (source("x").replace("return [Other]", "yield 1 / 0"), "ZeroDivisionError"),
+        (source("x").replace("def open", "def opens"), "abstract method"),
+        (
+            source("x").replace("name = 'x'", "name = property(lambda self: 'x')"),
+            "a string and not empty, and no property",
+        ),
+        (
+            source("x").replace("name = 'x'", "name = type('S', (str,), {'__hash__': None})('x')"),
+            "unhashable type: 'S'",
+        ),
+        (
+            source("x").replace(
+                "class Other(Backend)",
+                "class Other(metaclass=type('M', (type,), {"
+                "'__instancecheck__': lambda c, o: True, '__subclasscheck__': lambda c, o: 1 / 0}))",
+            ),
+            "must return Backend objects",
+        ),
+        (
+            source("x").replace("return [Other]", "return [type('R', (), {'__repr__': lambda r: 1 / 0})()]"),
+            "ZeroDivisionError",
+        ),
         (
             "from tp_core.plugins import hookimpl\n@hookimpl\ndef tp_backends():\n    raise SystemExit(3)\n",
             "SystemExit: 3",
@@ -133,6 +173,25 @@ def test_a_broken_plugin_is_reported_and_the_others_live_on(tmp_path, text, erro
         with pytest.raises(PluginError, match="it was left out") as caught:
             plugins.require("bad")
         assert caught.value.__cause__ is broken.error
+
+
+def test_an_interruption_is_no_fault_of_a_plugin_and_the_next_question_looks_again(tmp_path):
+    text = "import os\nif 'SLOW_PLUGIN' in os.environ:\n    raise KeyboardInterrupt\n" + dedent(
+        source("slow")
+    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fake_distribution(
+            tmp_path, "tp-slow", entry_points={"slow": "slow_plugin"}, modules={"slow_plugin": text}
+        ),
+    ):
+        plugins = registry()
+        patch.setenv("SLOW_PLUGIN", "1")
+        with pytest.raises(KeyboardInterrupt):
+            plugins.backends()
+        patch.delenv("SLOW_PLUGIN")
+        assert "slow" in names(plugins.backends())
+        assert plugins.broken() == ()
 
 
 def test_two_plugins_of_one_name_keep_the_first_and_report_the_second(tmp_path):

@@ -182,6 +182,12 @@ def test_fewer_parts_than_devices_use_the_first_ones(model):
     assert len(replicas) == 4
 
 
+def test_a_part_alone_runs_on_the_module_or_what_is_given_instead(model):
+    replicas, other = Replicas(model, ["cpu"] * 2), copy.deepcopy(model)
+    assert replicas.run_alone(lambda module, part: (module, part), 5) == (model, 5)
+    assert replicas.run_alone(lambda module, _: module, 5, module=other) is other
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_wrong_number_of_parts_is_refused(model, count):
     with pytest.raises(ConfigError, match=f"expected 1 to 2 parts, one per device, got {count}"):

@@ -1,7 +1,8 @@
 """What torch and Python keep for each thread reaches every replica."""
 
 import contextvars
-import dataclasses
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from tp_core.replicas import Replicas
-from tp_core.replicas._caller import Caller
+from tp_core.replicas._caller import Caller, on_streams
 
 X = [torch.ones(2, 3), torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)]
 VARIABLE = contextvars.ContextVar("VARIABLE", default="nothing")
@@ -187,6 +188,6 @@ def test_a_thread_enters_the_callers_side_streams_on_all_devices():
         torch.device("cuda:0"): Stream("side", 3, entered),
         torch.device("cuda:1"): Stream("default", 0, entered),
     }
-    caller = dataclasses.replace(Caller.capture((cpu,), ("cpu",)), streams=streams)
-    assert caller.call(lambda replica, part: part, nn.Identity(), 5, device=cpu) == 5
+    caller = Caller.capture((cpu,), ("cpu",))._replace(contexts=[partial(on_streams, streams)])
+    assert caller.call(lambda replica, part: part, nn.Identity(), 5, device=cpu, rng=nullcontext()) == 5
     assert entered == ["side"]

@@ -82,6 +82,21 @@ def test_models_of_transformers(kind):
     assert_as_usual(lambda: transformers.AutoModel.from_config(config))
 
 
+def test_large_tensors_say_that_they_are_on_the_cpu_and_keep_what_they_carry():
+    seen = []
+
+    def make():
+        model = nn.Linear(200, 100)
+        model.weight.note = "mine"
+        seen.extend([model.weight.device, model.weight.is_meta])
+        return model
+
+    model = build_deferred(make)
+    materialize(model)
+    assert seen == [torch.device("cpu"), False]
+    assert model.weight.note == "mine"
+
+
 def test_small_tensors_are_made_at_once():
     model = build_deferred(lambda: nn.Linear(200, 100))
     assert is_deferred(model.weight)

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.serialization import get_crc32_options
 from tp_core.errors import StateError
 from tp_core.internal import split_evenly
 from tp_core.plugins import TensorSlice
-from tp_core.state import read_tensors, tensor_infos, write_tensors
+from tp_core.state import read_tensors, record_of, tensor_infos, write_tensors
 from tp_core.testing import run_ranks
 
 TENSORS = {
@@ -59,12 +60,59 @@ def test_a_slice_may_have_several_parts(tmp_path):
     assert torch.equal(mine, whole[[0, 1, 4, 5]])
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        pytest.param(torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last), id="strided"),
+        pytest.param(torch.randn(4, 2).t(), id="transposed"),
+        pytest.param(torch.randn(2, 4).to(torch.float8_e4m3fn), id="eight bits"),
+        pytest.param(torch.randn(2, 4, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.tensor([[True, False], [False, False]]), id="truth"),
+        pytest.param(torch.randn(40, 3)[5:7], id="a part of a larger one"),
+    ],
+)
+def test_parts_of_unusual_tensors_are_read_as_torch_wrote_them(tmp_path, whole):
+    write_tensors({"before": torch.ones(7), "w": whole}, tmp_path)
+    expected = whole[1:, 1:]
+    target = torch.empty(expected.shape, dtype=whole.dtype)
+    read_tensors(
+        {"w": TensorSlice(tuple(whole.shape), [((1, 1, *[0] * (whole.dim() - 2)), target)])}, tmp_path
+    )
+    assert target.tolist() == expected.tolist()
+
+
+def test_the_place_of_a_tensor_may_be_of_another_type_or_lie_in_pieces(tmp_path):
+    write_tensors(TENSORS, tmp_path)
+    wide, turned = torch.empty(3, 4, dtype=torch.float64), torch.empty(4, 3).t()
+    read_tensors({"a": wide}, tmp_path)
+    read_tensors({"a": turned}, tmp_path)
+    assert torch.equal(wide, TENSORS["a"].double())
+    assert torch.equal(turned, TENSORS["a"])
+
+
+def test_what_was_written_comes_with_the_digests_of_its_files(tmp_path):
+    records = write_tensors({"large": torch.arange(5_000_000), **TENSORS}, tmp_path)
+    assert set(records) == {path.name for path in tmp_path.glob("*.distcp")}
+    assert all(record == record_of(tmp_path / name) for name, record in records.items())
+    assert get_crc32_options()  # what torch.save does otherwise is left as it was
+
+
+def test_an_archive_that_is_damaged_is_an_error(tmp_path):
+    write_tensors({"w": torch.arange(3.0)}, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(StateError, match="cannot be read"):
+        read_tensors({"w": torch.empty(3)}, tmp_path)
+
+
 def write_shards(folder):
     dist.init_process_group("gloo")
     rows = split_evenly(5, 2)[dist.get_rank()]
     whole = torch.arange(10.0).reshape(5, 2)
     mine = TensorSlice((5, 2), [((rows.start, 0), whole[rows].clone())])
-    write_tensors({"w": mine, "same": torch.ones(3)}, folder, together=True)
+    whole_ones = {"same": torch.ones(3), "own": torch.full((2,), 1.0 + dist.get_rank())}
+    records = write_tensors({"w": mine, **whole_ones}, folder, together=True)
+    assert all(name.startswith(f"__{dist.get_rank()}_") for name in records)
     other = torch.empty(5, 1)
     read_tensors({"w": TensorSlice((5, 2), [((0, dist.get_rank()), other)])}, folder)
     return other.flatten().tolist()
@@ -73,10 +121,11 @@ def write_shards(folder):
 def test_ranks_write_slices_together_and_read_others(tmp_path):
     columns = run_ranks(write_shards, 2, tmp_path)
     assert columns == [[0.0, 2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0, 7.0, 9.0]]
-    found = {"w": torch.empty(5, 2), "same": torch.empty(3)}
+    found = {"w": torch.empty(5, 2), "same": torch.empty(3), "own": torch.empty(2)}
     read_tensors(found, tmp_path)
     assert found["w"].flatten().tolist() == list(range(10))
     assert found["same"].tolist() == [1.0, 1.0, 1.0]
+    assert found["own"].tolist() == [1.0, 1.0]  # the first rank's
 
 
 def test_a_missing_name_and_another_shape_are_named_before_anything_is_touched(tmp_path):
@@ -130,6 +179,39 @@ def test_an_index_of_another_python_or_system_is_read(module, name, tmp_path, mo
     found = empty_like(TENSORS)
     read_tensors(found, tmp_path)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+class Attribute:
+    """Pickled as ``getattr(owner, name)``."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_an_index_of_a_python_that_writes_members_as_attributes_is_read(tmp_path, monkeypatch):
+    write_tensors(TENSORS, tmp_path)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    properties = index.state_dict_metadata["a"].properties
+    encoding = type(properties.__getstate__()[3])
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    with monkeypatch.context() as patch:  # as the enumerations of Python 3.11.2 are
+        patch.setattr(encoding, "__reduce_ex__", by_name)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    found = empty_like(TENSORS)
+    read_tensors(found, tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("name", ["__class__", "__subclasses__", "mro"])
+def test_an_index_reaches_no_attribute_of_anything_else(tmp_path, name):
+    write_tensors(TENSORS, tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(torch.Size, name)))
+    with pytest.raises(StateError, match=f"it asks for '{name}' of <class 'torch.Size'>"):
+        tensor_infos(tmp_path)
 
 
 def test_writing_and_reading_leave_the_filters_of_warnings_as_they_were(tmp_path):
