@@ -3,9 +3,11 @@
 import asyncio
 import concurrent.futures
 import os
+import pickle
 import signal
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 
 import joblib
 import numpy as np
@@ -56,7 +58,11 @@ def test_a_call_that_kills_its_worker_fails_alone():
         dead = executor.submit(os.kill, 0, 0)  # a harmless one first: the group's processes exist
         killer = executor.submit(lambda: os.kill(os.getpid(), signal.SIGKILL))
         others = [executor.submit(abs, -i) for i in range(20)]
-        assert isinstance(killer.exception(800), WorkerDiedError)
+        error = killer.exception(800)
+        assert isinstance(error, WorkerDiedError)
+        assert isinstance(error, BrokenProcessPool)
+        assert error.exitcode == -signal.SIGKILL
+        assert isinstance(pickle.loads(pickle.dumps(error)), BrokenProcessPool)
         assert dead.exception(800) is None
         assert [future.result(800) for future in others] == list(range(20))
 
@@ -147,6 +153,22 @@ def test_joblib_gets_the_exception_of_the_function(backend):
 def test_joblib_results_come_as_a_generator(backend):
     results = joblib.Parallel(return_as="generator")(joblib.delayed(abs)(-i) for i in range(20))
     assert list(results) == list(range(20))
+
+
+def test_joblib_hands_over_an_initializer_and_calls_a_single_worker_itself(backend):
+    calls = [joblib.delayed(os.getenv)("MADE") for _ in range(4)]
+    assert (
+        joblib.Parallel(2, initializer=os.environ.update, initargs=({"MADE": "yes"},))(calls) == ["yes"] * 4
+    )
+    assert joblib.Parallel(1)([joblib.delayed(os.getpid)()]) == [os.getpid()]
+
+
+def test_joblib_nests_it_by_name():
+    def inner(i):
+        return joblib.Parallel(2, backend="tp")(joblib.delayed(abs)(-i) for i in range(i))
+
+    register_joblib()
+    assert joblib.Parallel(2, backend="tp")(joblib.delayed(inner)(i) for i in (1, 2)) == [[0], [0, 1]]
 
 
 @pytest.mark.slow

@@ -105,7 +105,9 @@ def test_lines_of_text_and_directories_of_files_are_read_too(folder):
 def test_errors_end_the_run_or_stand_in_their_place(folder):
     (folder / "lines.txt").write_text("a\nb\nc\n")
     done, rows = call(folder, "fussy", "--input", "lines.txt")
-    assert "no b" in str(done.exception)
+    assert re.match(r"lines.txt, line 2: the work on item 1 .* raised .*no b", str(done.exception))
+    assert str(done.exception).endswith("\n--keep-going has errors stand in place of results, and goes on")
+    assert done.output.splitlines() == ["0 done before, 1 now, 0 of them failed: out.jsonl"]
     assert [row["result"] for row in rows] == ["a"]
     done, rows = call(folder, "fussy", "--input", "lines.txt", "--keep-going")
     assert "1 done before, 2 now, 1 of them failed" in done.output
@@ -122,7 +124,11 @@ def test_errors_end_the_run_or_stand_in_their_place(folder):
         ("upper", ["--input", "nothing*"], "no file, directory or pattern 'nothing\\*'"),
         ("upper", ["--input", "lines.txt", "--format", "xml"], "--format must be one of auto"),
         ("upper", ["--input", "lines.txt", "--format", "jsonl"], "line 1 of lines.txt is not JSON"),
-        ("odd", ["--input", "lines.txt"], "cannot be written as JSON: type is not a JSON value"),
+        (
+            "odd",
+            ["--input", "lines.txt"],
+            "cannot be written as JSON: type is not a JSON value.*--keep-going",
+        ),
         ("time", ["--input", "lines.txt"], "neither a runner class nor a function"),
     ],
 )

@@ -1,14 +1,19 @@
 """``tp run``: kinds of input and output, and input that is another one at the next run."""
 
 import csv
+import errno
 import gzip
 import json
+import os
 
 import pytest
 from PIL import Image
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StateError
+from tp_runner._command import _journal
 from tp_runner._command._command import app
-from tp_runner._command._readers import read
+from tp_runner._command._journal import Journal
+from tp_runner._command._readers import Record, find, read
+from tp_runner._command._tables import write_table
 from typer.testing import CliRunner
 
 MODULE = """
@@ -123,7 +128,7 @@ def test_a_summary_and_a_timeline_are_there_at_the_end(run, tmp_path):
     module = next(tmp_path.glob("files_*.py")).stem
     done = CliRunner().invoke(app, [f"{module}:upper", *arguments, "--devices", "1"])
     assert "2 results in" in done.output
-    assert "1 workers over" in done.output
+    assert "1 worker over" in done.output
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -143,4 +148,73 @@ def test_files_of_a_missing_extra_say_which(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "in.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"pip install tp-runner\[files\]"):
-        list(read([str(tmp_path / "in.parquet")], "auto", output=tmp_path / "out"))
+        find([str(tmp_path / "in.parquet")], "auto", outputs=[tmp_path / "out"])
+
+
+def test_an_input_that_the_output_would_replace_is_refused(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("a\n1\n")
+    with pytest.raises(ConfigError, match=r"table.csv is the output too"):
+        find([str(table)], "auto", outputs=[table])
+
+
+def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("a.txt", "b.txt", "out.csv", ".out.csv.jsonl", ".hidden.txt", "out/a.txt.png"):
+        (tmp_path / name).write_text("x\n")
+    inputs = [str(tmp_path / "b.txt"), str(tmp_path), f"{tmp_path}/../{tmp_path.name}/*.txt"]
+    outputs = [tmp_path / name for name in ("out.csv", ".out.csv.jsonl", "out")]
+    found = [source.path.name for source in find(inputs, "auto", outputs=outputs)]
+    assert found == ["b.txt", "a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("in.parquet", b"PAR1 and no more", "cannot be read as parquet: Arrow"),
+        ("in.txt", b"\xff\xfe", "cannot be read as lines: UnicodeDecodeError"),
+        ("in.txt.gz", gzip.compress(b"a\n" * 99, mtime=0)[:-9], "cannot be read as lines: EOFError"),
+        ("in.csv", b"a,b\n1,2\n4,5,6\n", r"row 2 of .*in.csv has more values.*\['6'\]"),
+    ],
+    ids=["parquet", "not-text", "cut-off", "long-row"],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        list(read(find([str(tmp_path / name)], "auto", outputs=[])))
+
+
+def test_a_table_has_the_columns_of_all_results(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = [{"error": {"type": "E", "message": "m"}}, {"result": {"x": 1}}, {"result": {"x": 2, "y": "z"}}]
+    journal, output = tmp_path / "journal", tmp_path / "out.parquet"
+    entries = [{"source": "s", "line": i, **line} for i, line in enumerate(lines)]
+    journal.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    write_table(journal, output)
+    assert parquet.read_table(output).to_pydict() == {
+        "source": ["s"] * 3,
+        "line": [0, 1, 2],
+        "error": ["E: m", None, None],
+        "x": [None, 1, 2],
+        "y": [None, None, "z"],
+    }
+    journal.write_text(journal.read_text() + json.dumps({"source": "s", "line": 3, "result": {"x": "?"}}))
+    with pytest.raises(StateError, match=r"do not fit into the columns of a table: .*they are all in"):
+        write_table(journal, output)
+    journal.write_text("")
+    for name in ("none.parquet", "none.csv"):
+        write_table(journal, tmp_path / name)
+        assert (tmp_path / name).exists()
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_journal, "write_all", full)
+    out = tmp_path / "out.jsonl"
+    with (
+        pytest.raises(StateError, match=r"out.jsonl cannot be written: .*No space left"),
+        Journal(out) as file,
+    ):
+        file.write(Record("lines.txt", 1, "0", "a"), 1, keep_going=False)

@@ -1,7 +1,9 @@
 """What goes wrong is really done here: every line of the table of faults."""
 
+import contextlib
 import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -166,8 +168,25 @@ def test_an_end_that_takes_the_process_with_it_is_raised_too():
         def producer_end(device, cfg):
             os._exit(3)
 
-    runner = ExitsAtEnd(1)
+    runner = ExitsAtEnd(1, max_restarts=1)
     with pytest.raises(WorkerError, match="ended before it was done: exit status 3"):
+        runner.close()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_worker_that_dies_with_nothing_to_do_before_its_end_is_an_error_unless_deaths_are_mended(
+    max_restarts, is_running, wait_until
+):
+    class Pid(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, data):
+            return os.getpid()
+
+    runner = Pid(1, max_restarts=max_restarts, start_method="fork")
+    (pid,) = runner.stream([0])
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid))
+    with contextlib.nullcontext() if max_restarts else pytest.raises(WorkerError, match="SIGKILL"):
         runner.close()
 
 

@@ -50,6 +50,7 @@ def raised(make, **options):
         ZeroDivisionError,
         OSError,
         FileNotFoundError,
+        MemoryError,
         ImportError,
         AttributeError,
         TypeError,

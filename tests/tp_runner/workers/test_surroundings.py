@@ -1,6 +1,7 @@
 """What a worker process shares with the program: its output, what is imported beforehand, how it ends."""
 
 import atexit
+import concurrent.futures
 import json
 import multiprocessing
 import os
@@ -10,7 +11,8 @@ import warnings
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_runner import Executor, _platform
+from tp_runner import Executor, OrderedRunner, _platform
+from tp_runner._options import make_settings
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
@@ -41,6 +43,20 @@ def test_a_worker_ends_when_what_it_put_into_a_queue_is_written():
     assert next(results) is None
     assert queue.get(timeout=800) == text
     results.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_executor_that_a_worker_leaves_open_ends_with_it(method, is_running, wait_until):
+    class LeavesOne(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, data):
+            cfg.executor = concurrent.futures.ProcessPoolExecutor(1)
+            return cfg.executor.submit(os.getpid).result()
+
+    runner = LeavesOne(1, start_method=method)
+    (pid,) = runner.stream([0])
+    runner.close(timeout_s=800)
+    wait_until(lambda: not is_running(pid))
 
 
 def test_the_fork_server_imports_what_it_is_told_to(tmp_path, monkeypatch):
@@ -104,6 +120,45 @@ def test_windows_is_told_at_import_and_when_processes_are_asked_for(monkeypatch)
         _platform.warn_of_platform()
     with pytest.raises(ConfigError, match="engine='thread'"):
         Executor(1, start_method="fork")
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "start_method"),
+    [
+        ("linux", {}, "forkserver"),
+        ("darwin", {}, "spawn"),
+        ("darwin", {"preload": ["json"]}, "forkserver"),
+        ("darwin", {"start_method": "fork"}, "fork"),
+    ],
+)
+def test_macos_spawns_unless_told_otherwise(monkeypatch, platform, options, start_method):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert make_settings("process", 1, options, {}).start_method == start_method
+
+
+@pytest.mark.slow
+def test_without_what_linux_alone_has_results_are_the_same(run_script):
+    out = run_script(
+        """
+        import fcntl, os, select
+        for module, name in ((os, "memfd_create"), (select, "epoll"), (fcntl, "F_SETSIG")):
+            delattr(module, name)
+        import numpy as np
+        import tp_runner
+
+        def double(array):
+            return array * 2
+
+        if __name__ == "__main__":
+            for method in ("spawn", "fork"):
+                arrays = [np.full(300_000, i) for i in range(5)]
+                results = tp_runner.map(double, arrays, n_workers=2, start_method=method)
+                print([int(array[-1]) for array in results])
+            with tp_runner.Executor(1) as executor:
+                print(type(executor.submit(os._exit, 3).exception()).__name__)
+        """
+    )
+    assert out.splitlines() == ["[0, 2, 4, 6, 8]", "[0, 2, 4, 6, 8]", "WorkerDiedError"]
 
 
 def test_an_executor_says_what_is_wrong_in_the_words_of_its_arguments():
