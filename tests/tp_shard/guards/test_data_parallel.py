@@ -1,6 +1,4 @@
-"""Copies of a sharded model under data parallelism never part ways, and clip and scale as one model."""
-
-import math
+"""Copies of a sharded model under data parallelism never part ways."""
 
 import pytest
 import torch
@@ -9,9 +7,8 @@ import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from tp_core.errors import NonFiniteLossError
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import Net, PlainNet, own
 
 d = ts.distributed
 Linear = ts.nn.ParallelLinear
@@ -49,25 +46,6 @@ def gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head():
         close(backbone.weight.grad, plain_backbone.weight.grad)
         if d.get_world_size() == world:  # with several groups the shards' own gradients are to be averaged
             close(split.weight.grad, own(plain_head.weight.grad, 0))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.up = Linear(6, 9, dim=1)
-        self.down = Linear(9, 6, dim=0)
-
-    def forward(self, x):
-        return self.down(self.up(self.stem(x)).tanh()) + x
-
-
-class PlainNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(9, 6)
-
-    forward = Net.forward
 
 
 def two_groups_stay_together(wrap):
@@ -200,83 +178,9 @@ def test_two_groups_under_data_parallelism(on_ranks, check):
     on_ranks(4, check, group_size=2)
 
 
-def clipping_uses_the_norm_of_the_whole_gradient():
-    for norm_type in (1.0, 2.0, 3.0, math.inf):
-        torch.manual_seed(2)
-        net, plain = Net().double(), PlainNet().double()
-        plain.load_state_dict(ts.collect_state_dict(net, net.state_dict()))
-        x = torch.randn(4, 6).double()
-        for model in (net, plain):
-            model(x).square().sum().backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3, norm_type)
-        close(ts.clip_grad_norm_(net.parameters(), 0.3, norm_type), expected)
-        found = ts.collect_state_dict(net, {n: p.grad for n, p in net.named_parameters()})
-        for name, parameter in plain.named_parameters():
-            close(found[name], parameter.grad)
-    assert ts.clip_grad_norm_(net.stem.weight, 1.0).dim() == 0
-    by_hand = nn.Parameter(torch.ones(2))  # a mark set by its name alone
-    setattr(by_hand, ts._PARALLEL_DIM, -1)
-    by_hand.grad = torch.ones(2)
-    assert math.isclose(
-        ts.clip_grad_norm_(by_hand, 9.0).item(), math.sqrt(2 * d.get_world_size()), rel_tol=1e-6
-    )
-    # One rank's shard overflows: all of them know.
-    if d.get_rank() == d.get_world_size() - 1:
-        net.up.weight.grad[0, 0] = math.inf
-    with pytest.raises(NonFiniteLossError, match=r"norm of order 2.0 .* is inf"):
-        ts.clip_grad_norm_(net, 1.0, error_if_nonfinite=True)
-
-
-def a_scaler_leaves_the_step_out_on_all_ranks_or_on_none():
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = ts.GradScaler("cpu", init_scale=4.0)
-    for overflows in (True, False):
-        before = [p.detach().clone() for p in net.parameters()]
-        optimizer.zero_grad()
-        scaler.scale(net(torch.ones(2, 6)).square().mean()).backward()
-        if overflows and d.get_rank() == d.get_world_size() - 1:
-            net.up.weight.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-        stayed = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-        assert stayed == overflows
-        assert scaler.get_scale() == 2.0
-
-
-def parameters_come_in_groups():
-    net = Net()
-    net.stem.bias.requires_grad_(False)
-    split = d.get_world_size() > 1
-    groups = {g["name"]: g for g in ts.parameter_groups(net, weight_decay=0.1)}
-    everything = [p for g in groups.values() for p in g["params"]]
-    assert {id(p) for p in everything} == {id(p) for p in net.parameters() if p.requires_grad}
-    assert len(groups) == (4 if split else 2)
-    assert all(g["weight_decay"] == (0.1 if n.endswith("decayed") else 0.0) for n, g in groups.items())
-    torch.optim.AdamW(ts.parameter_groups(net))
-
-
-CHECKS = [
-    clipping_uses_the_norm_of_the_whole_gradient,
-    a_scaler_leaves_the_step_out_on_all_ranks_or_on_none,
-    parameters_come_in_groups,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
-def test_without_a_process_group(check):
-    check()
-
-
 def test_the_names_to_ignore_of_the_manual():
     m = nn.ModuleDict({"layer1": nn.Linear(20, 20), "layer2": Linear(20, 30)})
     assert ts.register_ddp_parameters_to_ignore(m) == ["layer2.weight", "layer2.bias"]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
-def test_on_ranks(on_ranks, world, check):
-    on_ranks(world, check)
 
 
 def test_one_group_of_four_gathers_batches(on_ranks):

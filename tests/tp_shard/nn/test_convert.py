@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from tp_core.errors import ConfigError, ModelError
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import own
 
 d = ts.distributed
 to_linear = ts.nn.ParallelLinear.convert_parallel_linear

@@ -9,7 +9,7 @@ from torch import nn
 from tp_shard._split import Split
 from tp_shard.nn import _replay
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import own
 
 d, init = ts.distributed, nn.init
 helper = ts.nn.init.shard_init_helper_

@@ -1,8 +1,5 @@
 """Parallel layers equal torch's own: outputs, every gradient, and many optimizer steps."""
 
-import copy
-import io
-import pickle
 import warnings
 
 import pytest
@@ -13,7 +10,7 @@ from torch.nn import functional as F
 from tp_core.errors import ConfigError
 from tp_core.plugins import is_sharded
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import own
 
 d = ts.distributed
 Linear, Embedding = ts.nn.ParallelLinear, ts.nn.ParallelEmbedding
@@ -207,33 +204,6 @@ def frozen_parameters_and_inputs_get_no_gradient():
         assert not layer(torch.randn(6)).requires_grad  # and one sample without a batch
 
 
-def marks_stay_with_parameters_and_are_needed_by_nobody():
-    n = d.get_world_size()
-    layer = Linear(9, 9, dim=-1)
-    table = Embedding(9, 9, dim=0)
-    for made in (
-        copy.deepcopy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        copy.deepcopy(layer).double(),
-        layer.to("cpu"),
-    ):
-        assert ts.get_parallel_dim(made.weight) == -1
-        assert is_sharded(made.bias) == (n > 1)
-        assert made(torch.ones(2, 9, dtype=made.weight.dtype)).shape == (2, own(torch.empty(9), 0).numel())
-    layer.load_state_dict(layer.state_dict(), assign=True)
-    assert ts.get_parallel_dim(layer.weight) == -1
-    assert ts.get_parallel_dim(table.weight) == 0
-    x = torch.ones(2, 9)
-    for mode in (True, False):
-        out = layer.train(mode)(x)
-        assert ts.get_parallel_dim(out) == -1
-        assert ts.get_parallel_dim(x) is None
-    assert ts.get_parallel_dim(Linear(9, 9, dim=0)(x)) is None
-    torch.save(layer.state_dict(keep_vars=True), buffer := io.BytesIO())
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True).keys() == {"weight", "bias"}
-
-
 def a_layer_on_the_meta_device_is_materialised():
     torch.manual_seed(7)
     expected = Linear(9, 9, dim=0)
@@ -291,7 +261,6 @@ CHECKS = [
     bf16_autocast_equals_torchs_own,
     second_derivatives_equal_torchs_own,
     frozen_parameters_and_inputs_get_no_gradient,
-    marks_stay_with_parameters_and_are_needed_by_nobody,
     a_layer_on_the_meta_device_is_materialised,
     the_functional_forms_take_shards_of_ones_own,
 ]
@@ -385,23 +354,6 @@ def test_on_two_ranks(on_ranks, check):
 
 def test_fewer_features_than_ranks(on_ranks):
     on_ranks(4, fewer_features_than_ranks_leave_empty_shards)
-
-
-def test_register_parallel_dim_marks_what_goes_through_it():
-    x = torch.empty(3)
-    assert ts.get_parallel_dim(x) is None
-    assert ts.get_parallel_dim(ts.nn.RegisterParallelDim(dim=0)(x)) == 0
-    assert ts.get_parallel_dim(x) is None
-    assert ts.get_parallel_dim(ts.nn.RegisterParallelDim()(x)) is None
-    with pytest.raises(ConfigError, match="got 3"):
-        ts.nn.RegisterParallelDim(3)
-    parameter = torch.empty(20, 30)
-    ts.register_parallel_attribute(parameter, -1, 1)
-    assert ts.get_parallel_dim(parameter) == -1
-    assert getattr(parameter, ts._PARALLEL_DIM) == -1
-    assert getattr(parameter, ts._ORDER_TYPE) == 1
-    with pytest.raises(ConfigError, match="order_type is 0"):
-        ts.register_parallel_attribute(parameter, -1, 2)
 
 
 def test_a_layer_of_several_processes_without_a_group_says_so(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from tests.tp_shard.shards import drawn
+from tests.tp_shard.on_each_rank import drawn
 
 d = ts.distributed
 

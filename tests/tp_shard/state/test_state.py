@@ -146,6 +146,8 @@ def optimizers_are_collected_and_relocated():
     for index, entries in optimizers[1].state_dict()["state"].items():
         for key, value in entries.items():
             assert torch.equal(fresh.state_dict()["state"][index][key], value)
+    with pytest.raises(ConfigError, match="got 'rank1'"):
+        ts.collect_optimizer_state_dict(model, fresh, to="rank1")
     first = ts.collect_optimizer_state_dict(model, fresh, to="rank0")
     assert bool(first) == (not dist.is_initialized() or dist.get_rank() == 0)
     with pytest.raises(ModelError, match=r"shape \(3,\) that is not the model's"):

@@ -1,6 +1,8 @@
 """A plan is proven, or the first module whose numbers differ is named."""
 
 import copy
+import json
+import math
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from tp_core.cli._main import run
 from tp_core.errors import ConfigError, DisagreementError, ModelError
+from tp_shard._verify._report import ModuleReport, Report
 from tp_shard._verify._simulate import SimulatedError, simulate
 
 Column, Row, Vocab, Local, Replicated, Sequence = (
@@ -329,24 +332,36 @@ def test_the_command_line_verifies(tmp_path, capsys):
     assert "Row()" in printed
     assert run(["shard", "verify", f"{path}:wrong"]) == 1
     assert "first difference: 1: RuntimeError" in capsys.readouterr().out
+    assert run(["shard", "verify", f"{path}:wrong", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["ranks"], found["dtype"]) == (False, 2, "float64")
+    assert found["fault"]["module"] == "1"
+
+
+def test_differences_that_are_not_finite_are_their_names_in_plain_values():
+    module = ModuleReport("0", "", math.nan, math.inf)
+    report = Report(2, torch.float64, 1e-5, ("evaluation",), (module,), math.nan, None, None)
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert found["modules"] == [{"name": "0", "style": "", "forward": "nan", "gradient": "inf"}]
+    assert (found["outputs"], found["loss"]) == ("nan", None)
 
 
 @pytest.mark.parametrize(
-    ("builder", "message"),
+    ("builder", "message", "status"),
     [
-        ("{path}:nothing", 'with one as "model"; got int'),
-        ("{path}:unknown", r"returns ['bath'] beside what is known"),
-        ("{path}:unfed", "what it takes is not known"),
-        ("{path}:none", "has no function 'none'"),
-        ("{path}", "is written model.py:build"),
-        ("missing.py:build", "there is no file 'missing.py'"),
-        ("missing:build", "there is no module 'missing'"),
+        ("{path}:nothing", 'with one as "model"; got int', 1),
+        ("{path}:unknown", r"returns ['bath'] beside what is known", 2),
+        ("{path}:unfed", "what it takes is not known", 2),
+        ("{path}:none", "has no function 'none'", 2),
+        ("{path}", "is written file.py:build", 2),
+        ("missing.py:build", "there is no file 'missing.py'", 2),
+        ("missing:build", "there is no module 'missing'", 2),
     ],
 )
-def test_a_builder_that_is_none_is_named(tmp_path, capsys, builder, message):
+def test_a_builder_that_is_none_is_named(tmp_path, capsys, builder, message, status):
     path = tmp_path / "builders.py"
     path.write_text(BUILDER)
-    assert run(["shard", "verify", builder.format(path=path)]) == 1
+    assert run(["shard", "verify", builder.format(path=path)]) == status
     assert message in capsys.readouterr().err
 
 

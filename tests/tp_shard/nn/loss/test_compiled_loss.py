@@ -7,7 +7,7 @@ import torch
 import tp_shard as ts
 from torch.nn import functional as F
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import own
 
 d = ts.distributed
 parallel_cross_entropy = ts.nn.functional.parallel_cross_entropy

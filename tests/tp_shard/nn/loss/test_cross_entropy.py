@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from tests.tp_shard.shards import drawn, own
+from tests.tp_shard.on_each_rank import drawn, own
 
 d = ts.distributed
 parallel_cross_entropy = ts.nn.functional.parallel_cross_entropy

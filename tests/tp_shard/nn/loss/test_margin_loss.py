@@ -9,7 +9,7 @@ import tp_shard as ts
 from torch.nn import functional as F
 from tp_shard._groups._group import ALONE
 
-from tests.tp_shard.shards import own
+from tests.tp_shard.on_each_rank import own
 
 d = ts.distributed
 margin_loss = ts.nn.functional.parallel_margin_cross_entropy

@@ -1,7 +1,8 @@
-"""What tests on ranks share: a rank's shard of a whole tensor, and cases that are the same on all ranks."""
+"""What tests on ranks share: a rank's shard of a whole tensor, a split model, cases drawn alike by all."""
 
 import tp_shard as ts
 from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
 
 
 def own(full, dim=-1):
@@ -27,3 +28,22 @@ def drawn(strategy, count):
 
     collect()
     return found
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.up = ts.nn.ParallelLinear(6, 9, dim=1)
+        self.down = ts.nn.ParallelLinear(9, 6, dim=0)
+
+    def forward(self, x):
+        return self.down(self.up(self.stem(x)).tanh()) + x
+
+
+class PlainNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    forward = Net.forward
