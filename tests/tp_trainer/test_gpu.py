@@ -10,6 +10,7 @@ from tp_core.plugins import Job
 from tp_core.testing import BackendConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._backends._ddp import DdpBackend
+from tp_trainer._backends._fsdp._backend import FsdpBackend
 from tp_trainer._backends._single import SingleBackend
 from tp_trainer.testing import TrainingConformance
 
@@ -93,16 +94,18 @@ def test_a_run_of_the_card_goes_on_on_the_host(tmp_path):
     torch.testing.assert_close(found, fit("cpu", epochs=2), rtol=1e-3, atol=1e-4)
 
 
-def one_rank_of_ddp(device, process_group):
+def one_rank(device, backend, options, process_group):
     job = Job(
         devices=resolve_devices(device),
         environment=LaunchEnvironment.read({}),
         explicit_devices=True,
-        options={"ddp": {"process_group": process_group}},
+        options={backend.name: options},
     )
-    with DdpBackend().open(job) as session:
+    with backend.open(job) as session:
         model = session.prepare_model(make_model())
         assert dist.get_backend() == process_group
+        if options.get("offload"):
+            assert {p.device.type for p in model.parameters()} == {"cpu"}
         optimizer = session.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             optimizer.zero_grad()
@@ -113,11 +116,19 @@ def one_rank_of_ddp(device, process_group):
             optimizer.step()
         session.barrier()
         assert session.broadcast("word") == "word"
-        return {name: value.cpu() for name, value in session.unwrap(model).state_dict().items()}
+        return {name: value.cpu() for name, value in session.model_state(model).items()}
 
 
-def test_one_rank_over_nccl_takes_the_steps_of_one_device():
-    (found,) = run_ranks(one_rank_of_ddp, 1, GPU, NCCL, timeout_s=90)
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        (DdpBackend(), {"process_group": NCCL}),
+        (FsdpBackend(), {"units": nn.Linear}),
+        (FsdpBackend(), {"units": nn.Linear, "offload": True, "activation_checkpointing": True}),
+    ],
+)
+def test_one_rank_over_nccl_takes_the_steps_of_one_device(backend, options):
+    (found,) = run_ranks(one_rank, 1, GPU, backend, options, NCCL, timeout_s=90)
     model = make_model().to(GPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):

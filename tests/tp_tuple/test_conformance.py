@@ -1,8 +1,40 @@
-"""What every backend must do, by tp_core's kit."""
+"""What every backend and every collate adapter must do, by tp_core's kits."""
 
 import pytest
-from tp_core.testing import BackendConformance
+from tp_core.testing import AdapterConformance, BackendConformance
+from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._backend import TupleBackend
+from tp_tuple._loading import AdaptedCollate
+
+
+class TestAdapter(AdapterConformance):
+    adapter = TupleCollateAdapter
+
+
+class Broken(TupleCollateAdapter):
+    name = "broken"
+
+    def assess(self, sample, parts):
+        return sample["no such key"]
+
+
+class Silent(TupleCollateAdapter):
+    name = "silent"
+
+    def assess(self, sample, parts):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [(Broken, "assess() raised TypeError"), (Silent, "assess() must return a Verdict, got NoneType")],
+)
+def test_an_adapter_that_fails_is_left_out_and_named(adapter, reason, caplog):
+    collate = AdaptedCollate(list, (adapter(), TupleCollateAdapter()), 2, None, None)
+    assert collate([1, 2, 3]).parts == ([1, 2], [3])
+    assert (
+        f"the collate adapter '{adapter.name}' of {adapter.__module__} is left out: {reason}" in caplog.text
+    )
 
 
 class TestTwoDevices(BackendConformance):

@@ -165,7 +165,7 @@ def test_a_to_that_returns_none_is_refused_with_part_and_device():
     wrapped = wrap(nn.Identity())
     with pytest.raises(TransferError, match="to returned None") as caught:
         wrapped((Graph(True), Graph(False)))
-    assert caught.value.__notes__ == ["in part 1 of 2, on device cpu"]
+    assert "in part 1 of 2, on device cpu" in caught.value.__notes__
     assert len(wrapped(X)) == 2
 
 

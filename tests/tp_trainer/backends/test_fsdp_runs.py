@@ -162,6 +162,15 @@ def test_several_units_are_compiled_each(pool):
         assert_close(found, expected)
 
 
+def test_copies_of_shards_are_compiled_too():
+    run = functools.partial(
+        fit, options=FsdpOptions(units=Block, replicas=2), trainer={"compile": True}, clip_norm=0.5
+    )
+    expected = fit("single", clip_norm=0.5)
+    for found in run_ranks(run, 4):
+        assert_close(found, expected)
+
+
 def small_step(model, batch):
     """Return a loss that no scale makes too large for a gradient in fp16."""
     return step(model, batch) / 100

@@ -262,20 +262,30 @@ def out_of_memory(options):
         first, second = batches
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.run(full, model, first)
-        found += caught.value.__notes__
+        found.append(caught.value.__notes__)
         loss = trainer.run(step, model, second)
         loss.register_hook(full)
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.backward(loss)
-        found += caught.value.__notes__
+        found.append(caught.value.__notes__)
+        optimizer = trainer.prepare(sgd(model))
+        trainer.backward(trainer.run(step, model, second))
+        optimizer.register_step_pre_hook(full)
+        with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
+            trainer.update(model, optimizer)
+        found.append(caught.value.__notes__)
     return found
 
 
 @pytest.mark.slow
 def test_where_memory_is_not_enough_the_error_says_what_helps(pool):
-    for first, second in pool.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
-        assert first == second
+    for forward, backward, update in pool.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
+        assert forward == backward
+        first, table = forward
         assert "more ranks; reshard_after_forward=True; activation_checkpointing=True; offload=True" in first
+        assert table == update[0]
+        assert table.startswith("Memory has run out: less is needed with a smaller batch")
+        assert "parameters sharded over 2 processes" in table
 
 
 # -- what torch has besides -----------------------------------------------------------------------

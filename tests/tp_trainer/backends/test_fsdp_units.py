@@ -1,5 +1,6 @@
 """Which modules of a model are units of the backend ``fsdp``, and which jobs it fits."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -231,6 +232,15 @@ def test_one_process_has_nothing_to_shard():
     assert verdict.remedy == "tp launch -n 2 script.py"
 
 
+def test_one_process_with_one_accelerator_may_offload():
+    alone = Job(devices=(torch.device("cuda:0"),), environment=LaunchEnvironment.read({}))
+    verdict = FsdpBackend().assess(dataclasses.replace(alone, options={"fsdp": {"offload": True}}))
+    assert verdict.reason == "parameters sharded over 1 process; ddp is faster where a model fits"
+    on_two = dataclasses.replace(alone, devices=(torch.device("cuda:0"), torch.device("cuda:1")))
+    for other in (alone, dataclasses.replace(on_two, options={"fsdp": {"offload": True}})):
+        assert FsdpBackend().assess(other).reason == "one process, and this shards over several"
+
+
 def test_a_model_whose_parameters_are_marked_as_shards_is_left_to_others():
     model = Model()
     model.head.weight.tp_sharded = True
@@ -240,6 +250,16 @@ def test_a_model_whose_parameters_are_marked_as_shards_is_left_to_others():
 def test_offload_on_the_cpu_is_refused():
     with pytest.raises(ConfigError, match="leave it out"):
         FsdpBackend().open(job(Model(), {"offload": True}))
+
+
+def test_offload_where_no_memory_can_be_pinned_is_refused(monkeypatch):
+    def fail(_tensor):
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
+    on_a_card = dataclasses.replace(job(Model(), {"offload": True}), devices=(torch.device("cuda:0"),))
+    with pytest.raises(ConfigError, match=r"cannot pin any here: CUDA error: out of memory; raise the limit"):
+        FsdpBackend().open(on_a_card)
 
 
 def test_torch_fsdp_is_imported_when_a_session_is_opened_and_not_before():

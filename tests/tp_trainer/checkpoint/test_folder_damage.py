@@ -4,11 +4,13 @@ import json
 import logging
 import os
 import shutil
+import sys
 
 import pytest
 from tp_core.errors import StateError
 from tp_trainer._checkpoint import _manifest
-from tp_trainer._checkpoint._folders import RunFolder, verify
+from tp_trainer._checkpoint._folders import RunFolder
+from tp_trainer._checkpoint._verifying import verify
 
 from tests.tp_trainer.small_run import leave, names, same, train
 
@@ -206,7 +208,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
         with pytest.raises(StateError, match=r"manifest\.json is not what was written"):
             verify(checkpoint)
     manifest.write_bytes(whole)
-    assert verify(checkpoint).step == 5
+    assert _manifest.read_manifest(checkpoint).step == 5
 
 
 def signed(path, change):
@@ -239,6 +241,23 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays_where_it_is(tmp_pat
     ):
         train(tmp_path)
     assert names(tmp_path) == ["step-0000000005"]
+
+
+def test_a_checkpoint_whose_digests_cannot_be_made_here_is_refused_and_stays_where_it_is(
+    tmp_path, monkeypatch
+):
+    train(tmp_path, keep=1, epochs=1)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(StateError, match=r"manifest\.json has digests by xxh3_128, which need xxhash"):
+        train(tmp_path)
+    assert names(tmp_path) == ["step-0000000005"]
+
+
+def test_a_run_goes_on_where_xxhash_was_missing(tmp_path, monkeypatch, undisturbed):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "xxhash", None)
+        leave(tmp_path, 9, keep=1)
+    assert same(train(tmp_path), undisturbed)
 
 
 # -- what the log says -----------------------------------------------------------------------------

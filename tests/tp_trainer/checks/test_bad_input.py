@@ -187,6 +187,11 @@ def test_options_for_a_backend_that_is_not_installed_are_refused():
         fit(Trainer(options={"x": {}}))
 
 
+def test_a_misspelled_option_is_refused_also_where_its_backend_is_not_chosen():
+    with pytest.raises(ConfigError, match="backend 'ddp' has no option 'static_grph'"):
+        fit(Trainer(options={"ddp": {"static_grph": True}}))
+
+
 def test_prepare_refuses_what_it_does_not_know():
     with pytest.raises(ConfigError, match="prepare\\(\\) takes models, optimizers"):
         Trainer().prepare(3)

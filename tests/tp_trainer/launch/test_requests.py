@@ -71,6 +71,14 @@ def test_the_command_says_it_in_a_line_and_exits_with_2(tp):
     assert not (tp.cwd / "ran").exists()
 
 
+def test_an_option_that_is_not_given_is_that_of_torchruns_variable(tp, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "none")  # as an operator of a cluster sets it in each container
+    done = tp("launch", tp.script("open('ran', 'w')"))
+    assert done.returncode == 2
+    assert "--nnodes must be a number or MIN:MAX" in done.stderr
+    assert "got 'none'" in done.stderr
+
+
 def test_rdzv_conf_is_read():
     assert parse_rdzv_conf(" a=1, b=c=d ") == {"a": "1", "b": "c=d"}
     with pytest.raises(ConfigError, match=r"key=value.* got 'a'"):

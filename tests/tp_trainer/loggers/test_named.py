@@ -38,7 +38,7 @@ def test_names_and_loggers_are_taken_together():
     ("log", "words"),
     [
         ("tensorbord", r"did you mean 'tensorboard'\? \(pip install 'tp-trainer\[tensorboard\]'\)"),
-        ("CSV", r"there is no logger 'CSV'; did you mean 'csv'\?$"),
+        ("CSV", r"there is no logger 'CSV'; did you mean 'csv'\?"),
         ("xyz", "those there are: 'csv', 'jsonl', 'mlflow', 'tensorboard', 'wandb'"),
         (CsvLogger, r"as CsvLogger\(\); got"),
         ([3], r"takes names of loggers and loggers, as 'csv' or CsvLogger\('run'\); got 3"),

@@ -90,11 +90,49 @@ def test_the_command_prints_the_table_of_a_model_that_is_never_built(tmp_path, c
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 8
     assert found["best"] == "ddp"
-    assert found["free"] == 80 * 2**30
+    assert found["free_bytes"] == 80 * 2**30
     need = found["backends"]["ddp"]["memory"]
     assert need["weights"] == 8 * (512 * 512 + 512) * 4
     assert abs(need["optimizer"] - 2 * need["weights"]) < 100
     assert need["activations"] > 4 * 512 * 4
+    assert run(["estimate", f"{file}:build", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == "single"
+
+
+BROKEN = """
+import torch
+
+def model():
+    return torch.nn.Linear(2, 2)
+
+def broken():
+    raise KeyError("width")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([":broken"], "raised KeyError: 'width' (line 8 of"),
+        ([":brokn"], "has no function 'brokn'"),
+        ([""], "a function is written file.py:build"),
+        ([":model", "--memory", "lots"], "an amount of memory is written 80GiB"),
+        ([":model", "--precision", "fp8"], "--precision is one of fp32"),
+    ],
+)
+def test_the_command_says_in_one_line_what_is_wrong_with_what_it_was_given(tmp_path, capsys, arguments, said):
+    file = tmp_path / "odd_model.py"
+    file.write_text(BROKEN)
+    assert run(["estimate", f"{file}{arguments[0]}", *arguments[1:]]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_without_a_batch_the_command_says_how_activations_become_known(tmp_path, capsys):
+    file = tmp_path / "plain_model.py"
+    file.write_text(BROKEN)
+    assert run(["estimate", f"{file}:model", "--memory", "1GiB"]) == 0
+    assert 'where the builder returns {"model": model, "batch": batch}' in capsys.readouterr().out
 
 
 def test_memory_that_ran_out_is_told_with_the_table_and_what_helps():

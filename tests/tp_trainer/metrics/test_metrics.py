@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import confusion_matrix, f1_score, mean_squared_error, roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StepError
-from tp_core.testing import run_ranks
+from tp_core.testing import RankPool, run_ranks
 from tp_trainer import FunctionMetric, Trainer
 
 SAMPLES = 83  # 5 batches of 16 and one of 3: uneven over 2 ranks, too few for 4
@@ -70,6 +69,8 @@ def step(model, batch):
 
 
 def metrics():
+    from sklearn.metrics import confusion_matrix, f1_score, mean_squared_error, roc_auc_score
+
     return {
         "f1": FunctionMetric(partial(f1_score, average="macro")),
         "auroc": FunctionMetric(roc_auc_score),
@@ -80,6 +81,8 @@ def metrics():
 
 
 def expected():
+    from sklearn.metrics import confusion_matrix, f1_score, mean_squared_error, roc_auc_score
+
     x, y = data()
     with torch.no_grad():
         logits = network()(x)
@@ -138,8 +141,15 @@ class Batches:
         return iter(self.batches)
 
 
-def test_metrics_over_ranks_are_those_of_one_device():
-    run_ranks(on_a_rank, 2)
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Ranks that import scikit-learn once for all of these tests."""
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_metrics_over_ranks_are_those_of_one_device(two_ranks):
+    two_ranks.run(on_a_rank)
 
 
 @pytest.mark.slow
@@ -162,8 +172,8 @@ def with_own_loaders(count):
         assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
 
 
-def test_ranks_that_end_early_wait_for_the_others():
-    run_ranks(with_own_loaders, 2, 2)
+def test_ranks_that_end_early_wait_for_the_others(two_ranks):
+    two_ranks.run(with_own_loaders, 2)
 
 
 @pytest.mark.slow
@@ -178,6 +188,8 @@ def torchmetrics_on_a_rank():
     def step(model, batch):
         logits = model(batch[0])
         return {"binary": (logits.softmax(1)[:, 1], batch[1]), "confusion": (logits.argmax(1), batch[1])}
+
+    from sklearn.metrics import f1_score, roc_auc_score
 
     confusion = BinaryConfusionMatrix()
     chosen = {"binary": MetricCollection([BinaryF1Score(), BinaryAUROC()]), "confusion": confusion}
@@ -194,10 +206,10 @@ def torchmetrics_on_a_rank():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_metrics_of_torchmetrics_are_fed_once():
+def test_metrics_of_torchmetrics_are_fed_once(two_ranks):
     pytest.importorskip("torchmetrics")
     torchmetrics_on_a_rank()
-    run_ranks(torchmetrics_on_a_rank, 2)
+    two_ranks.run(torchmetrics_on_a_rank)
 
 
 def test_metrics_of_torcheval_are_fed():
@@ -307,7 +319,7 @@ def test_an_evaluation_of_nothing_has_no_results():
     ("given", "message"),
     [
         ([Order()], "metrics must be a dict of metrics by name, got list"),
-        ({"f1": f1_score}, r"the metric 'f1' must be an object with update.*FunctionMetric\(function\)"),
+        ({"f1": max}, r"the metric 'f1' must be an object with update.*FunctionMetric\(function\)"),
         ({"order": Order}, "the metric 'order' must be an object"),
         ({"loss": Order()}, "a metric's name must be a text other than 'loss' and 'weight', got 'loss'"),
         ({3: Order()}, "a metric's name must be a text"),
@@ -347,7 +359,7 @@ def test_a_function_metric_takes_a_function_and_a_known_kind_of_array():
     with pytest.raises(ConfigError, match="needs a function of all samples, got int: 3"):
         FunctionMetric(3)
     with pytest.raises(ConfigError, match="arrays='list' must be 'numpy' or 'torch'"):
-        FunctionMetric(f1_score, arrays="list")
+        FunctionMetric(max, arrays="list")
 
 
 def test_a_function_metric_gives_tensors_where_it_is_asked_to():

@@ -3,7 +3,6 @@
 import cloudpickle
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
@@ -24,6 +23,8 @@ def step(model, batch):
 
 
 def metrics():
+    from sklearn.metrics import roc_auc_score
+
     return {"auroc": FunctionMetric(roc_auc_score), "rows": FunctionMetric(lambda x: x)}
 
 
@@ -32,6 +33,8 @@ def fit(backend="single", **options):
 
 
 def expected(model, samples=7):
+    from sklearn.metrics import roc_auc_score
+
     x, y = data(samples).tensors
     with torch.no_grad():
         return roc_auc_score(y[:, 0] > 0, model.eval()(x)[:, 0])

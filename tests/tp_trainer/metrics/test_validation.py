@@ -1,11 +1,15 @@
-"""The validation of a run goes over its loaders, and counts what it has done."""
+"""The validation of a run goes over its loaders, unless a signal asks the run to end."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
+from tp_trainer._metrics._rounds import CutShortError, Rounds
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler, without_metrics
 
 
@@ -33,17 +37,40 @@ def test_results_are_named_after_their_loaders_and_are_numbers(validation):
     assert (found["small/largest"], found["large/largest"]) == (5, 19)
 
 
-def test_batches_are_counted_over_all_loaders(validation):
-    counts = []
-    validation(between=counts.append)
-    assert counts == [1, 2, 3, 4, 5, 6, 7]
+def test_a_signal_cuts_a_validation_short_within_a_batch(validation):
+    answers = iter([0, 0, 0, 15])
+    with pytest.raises(CutShortError) as cut:
+        validation(seen=lambda: next(answers))
+    assert cut.value.signal == 15
+    assert next(answers, None) is None, "asked after each batch, of the second loader too"
 
 
 def test_a_validation_can_be_of_few_batches(validation):
-    counts = []
-    found = validation(between=counts.append, most=1)
-    assert counts == [1, 2]
+    found = validation(most=1)
     assert (found["small/largest"], found["large/largest"]) == (3, 3)
+
+
+def _uneven(keeps):
+    """One rank sees a signal in the last of its batches, of which the other one has fewer."""
+    with Trainer(devices="cpu", progress=False) as trainer:
+        session, seen = trainer.session, []
+        rounds = Rounds(session, seen=lambda: 12 if len(seen) == 40 else 0, keeps=keeps)
+
+        def go_over(batches):
+            for number in batches:
+                seen.append(number)
+                list(rounds.add(number, number) if keeps else rounds.reach(number))
+            list(rounds.finish())
+
+        with pytest.raises(CutShortError) as cut:
+            go_over(range(40 if session.rank else 3))
+    return cut.value.signal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [True, False])
+def test_ranks_with_fewer_batches_learn_of_a_signal_too(keeps):
+    assert run_ranks(partial(_uneven, keeps), 2) == [12, 12]
 
 
 def test_what_a_step_returns_for_metrics_is_not_for_training():

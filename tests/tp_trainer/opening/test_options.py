@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from tp_core.errors import ConfigError
 from tp_core.plugins import Backend, NoOptions, PluginRegistry, Session, Verdict, hookimpl
-from tp_trainer import DdpOptions, Trainer
+from tp_trainer import DdpOptions, FsdpOptions, Trainer
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,30 @@ def test_the_chosen_backend_gets_its_options(plugins, options):
 def test_other_options_are_refused_at_once(plugins, options, words):
     with pytest.raises(ConfigError, match=words):
         Trainer(devices="cpu", options=options, plugins=plugins)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: DdpOptions(timeout_s=0),
+            r"DdpOptions\(timeout_s=\.\.\.\) must be a finite number above 0, got 0",
+        ),
+        (lambda: DdpOptions(bucket_cap_mb="25"), "bucket_cap_mb.* got '25'"),
+        (lambda: FsdpOptions(timeout_s=float("inf")), "got inf"),
+        (lambda: FsdpOptions(replicas=0), "a whole number from 1, got 0"),
+    ],
+)
+def test_a_time_or_a_size_that_is_not_above_0_is_refused_when_options_are_made(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_a_value_of_another_type_is_refused_before_a_backend_is_chosen():
+    with pytest.raises(
+        ConfigError, match=r"DdpOptions\(static_graph=\.\.\.\) must be True or False, got 'yes'"
+    ):
+        Trainer(devices="cpu", options=DdpOptions(static_graph="yes"), backend="single").session  # noqa: B018 - asking for it opens the backend
 
 
 def test_an_object_under_another_backends_name_is_refused(plugins):

@@ -1,12 +1,14 @@
 """The page of a run: what is in it, that it needs nothing else, and what is said where there is no run."""
 
+import json
 import math
 import re
-import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from tp_core.cli._main import run
 from tp_core.errors import ConfigError
 from tp_trainer._report._figures import _MOST_POINTS, _thinned, charts
 from tp_trainer._report._page import render, write_pictures, write_report
@@ -133,23 +135,14 @@ def test_no_run_is_refused():
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_page_and_says_where(tmp_path):
+def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     folder = leave_run(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-m", "tp_core.cli", "report", folder, "--png", tmp_path / "png"],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=True,
-    )
-    assert done.stdout.split()[0] == str(folder / "report.html")
-    assert (tmp_path / "png" / "loss.png").exists()
-    lost = subprocess.run(
-        [sys.executable, "-m", "tp_core.cli", "report", tmp_path / "no"],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert lost.returncode == 1
-    assert "has no log.jsonl" in lost.stderr
+    assert run(["report", str(folder), "--png", str(tmp_path / "png"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == str(folder / "report.html")
+    assert str(tmp_path / "png" / "loss.png") in found["pictures"]
+    assert all(Path(path).exists() for path in [found["page"], *found["pictures"]])
+    assert run(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    assert run(["report", str(tmp_path / "no")]) == 1
+    assert "has no log.jsonl" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -316,6 +317,38 @@ def test_a_signal_is_noticed_within_a_validation(tmp_path):
     resumed, other = fit(**arguments, resume="auto")
     assert torch.equal(resumed[0].weight, whole[0].weight)
     assert [r.val for r in one] == [r.val for r in other]
+
+
+def _signalled_in_a_validation(folder, to_rank, at):
+    """Run on this rank thrice: undisturbed, cut short in a validation, resumed."""
+    seen = []
+
+    def validating(model, batch):
+        seen.append(1)
+        time.sleep(0.1)  # so that the ranks ask each other after at most so many batches as half a second has
+        if len(seen) == at and int(os.environ["RANK"]) == to_rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(model, batch)
+
+    many = DataLoader(TensorDataset(X.repeat(8, 1), 2 * X.repeat(8, 1)), batch_size=4)  # 40 batches
+    arguments = {"epochs": 2, "val_loader": many, "val_every_steps": 3}
+    whole, one = fit(**arguments)
+    with pytest.raises(Interrupted):
+        fit(**arguments, checkpoint=folder, val_step=validating)
+    resumed, other = fit(**arguments, checkpoint=folder, resume="auto")
+    is_same = torch.equal(resumed[0].weight, whole[0].weight)
+    return len(seen), is_same and [(r.val, r.train, r.samples) for r in one] == [
+        (r.val, r.train, r.samples) for r in other
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to_rank", "at"), [(0, 2), (1, 43)])  # of a validation within an epoch; at its end
+def test_a_signal_to_one_rank_is_noticed_by_all_within_a_validation(tmp_path, to_rank, at):
+    found = run_ranks(partial(_signalled_in_a_validation, tmp_path, to_rank, at), 2)
+    assert [is_same for _, is_same in found] == [True, True]
+    assert found[0][0] == found[1][0], "all leave between the same two batches"
+    assert at <= found[0][0] < at + 12, "the rest of the validation is not waited for"
 
 
 # -- state of one's own ---------------------------------------------------------------------------------

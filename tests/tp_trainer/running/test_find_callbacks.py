@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tp_core.errors import ConfigError
 from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
+from tp_core.testing import fake_distribution
 from tp_trainer import Callback
 from tp_trainer._running._callbacks import find_callbacks
 
@@ -50,6 +51,29 @@ def test_one_that_is_named_does_not_join_again(plugins):
     found, joined = find_callbacks(["always"], plugins)
     assert len(found) == 1
     assert not joined
+
+
+def test_an_installed_one_joins_unless_it_is_blocked_by_name(tmp_path):
+    source = """
+        from tp_core.plugins import Callback, NamedCallback, hookimpl
+
+        class Sensor(Callback):
+            def on_step_end(self, run):
+                raise RuntimeError("no sensor")
+
+        @hookimpl
+        def tp_callbacks():
+            return [NamedCallback("sensor", "help", Sensor, joins=True)]
+    """
+    modules = {"sensor_plugin": source}
+    with fake_distribution(tmp_path, "sensors", entry_points={"sensors": "sensor_plugin"}, modules=modules):
+        found, joined = find_callbacks([], PluginRegistry(environ={}))
+        assert [type(c).__name__ for c in found] == ["Sensor"]
+        assert list(joined.values()) == ["sensor"]
+        blocked = PluginRegistry(environ={"TP_DISABLE_PLUGINS": "sensors"})
+        assert find_callbacks([], blocked) == ([], {})
+        with pytest.raises(ConfigError, match="no installed plugin brings a callback called 'sensor'"):
+            find_callbacks(["sensor"], blocked)
 
 
 def test_each_run_gets_one_of_its_own(plugins):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 from tp_core.testing import free_port, run_ranks
+from tp_trainer import Interrupted, Trainer
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -198,3 +200,65 @@ def test_a_second_interrupt_ends_a_run_that_hangs_in_a_step(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def own_validation(folder, by, *, signal_at=0, to_rank=0):
+    """Train in a loop whose validation is a function; return the weights and its last results."""
+    looked_at = 0
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+
+    def step(model, batch):
+        return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+    def looking(model, batch):
+        nonlocal looked_at
+        looked_at += 1
+        if looked_at == signal_at and os.environ.get("RANK", "0") == str(to_rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"loss": step(model, batch)} if by == "evaluate" else model(batch[0])
+
+    with Trainer(seed=1, progress=False, devices="cpu") as trainer:
+        model, loader = trainer.prepare(torch.nn.Linear(3, 1), DataLoader(TensorDataset(x), 4, shuffle=True))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        many = DataLoader(TensorDataset(x.repeat(25, 1)), 4)
+
+        def validate():
+            if by == "evaluate":
+                return trainer.evaluate(model, many, step=looking)
+            return {"largest": trainer.predict(model, many, looking).collect().max()}
+
+        with trainer.loop(
+            loader,
+            epochs=2,
+            state={"model": model, "optimizer": optimizer},
+            validate=validate,
+            checkpoint=folder,
+            resume=folder and "auto",
+        ) as loop:
+            for batch in loop:
+                optimizer.zero_grad()
+                trainer.backward(trainer.run(step, model, batch))
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()], loop.history[-1].val
+
+
+def _own_validation_cut_short(by, folder):
+    whole, results = own_validation(None, by)
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    with pytest.raises(Interrupted) as ended:
+        own_validation(folder, by, signal_at=5, to_rank=last)
+    assert ended.value.checkpoint.name == "step-0000000004"  # saved before the rest was looked at
+    again, repeated = own_validation(folder, by)
+    return repeated == results and all(torch.equal(*pair) for pair in zip(again, whole, strict=True))
+
+
+@pytest.mark.parametrize("by", ["evaluate", "predict"])
+def test_a_signal_within_a_validation_of_ones_own_ends_it_between_two_batches(tmp_path, by, caplog):
+    assert _own_validation_cut_short(by, tmp_path)
+    assert "SIGTERM: the run ended after step 4" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["evaluate", "predict"])
+def test_a_signal_to_one_rank_within_a_validation_of_ones_own_ends_all(tmp_path, by):
+    assert run_ranks(_own_validation_cut_short, 2, by, tmp_path) == [True, True]

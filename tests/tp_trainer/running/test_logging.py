@@ -52,10 +52,11 @@ def train(folder, *, log="jsonl", stop_at=0, signal_at=0, checkpoint=True, **set
 def test_the_loss_of_every_interval_and_the_means_of_epochs_are_logged(tmp_path):
     losses, history = train(tmp_path, log_every_steps=2)
     run = read_run(tmp_path)
-    # Intervals begin with each epoch of five steps.
-    means = [sum(losses[i:j]) / (j - i) for i, j in ((0, 2), (2, 4), (5, 6), (6, 8), (8, 10))]
+    # Intervals begin with each epoch of five steps, and end with it.
+    intervals = ((0, 2), (2, 4), (4, 5), (5, 6), (6, 8), (8, 10))
+    means = [sum(losses[i:j]) / (j - i) for i, j in intervals]
     steps, values = run.series("loss")
-    assert steps == [2, 4, 6, 8, 10]
+    assert steps == [2, 4, 5, 6, 8, 10]
     assert values == pytest.approx(means, rel=1e-6)
     assert run.series("epoch_loss") == ([5, 10], [record.train["loss"] for record in history])
     assert run.series("learning_rate")[0][-1] == STEPS
@@ -76,18 +77,28 @@ def test_the_record_says_what_the_run_was(tmp_path):
     assert (tmp_path / "metrics.csv").exists()
 
 
-def test_a_run_that_failed_and_was_resumed_has_every_step_once_and_the_same_numbers(tmp_path):
-    train(tmp_path / "whole")
+@pytest.mark.parametrize(("every", "steps"), [(1, [*range(1, STEPS + 1)]), (4, [4, 5, 8, 10])])
+def test_a_run_that_failed_and_was_resumed_has_every_step_once_and_the_same_numbers(tmp_path, every, steps):
+    train(tmp_path / "whole", log_every_steps=every)
     with pytest.raises(RuntimeError, match="stopped"):
-        train(tmp_path / "cut", stop_at=8)
+        train(tmp_path / "cut", stop_at=8, log_every_steps=every)
     assert read_run(tmp_path / "cut").status == "failed"
-    train(tmp_path / "cut")
+    train(tmp_path / "cut", log_every_steps=every)
     whole, cut = read_run(tmp_path / "whole"), read_run(tmp_path / "cut")
     assert cut.series("loss") == whole.series("loss")
-    assert cut.series("loss")[0] == [*range(1, STEPS + 1)]
+    assert cut.series("loss")[0] == steps
     assert [(line["step"], line["resumed"]) for line in cut.of_type("run")] == [(0, False), (6, True)]
     saved = [line["facts"]["name"] for line in cut.of_type("event")]
     assert "step-0000000006" in saved
+
+
+def test_a_run_that_a_limit_cuts_short_logs_its_last_steps_and_goes_on_in_the_interval(tmp_path):
+    losses, _ = train(tmp_path, max_steps=3, log_every_steps=4)
+    assert read_run(tmp_path).series("loss") == ([3], [pytest.approx(sum(losses) / 3, rel=1e-6)])
+    more, _ = train(tmp_path, log_every_steps=4)
+    steps, values = read_run(tmp_path).series("loss")
+    assert steps[-3:] == [5, 8, 10]
+    assert values[steps.index(4)] == pytest.approx((sum(losses) + more[0]) / 4, rel=1e-6)
 
 
 def test_a_run_that_was_interrupted_says_so(tmp_path):

@@ -155,6 +155,12 @@ def test_parts_that_run_one_after_the_other_do_not_wait():
 
     with BaseTorchFunctionMode(), pytest.raises(StepError, match="in which they run one after the other"):
         in_parts(step, rows(5))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(StepError, match=r"with torch.use_deterministic_algorithms\(True\), in"):
+            in_parts(step, rows(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_outside_of_a_step_there_are_no_parts_to_gather():

@@ -51,22 +51,25 @@ def on_one_and_two(body):
 # -- whose share -----------------------------------------------------------------------------------
 
 
-def _gradients(one_step, *, batch_size=4, n=11, with_run=True):
-    with make_trainer() as trainer:
+def _gradients(one_step, *, batch_size=4, n=11, with_run=True, **arguments):
+    """Return the gradient of each batch, and its loss over all ranks."""
+    with make_trainer(**arguments) as trainer:
         model, loader = trainer.prepare(make_model(), loader_of(n, batch_size))
         found = []
         for batch in loader:
             model.zero_grad()
-            if with_run:
-                trainer.backward(trainer.run(one_step, model, batch))
-            else:
-                trainer.backward(one_step(model, batch))
-            found.append(next(model.parameters()).grad.item())
+            output = trainer.run(one_step, model, batch) if with_run else one_step(model, batch)
+            trainer.backward(output)
+            found += [next(model.parameters()).grad.item(), trainer.global_loss(output).item()]
         return found
 
 
+def _sum_step(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum()
+
+
 def _with_a_plain_loss():
-    return _gradients(step) + _gradients(step, with_run=False)
+    return _gradients(step) + _gradients(step, with_run=False) + _gradients(_sum_step, loss="sum")
 
 
 def _with_a_weight():
