@@ -1,4 +1,4 @@
-"""The map of the house names files that are there."""
+"""The map of the house names files that are there, and the folders of tests mirror its rooms."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,10 @@ HOMES = {
 
 
 def places():
-    """Every path with a package's name in it, wherever it stands in the text."""
-    names = re.findall(r"\b(tp_(?:core|tuple|dp_gather|shard|runner|trainer)/[\w/]*(?:\.py)?)", TEXT)
+    """Every path with a package's name in it, wherever it stands in the text; those of tests are not."""
+    names = re.findall(
+        r"(?<!tests/)\b(tp_(?:core|tuple|dp_gather|shard|runner|trainer)/[\w/]*(?:\.py)?)", TEXT
+    )
     return sorted(set(names))
 
 
@@ -31,3 +33,23 @@ def test_every_room_is_on_the_map():
         rooms = [p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")]
         missing = [room for room in rooms if f"{room}/" not in TEXT and f"{room}." not in TEXT]
         assert missing == [], package
+
+
+def test_every_folder_of_tests_on_the_map_is_there():
+    names = [name for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)`", TEXT) if "NAME" not in name]
+    assert len(names) > 4
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_every_room_has_a_folder_of_tests():
+    elsewhere = {
+        "_fully_sharded": "tested through the backend fsdp",
+        "internal": "tested in the rooms it hands on",
+    }
+    for package in ("tp_core", "tp_trainer", "tp_runner", "tp_shard"):
+        rooms = {p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")} - set(elsewhere)
+        folders = {
+            p.parent.relative_to(ROOT / "tests" / package).parts[0]
+            for p in (ROOT / "tests" / package).glob("*/**/test_*.py")
+        }
+        assert {room.removeprefix("_") for room in rooms} - folders == set(), package

@@ -1,6 +1,7 @@
 """Ranks that are killed at random moments cost nothing but time: a short form of tests/chaos/run.py."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,40 @@ def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, tensor):
     )
     assert killed == 3
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild", to_rounding=True)
+
+
+def flip_a_bit(parts):
+    data = bytearray(parts[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    parts[1].write_bytes(data)
+
+
+def cut_off(parts):
+    os.truncate(parts[-1], parts[-1].stat().st_size - 1)
+
+
+def mix_up(parts):
+    for path, data in zip(parts, [path.read_bytes() for path in reversed(parts)], strict=True):
+        path.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "backend", "more", "damage"),
+    [(2, "fsdp", [], flip_a_bit), (4, "fsdp", [], mix_up), (4, "shard", ["--tensor", "2"], cut_off)],
+    ids=["two", "four", "two-by-two"],
+)
+def test_a_part_that_was_damaged_after_the_kill_costs_the_steps_of_one_checkpoint(
+    tmp_path, ranks, backend, more, damage
+):
+    run = {"epochs": 2, "seed": 3, "ranks": ranks, "timeout_s": 800, "backend": backend}
+    chaos.launch(tmp_path / "calm", kills=0, more=more, **run)
+    wild = tmp_path / "wild"
+    assert chaos.launch(wild, kills=1, restarts=0, more=more, **run) == 1
+    newest = max((wild / "run").glob("step-*"))
+    parts = sorted((newest / "tensors").glob("*.distcp"))
+    assert len(parts) == ranks
+    damage(parts)
+    chaos.launch(wild, kills=1, more=[*more, "--start", "1"], **run)
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    assert chaos.same_weights(tmp_path / "calm", wild)

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted(ROOT.glob("packages/*/README.md")),
-    *sorted(p for p in ROOT.glob("docs/**/*.md") if "_build" not in p.parts),
+    # Examples of plugins have libraries of their own, and tests of their own.
+    *sorted(p for p in ROOT.glob("docs/**/*.md") if not {"_build", "examples"} & set(p.parts)),
 ]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -44,6 +45,18 @@ def test_the_blocks_of_a_document_run_and_print_what_it_says(path, tmp_path, mon
             exec(code, namespace)
         if expected is not None:
             assert squeezed(out.getvalue()) == squeezed(expected), f"{path.name}, line {line}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("packages/*/README.md")), ids=lambda p: p.parent.name)
+def test_the_page_of_a_package_can_be_read_alone(path):
+    text, name = path.read_text(), path.parent.name
+    assert text.startswith(f"# {name}\n")
+    assert f"    pip install {name}" in text[:600]
+    assert "\n```python\n" in text
+    assert re.findall(r"^## (Limits|More)$", text, re.MULTILINE) == ["Limits", "More"]
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", text) == [], (
+        "an index shows no other file of this repository"
+    )
 
 
 def test_there_are_blocks_to_run():

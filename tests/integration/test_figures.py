@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench import _results, render
+from tests.bench import _results, plots, render
 from tests.bench._results import Results
 
 DOCUMENTS = render.documents()
@@ -13,6 +13,19 @@ DOCUMENTS = render.documents()
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(render.ROOT)))
 def test_a_document_is_what_its_template_and_the_figures_make(path):
     assert path.read_text(encoding="utf-8") == DOCUMENTS[path], "run: hatch run figures"
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_a_plot_shows_the_figures_that_are_there(name):
+    drawn = (_results.FOLDER / "plots" / f"{name}.svg").read_text(encoding="utf-8")
+    assert plots.digest_of(name) in drawn, "run: hatch run figures"
+
+
+@pytest.mark.slow
+def test_plots_are_the_same_each_time(tmp_path):
+    first, second = plots.draw(tmp_path / "first"), plots.draw(tmp_path / "second")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert [path.stem for path in first] == sorted(plots.PLOTS)
 
 
 def test_every_file_of_figures_says_what_it_was_measured_on():

@@ -1,6 +1,7 @@
 """A backend over torch's fully_shard, written as docs/plugins.md says, does what every backend must do."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fsdp2_backend.py"
 def load():
     spec = importlib.util.spec_from_file_location("fsdp2_backend", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # where a dataclass looks for the module that its methods are of
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]  # ranks could not import it: its classes go there by value
     return module
 
 

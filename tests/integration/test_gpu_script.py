@@ -15,12 +15,21 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(f"gpu_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return module_of(SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return module_of(SCRIPT.with_name("llama.py"))
 
 
 def execute(command, **options):
@@ -192,10 +201,65 @@ def test_a_benchmark_that_crashes_or_hangs_is_an_entry(script, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_the_benchmarks_run_in_small_on_the_cpu(script, tmp_path):
-    names = script.benchmark_names(dict(os.environ))
-    assert len(names) > 5
+    names = script.benchmark_limits(dict(os.environ))
+    assert len(names) >= 12
     for name in names:
         out = tmp_path / f"{name}.json"
         done = execute([sys.executable, SCRIPT.with_name("benchmarks.py"), name, out, "--device", "cpu"])
         assert done.returncode == 0, done.stderr
         assert json.loads(out.read_text())["figures"], name
+
+
+@pytest.mark.slow
+def test_the_language_model_is_the_llama_of_transformers(llama):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = llama.TINY
+    config = LlamaConfig(
+        hidden_size=sizes.width,
+        num_hidden_layers=sizes.depth,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.shared_heads,
+        intermediate_size=sizes.inner,
+        vocab_size=sizes.words,
+        rms_norm_eps=torch.finfo(torch.float32).eps,
+    )
+    ours, theirs = llama.Llama(sizes), LlamaForCausalLM(config)
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), in_our_order(theirs), strict=True):
+            other.copy_(mine)
+    words = torch.randint(sizes.words, (3, sizes.length + 1))
+    inputs, targets = words[:, :-1], words[:, 1:]
+    loss = ours(inputs, targets)
+    logits = theirs(input_ids=inputs).logits
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    )
+
+
+def in_our_order(model):
+    """Yield the parameters of a Llama of transformers as ours has them."""
+    yield model.model.embed_tokens.weight
+    for layer in model.model.layers:
+        attention, inner = layer.self_attn, layer.mlp
+        yield from (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        yield from (
+            p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        )
+        yield from (inner.gate_proj.weight, inner.up_proj.weight, inner.down_proj.weight)
+    yield from (model.model.norm.weight, model.lm_head.weight)
+
+
+def test_the_operations_of_a_token_are_those_of_the_papers_formula(llama):
+    sizes = llama.TINY
+    of_a_block = 32 * (32 + 16 + 16 + 32 + 3 * 64) + 2 * 32
+    weights = 2 * of_a_block + 32 + 32 * 50
+    expected = 6 * weights + 12 * 2 * 32 * 16
+    assert llama.operations_of_a_token(llama.Llama(sizes), sizes) == expected
+    with torch.device("meta"):
+        assert sum(p.numel() for p in llama.Llama(llama.Sizes()).parameters()) == 1_100_048_384
+
+
+def test_the_part_of_a_cards_operations_is_known_for_known_cards(llama):
+    assert llama.utilization(494.7e12, "NVIDIA H200") == 0.5
+    assert llama.utilization(494.7e12, "CPU") is None

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 SCRIPT = str(Path(__file__).parents[2] / "docs" / "examples" / "llama.py")
 LAUNCH = [sys.executable, "-m", "tp_core.cli", "launch", "-n"]

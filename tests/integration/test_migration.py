@@ -1,8 +1,17 @@
 """The lines of code in the guide for those who come from other trainers are those of its programs."""
 
+import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
+import pytest
+
+PROGRAMS = re.compile(r"^```py\n# ([^\n]+)\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 PROGRAM = re.compile(r"^### ([^\n]+)\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| (.+) \| (\d+) \|$", re.MULTILINE)
@@ -18,3 +27,63 @@ def test_the_lines_are_counted():
     counted = {name: lines_of_code(source) for name, source in PROGRAM.findall(text)}
     assert counted == {name: int(lines) for name, lines in ROW.findall(text)}
     assert len(counted) == 7
+
+
+def others():
+    """Yield each program of another library on the page, below what both programs of its job share."""
+    text = PAGE.read_text()
+    (shared,) = re.findall(r"^```python\n(.*?)^```\n\n### tp, `fit`", text, re.MULTILINE | re.DOTALL)
+    for number, source in enumerate(re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL), 1):
+        yield pytest.param(shared + source, id=f"{PAGE.stem} {number}")
+
+
+def skip_without_modules(source):
+    for module in set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}, which the environment of the benchmarks has")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", list(others()))
+def test_a_program_of_another_library_runs_and_goes_on_with_what_it_has_saved(source, tmp_path):
+    skip_without_modules(source)
+    (tmp_path / "script.py").write_text(source)
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "script.py"]
+
+
+def programs():
+    """Yield each program of the pages beside this one: its command, its source, and what it prints."""
+    for page in sorted(PAGE.parent.glob("migration-*.md")):
+        for number, found in enumerate(PROGRAMS.findall(page.read_text()), 1):
+            yield pytest.param(*found, id=f"{page.stem} {number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "source", "printed"), list(programs()))
+def test_a_program_prints_what_the_page_says(command, source, printed, tmp_path):
+    skip_without_modules(source)
+    (tmp_path / "script.py").write_text(source)
+    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]
+    environ = os.environ | {"PATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(printed.splitlines())

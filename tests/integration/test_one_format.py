@@ -5,6 +5,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StateError
 from tp_core.plugins import PluginRegistry
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
@@ -123,3 +124,18 @@ def test_a_compiled_split_model_is_saved_under_plain_names(tmp_path):
     fresh = make_model(seed=3)
     ts.load_sharded(fresh, tmp_path / "own")
     equal(dict(fresh.state_dict()), dict(expected))
+
+
+def test_a_damaged_folder_is_refused_by_a_trainer_too(tmp_path):
+    model = nn.Linear(3, 2)
+    ts.save_sharded(model, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    changed = bytearray(data.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    data.write_bytes(changed)
+    with Trainer(devices="cpu", progress=False) as trainer:
+        with pytest.raises(StateError, match=r"damaged: __0_0\.distcp is not what was written"):
+            trainer.load_model(model, tmp_path)
+        (tmp_path / "digests.json").unlink()
+        with pytest.raises(StateError, match=r"has no digests\.json"):
+            trainer.load_model(model, tmp_path)

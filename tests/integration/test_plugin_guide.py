@@ -1,10 +1,11 @@
 """What the guide for authors of plugins writes passes the kits that it names."""
 
+import ast
 import json
 import re
 from pathlib import Path
 
-from tp_core.testing import EngineConformance, LoggerConformance
+from tp_core.testing import AdapterConformance, EngineConformance, LoggerConformance
 from tp_trainer.testing import CallbackConformance
 
 GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -14,11 +15,16 @@ def defined_in_the_block_of(name):
     """Return a class that a block of the guide defines, with the imports of the blocks before it."""
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [b for b in blocks if f"class {name}(" in b]
-    namespace = {"__name__": "guide", "print": lambda *_: None}
+    kept = (ast.Import, ast.ImportFrom, ast.ClassDef)  # and not what uses them
+    body = [node for node in ast.parse(block).body if isinstance(node, kept)]
+    namespace = {"__name__": "guide"}
     exec("from tp_core.plugins import Backend, PluginRegistry, Session, Verdict, hookimpl", namespace)
-    namespace["registry"] = namespace["PluginRegistry"]()  # not that of the tests
-    exec(block, namespace)
+    exec(compile(ast.Module(body, []), str(GUIDE), "exec"), namespace)
     return namespace[name]
+
+
+class TestTheAdapterOfTheGuide(AdapterConformance):
+    adapter = defined_in_the_block_of("SpreadAdapter")
 
 
 class TestTheEngineOfTheGuide(EngineConformance):

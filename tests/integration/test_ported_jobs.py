@@ -1,10 +1,10 @@
 """Jobs that were written for other trainers: as by hand on every backend, interrupted and resumed."""
 
 import functools
+import multiprocessing
 
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -18,6 +18,27 @@ PLACES = {
     "tuple": {"devices": ["cpu", "cpu"], "backend": "tuple"},
     "dp-gather": {"devices": ["cpu", "cpu"], "backend": "dp-gather"},
 }
+ON_RANKS = {name: {"devices": "cpu", "backend": name} for name in ("ddp", "fsdp", "shard")}
+
+
+def on_shards(where, model, plan):
+    """Split a model over the ranks where the backend is for that, as ``plan`` of it says."""
+    if where.get("backend") != "shard":
+        return model
+    import tp_shard as ts
+
+    if not torch.distributed.is_initialized():
+        ts.distributed.init_process_group(-1)
+    return ts.parallelize(model, plan(ts, model))
+
+
+def joined(state):
+    return torch.cat([state[name].detach().flatten() for name in sorted(state)])
+
+
+def weights_of(trainer, model):
+    """Return the whole weights of a model, wherever its parts are."""
+    return joined(trainer.session.model_state(model))
 
 
 # -- texts: dicts as batches, groups of parameters, warm-up by steps, accumulation, clipping ------------
@@ -31,13 +52,14 @@ def texts(n, first=0):
     return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
-def make_bert():
+def make_bert(where):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(vocab_size=40, max_position_embeddings=16, num_labels=2, **sizes, **off)
     model = transformers.BertForSequenceClassification(config).double()
+    model = on_shards(where, model, lambda ts, model: ts.plans.auto(model, verbose=False))
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
@@ -58,7 +80,9 @@ def loader_of(items, workers=0, **options):
 
 
 def text_job(where, *, folder=None, max_steps=None, workers=0):
-    model, optimizer, warmup = make_bert()
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    model, optimizer, warmup = make_bert(where)
     with Trainer(seed=0, accumulate=2, progress=False, **where) as trainer:
         history = trainer.fit(
             model,
@@ -75,13 +99,15 @@ def text_job(where, *, folder=None, max_steps=None, workers=0):
             checkpoint=folder and Checkpoints(folder, every_steps=2, best="val_f1", mode="max"),
             resume=folder and "auto",
         )
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        weights = weights_of(trainer, model)
     return weights, [record.train["loss"] for record in history], history[-1].val
 
 
 @functools.cache
 def text_job_by_hand():
-    model, optimizer, warmup = make_bert()
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    model, optimizer, warmup = make_bert({})
     losses = []
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         loader = trainer.prepare(loader_of(texts(35), shuffle=True))  # for its order alone
@@ -103,7 +129,7 @@ def text_job_by_hand():
         scores = torch.cat([model(**b).logits.softmax(1)[:, 1] for b in loader_of(texts(33, 1))])
     labels = [int(item["labels"]) for item in texts(33, 1)]
     found = {"f1": f1_score(labels, scores > 0.5), "auroc": roc_auc_score(labels, scores)}
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), losses, found
+    return joined(model.state_dict()), losses, found
 
 
 def check_text_job(found):
@@ -125,16 +151,19 @@ def test_a_classifier_of_texts_is_as_by_hand_and_resumed(tmp_path, place):
     assert parts[1:] == whole[1:]
 
 
-def _text_job_on_a_rank(folder):
-    whole = text_job({"devices": "cpu"})
-    text_job({"devices": "cpu"}, folder=folder, max_steps=4)
-    parts = text_job({"devices": "cpu"}, folder=folder)
+def _text_job_on_a_rank(where, folder):
+    whole = text_job(where)
+    multiprocessing.current_process()._config["daemon"] = False  # ranks of tests may not have workers else
+    text_job(where, folder=folder, max_steps=4, workers=1)
+    parts = text_job(where, folder=folder, workers=1)
     return whole, bool(torch.equal(parts[0], whole[0])) and parts[1:] == whole[1:]
 
 
 @pytest.mark.slow
-def test_a_classifier_of_texts_is_as_by_hand_on_two_ranks(tmp_path):
-    for found, is_resumed in run_ranks(functools.partial(_text_job_on_a_rank, tmp_path), 2):
+@pytest.mark.parametrize("place", ON_RANKS)
+def test_a_classifier_of_texts_is_as_by_hand_on_two_ranks(tmp_path, place):
+    call = functools.partial(_text_job_on_a_rank, ON_RANKS[place], tmp_path)
+    for found, is_resumed in run_ranks(call, 2):
         check_text_job(found)
         assert is_resumed
 
@@ -163,6 +192,7 @@ def picture_job(where, *, folder=None, max_steps=None, workers=0):
     torch.manual_seed(0)
     body = [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)]
     model = nn.Sequential(*body).double()
+    model = on_shards(where, model, lambda ts, _: {"4": ts.Column(gather_output=True)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=15)
     average = ExponentialMovingAverage(0.8)
@@ -182,8 +212,8 @@ def picture_job(where, *, folder=None, max_steps=None, workers=0):
             resume=folder and "auto",
         )
         with average.in_place_of(model):
-            averaged = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), averaged, history[-1].val
+            averaged = weights_of(trainer, model).clone()
+        return weights_of(trainer, model), averaged, history[-1].val
 
 
 @pytest.mark.slow
@@ -199,17 +229,21 @@ def test_a_classifier_of_pictures_is_that_of_one_device_and_resumed(tmp_path, pl
     assert parts[2] == whole[2]
 
 
-def _picture_job_on_a_rank(folder):
-    whole = picture_job({"devices": "cpu"})
-    picture_job({"devices": "cpu"}, folder=folder, max_steps=7)
-    parts = picture_job({"devices": "cpu"}, folder=folder)
+def _picture_job_on_a_rank(where, folder):
+    whole = picture_job(where)
+    multiprocessing.current_process()._config["daemon"] = False  # ranks of tests may not have workers else
+    picture_job(where, folder=folder, max_steps=7, workers=1)
+    parts = picture_job(where, folder=folder, workers=1)
     return whole, all(torch.equal(a, b) for a, b in zip(whole[:2], parts[:2], strict=True))
 
 
 @pytest.mark.slow
-def test_a_classifier_of_pictures_is_that_of_one_device_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("place", ON_RANKS)
+def test_a_classifier_of_pictures_is_that_of_one_device_on_two_ranks(tmp_path, place):
     expected = picture_job(PLACES["single"])
-    for found, is_resumed in run_ranks(functools.partial(_picture_job_on_a_rank, tmp_path), 2):
+    for found, is_resumed in run_ranks(
+        functools.partial(_picture_job_on_a_rank, ON_RANKS[place], tmp_path), 2
+    ):
         assert is_resumed
         for mine, wanted in zip(found[:2], expected[:2], strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)

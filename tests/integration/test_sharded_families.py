@@ -1,13 +1,16 @@
 """Models of transformers under a proposed plan are right to rounding."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from tp_core.testing import RankPool
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
 
 SIZES = {
     "hidden_size": 32,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sklearn.metrics import f1_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import PluginRegistry
@@ -40,6 +39,7 @@ class Sum:
 
 def on_a_rank(group_size):
     import tp_shard as ts
+    from sklearn.metrics import f1_score
     from tp_shard import _plugin
     from tp_trainer import FunctionMetric, Trainer
 
@@ -60,6 +60,8 @@ def on_a_rank(group_size):
 
 @pytest.mark.parametrize(("processes", "group_size"), [(2, -1), (4, 2)])
 def test_metrics_and_predictions_of_shards_are_those_of_the_whole(processes, group_size):
+    from sklearn.metrics import f1_score
+
     x, y = data().tensors
     with torch.no_grad():
         expected = network()(x).argmax(1)

@@ -137,6 +137,52 @@ def test_training_leads_where_one_device_leads(pool, options, groups):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_units_are_compiled_each(pool, replicas):
+    options = ts.ShardOptions(data=FullyShardOptions(units=Block, replicas=replicas))
+    expected = fit(clip_norm=0.3)
+    for found in pool.run(functools.partial(fit, options, 2, {"compile": True}, clip_norm=0.3)):
+        assert_close(found, expected)
+
+
+def trained_with_zero(options, of_data):
+    """Return the state after a few steps of torch's own optimizer with sharded state, or what it is told."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    form_groups(2)
+    try:
+        model = ts.parallelize(Net(), PLAN)
+        optimizer = ZeroRedundancyOptimizer(
+            [p for p in model.parameters() if p.requires_grad],
+            optimizer_class=torch.optim.AdamW,
+            process_group=ts.distributed.get_data_group() if of_data else None,
+            lr=0.02,
+        )
+        with Trainer(options=options, seed=2, progress=False, devices="cpu") as it:
+            try:
+                it.fit(model, optimizer, loader(), step=step, epochs=2, clip_norm=0.3)
+            except ConfigError as error:
+                return str(error)
+            return {n: t.clone() for n, t in it.session.model_state(model).items()}
+    finally:
+        ts.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_state_that_an_optimizer_shards_itself_stays_with_those_who_hold_the_same_shards(pool):
+    _, expected, _ = fit(clip_norm=0.3)
+    for state in pool.run(trained_with_zero, ts.ShardOptions(data="ddp"), True):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
+    for rank, message in enumerate(pool.run(trained_with_zero, ts.ShardOptions(data="ddp"), False)):
+        same = [rank % 2, rank % 2 + 2]
+        assert "over the ranks [0, 1, 2, 3] would give ranks the shards of others" in message
+        assert f"this rank's are held by {same} alone" in message
+    for message in pool.run(trained_with_zero, FSDP, True):
+        assert "parameters and state are sharded by the backend" in message
+
+
+@pytest.mark.slow
 def test_eight_ranks_in_three_dimensions():
     run = functools.partial(fit, ts.ShardOptions(data=FullyShardOptions(replicas=2)), 2, clip_norm=0.3)
     expected = fit(clip_norm=0.3)
@@ -169,6 +215,28 @@ def test_another_number_of_ranks_goes_on_each_time(tmp_path):
         for found in [run()] if processes == 1 else run_ranks(run, processes):
             assert len(found[0]) == epochs
     assert_close(found, expected)
+
+
+def two_models():
+    """Prepare a second model, which is not split, after the first; return what each would do with a batch."""
+    form_groups(2)
+    try:
+        with Trainer(options=FSDP, seed=2, progress=False, devices="cpu") as it:
+            first = it.prepare(ts.parallelize(Net(), PLAN))
+            second = it.prepare(nn.Sequential(nn.Linear(11, 4)).double())
+            tokens = torch.arange(10).reshape(2, 5)
+            with torch.no_grad():
+                run = lambda a, b, batch: {"loss": b(a(batch)).sum()}  # noqa: E731
+                it.session.run_several(run, [first, second], tokens)
+            return [{type(p).__name__ for p in m.parameters()} for m in (first, second)]
+    finally:
+        ts.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_second_model_may_come_later(pool):
+    for kinds in pool.run(two_models):
+        assert kinds == [{"DTensor"}, {"DTensor"}]
 
 
 # -- what does not go ---------------------------------------------------------------------------

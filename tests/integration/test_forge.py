@@ -1,0 +1,119 @@
+"""The files that a forge reads: workflows, forms, hooks, each calling commands that exist."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from tests.wheels import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+SCRIPT_KEYS = {"run", "name", "if", "env", "working-directory", "shell", "id"}
+ACTION_KEYS = {"uses", "with", "name", "if", "env", "id"}
+JOB_KEYS = {
+    "name",
+    "runs-on",
+    "timeout-minutes",
+    "steps",
+    "strategy",
+    "env",
+    "if",
+    "needs",
+    "permissions",
+    "environment",
+}
+CONTEXTS = {"github", "matrix", "env", "needs", "steps", "secrets", "runner", "inputs"}
+
+
+def load(path):
+    return yaml.safe_load(path.read_text())
+
+
+def scripts():
+    """Return what `hatch run` knows, scripts of other environments with theirs before them."""
+    found = set()
+    for name, settings in tomllib.loads((ROOT / "hatch.toml").read_text())["envs"].items():
+        found |= {
+            script if name == "default" else f"{name}:{script}" for script in settings.get("scripts", {})
+        }
+    return found
+
+
+def commands(path):
+    return [step["run"] for job in load(path)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_one_that_a_forge_takes(path):
+    workflow = load(path)
+    # YAML reads the key "on" as a truth.
+    assert set(workflow) <= {"name", True, "permissions", "concurrency", "env", "jobs"}
+    assert set(workflow[True]) <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+    assert workflow["permissions"] == {"contents": "read"}, "more is given to the jobs that need it"
+    jobs = workflow["jobs"]
+    for name, job in jobs.items():
+        assert set(job) <= JOB_KEYS, name
+        assert {"runs-on", "timeout-minutes", "steps"} <= set(job), name
+        needs = job.get("needs", [])
+        assert {needs} if isinstance(needs, str) else set(needs) <= set(jobs)
+        for step in job["steps"]:
+            assert set(step) <= (ACTION_KEYS if "uses" in step else SCRIPT_KEYS), step
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step.get("uses", "a/b@v1")), step
+        matrix = job.get("strategy", {}).get("matrix", {})
+        given = {key for row in matrix.get("include", []) for key in row} | set(matrix) - {
+            "include",
+            "exclude",
+        }
+        used = set(re.findall(r"\$\{\{ *matrix\.(\w+)", str(job)))
+        assert used <= given, f"{name} uses {used - given}, which its matrix lacks"
+    for expression in re.findall(r"\$\{\{ *(.*?) *\}\}", path.read_text()):
+        assert expression.split(".")[0] in CONTEXTS, expression
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / ".pre-commit-config.yaml"], ids=lambda path: path.name)
+def test_what_is_called_exists(path):
+    called = (
+        commands(path) if path in WORKFLOWS else [h["entry"] for r in load(path)["repos"] for h in r["hooks"]]
+    )
+    for command in called:
+        for script in re.findall(r"hatch run (\S+)", command):
+            assert script in scripts() | {"ruff"}, command
+        for file in re.findall(r"(?:^|python )((?:\.ci|tests|tools)/\S+)", command):
+            assert (ROOT / file).is_file(), command
+        done = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_ci_runs_what_developers_run():
+    called = " ".join(commands(ROOT / ".github/workflows/ci.yml")) + (ROOT / ".ci/run").read_text()
+    for script in ("lint", "types", "imports", "test", "slow", "docs", "linkcheck", "bench", "dist:all"):
+        assert f"hatch run {script}" in called
+    assert "tests/matrix.sh --wheels" in called
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_a_form_for_issues_is_one_that_a_forge_takes(path):
+    form = load(path)
+    if path.name == "config.yml":
+        assert set(form) <= {"blank_issues_enabled", "contact_links"}
+        return
+    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "labels", "title"}
+    for field in form["body"]:
+        assert field["type"] in {"textarea", "input", "dropdown", "checkboxes", "markdown"}
+        assert field["attributes"].get("label") or field["type"] == "markdown"
+
+
+def test_the_citation_has_what_its_format_requires():
+    citation = load(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert all("name" in author or "family-names" in author for author in citation["authors"])
+
+
+@pytest.mark.parametrize(
+    "name", ["SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md"]
+)
+def test_the_files_that_a_forge_looks_for_are_there(name):
+    assert (ROOT / name).read_text().strip()
