@@ -1,4 +1,4 @@
-"""Put the measured figures into the documents that quote them: python -m tests.bench.render
+"""Put the figures into the documents that quote them, and draw the plots: python -m tests.bench.render
 
 The first line of a template, ``docs/benchmarks/*.md.in``, names the document that it becomes, or the
 section of one: ``<!-- README.md: ## Figures -->``. In it ``{{NAME | FIGURE | FORMAT}}`` is a figure of
@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.bench import plots
 from tests.bench._results import FOLDER
 
 __all__ = ["documents", "render"]
@@ -81,6 +82,8 @@ def _with_section(document: str, heading: str, text: str) -> str:
 def main() -> None:
     for path, text in documents().items():
         path.write_text(text, encoding="utf-8")
+        print(path, file=sys.stderr)
+    for path in plots.draw(FOLDER / "plots"):
         print(path, file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ for trying the program out, everything is small.
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import sys
@@ -20,11 +21,11 @@ sys.path.pop(0)  # this folder: its modules are for nobody else to find
 BENCHMARKS = {}
 
 
-def benchmark(gpus=1):
-    """Mark a function of a `Bench`; it needs so many CUDA devices."""
+def benchmark(gpus=1, limit_s=75):
+    """Mark a function of a `Bench`; it needs so many CUDA devices, and at most so many seconds."""
 
     def mark(function):
-        BENCHMARKS[function.__name__] = (function, gpus)
+        BENCHMARKS[function.__name__] = (function, gpus, limit_s)
         return function
 
     return mark
@@ -98,6 +99,174 @@ def make_net(width, depth, device):
 
 def step_of(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+# -- a language model ------------------------------------------------------------------------------------
+
+
+def language_models():
+    """Return the module beside this one."""
+    spec = importlib.util.spec_from_file_location("llama", Path(__file__).with_name("llama.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Clock:
+    """When two steps of a run begin, with all that was launched before them at its end."""
+
+    def __init__(self, bench, first, last):
+        self._bench, self._at, self._calls = bench, (first, last), 0
+        self.times = []
+
+    def tick(self):
+        if self._calls in self._at:
+            self._bench.wait()
+            self.times.append(time.perf_counter())
+        self._calls += 1
+
+    @property
+    def seconds_per_step(self):
+        began, ended = self.times
+        return (ended - began) / (self._at[1] - self._at[0])
+
+
+def some_words(bench, sizes, rows):
+    """Return a batch: words and those that follow them, (rows, length) each."""
+    import torch
+
+    words = torch.randint(sizes.words, (rows, sizes.length + 1), device=bench.device)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+@benchmark(limit_s=150)
+def language_model(bench):
+    """`fit` of a Llama of 1.1 billion weights, its blocks compiled, in bf16, beside the same loop by hand."""
+    import torch
+    from tp_trainer import Trainer
+
+    llama = language_models()
+    sizes, rows = bench.size(llama.Sizes(), llama.TINY), bench.size(8, 2)
+    first, last = bench.size(3, 1), bench.size(13, 3)
+    batches = [some_words(bench, sizes, rows)] * (last + 1)
+
+    def make():
+        with bench.device:
+            model = llama.Llama(sizes)
+        for block in model.blocks:  # one after the other, which is what takes minutes less to compile
+            block.compile()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def fit():
+        model, optimizer = make()
+        trainer = Trainer(devices=[bench.device], precision="bf16-mixed", progress=False)
+
+        def run():
+            clock = Clock(bench, first, last)
+
+            def step(model, batch):
+                clock.tick()
+                return model(*batch)
+
+            trainer.fit(model, optimizer, batches, step=step, epochs=1)
+            return clock.seconds_per_step
+
+        return run
+
+    def by_hand():
+        model, optimizer = make()
+
+        def run():
+            clock, total = Clock(bench, first, last), torch.zeros((), device=bench.device)
+            for batch in batches:
+                clock.tick()
+                optimizer.zero_grad()
+                with torch.autocast(bench.device.type, dtype=torch.bfloat16):
+                    loss = model(*batch)
+                loss.backward()
+                optimizer.step()
+                total += loss.detach()
+            return clock.seconds_per_step
+
+        return run
+
+    ways = {"by hand": by_hand(), "fit": fit()}
+    times = {name: [] for name in ways}
+    for _ in range(bench.size(3, 2)):
+        for name, run in ways.items():
+            times[name].append(run())
+    with torch.device("meta"):
+        operations = llama.operations_of_a_token(llama.Llama(sizes), sizes)
+    card = torch.cuda.get_device_name(bench.device) if bench.is_gpu else "CPU"
+    figures = {"tokens of a step": rows * sizes.length}
+    for name, found in times.items():
+        per_s = rows * sizes.length / statistics.median(found)
+        figures[f"{name}, tokens per second"] = round(per_s, 1)
+        figures[f"{name}, part of the card's operations"] = llama.utilization(per_s * operations, card)
+    ratios = [b / f for b, f in zip(times["by hand"], times["fit"], strict=True)]
+    return {**figures, "fit over by hand, tokens per second": round(statistics.median(ratios), 4)}
+
+
+def predicted_and_measured(bench, backend, options, rows):
+    """Train the model for three steps; return what is said that it needs, what it took, and a step's time."""
+    import torch
+    from tp_trainer import Trainer
+
+    llama = language_models()
+    sizes = bench.size(llama.Sizes(), llama.TINY)
+    batch = some_words(bench, sizes, rows)
+    times = []
+
+    def trainer():
+        return Trainer(
+            backend=backend,
+            devices=[bench.device],
+            options={"fsdp": options},
+            precision="bf16-mixed",
+            progress=False,
+        )
+
+    def make(device):
+        with torch.device(device):
+            model = llama.Llama(sizes)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def train():
+        model, optimizer = make(bench.device)
+        clock = Clock(bench, 1, 2)
+
+        def step(model, batch):
+            clock.tick()
+            return model(*batch)
+
+        with trainer() as ours:
+            ours.fit(model, optimizer, [batch] * 3, step=step, epochs=1)
+        times.append(clock.seconds_per_step)
+
+    with trainer() as ours:
+        table = ours.estimate(*make("meta"), batch, lambda m, b: m(*b), devices=1, memory="139GiB")
+    predicted = table.verdicts[backend].memory.total / 2**20
+    measured = bench.peak_mib(train)
+    return {
+        "predicted, MiB": round(predicted, 1),
+        "measured, MiB": measured,
+        "predicted over measured": None if measured is None else round(predicted / measured, 3),
+        "a step, s": round(times[-1], 4),
+    }
+
+
+@benchmark(limit_s=60)
+def language_model_memory(bench):
+    """What is predicted of the device's memory for that model, not compiled, and what it takes."""
+    return predicted_and_measured(bench, "single", {}, rows=bench.size(4, 2))
+
+
+@benchmark(limit_s=100)
+def language_model_offloaded(bench):
+    """The same by `fsdp` on one device, with weights, gradients and optimizer state in pinned memory."""
+    options = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": bench.is_gpu}
+    backend = bench.size("fsdp", "single")  # nothing is offloaded from the CPU
+    return predicted_and_measured(bench, backend, options, rows=bench.size(4, 2))
 
 
 # -- the trainer -----------------------------------------------------------------------------------------
@@ -458,15 +627,16 @@ def stream_through_a_worker(bench):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--list", action="store_true", help="print the names, and their limits in seconds")
     parser.add_argument("name", nargs="?", choices=BENCHMARKS)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--device", default="cuda:0", help="cpu, to try the program out")
     given = parser.parse_args(arguments)
     if given.list:
-        print(*BENCHMARKS, sep="\n")
+        for name, (_, _, limit_s) in BENCHMARKS.items():
+            print(name, limit_s)
         return
-    function, gpus = BENCHMARKS[given.name]
+    function, gpus, _ = BENCHMARKS[given.name]
     given.out.write_text(json.dumps(outcome_of(function, gpus, given.device), indent=1))
 
 

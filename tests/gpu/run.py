@@ -326,10 +326,10 @@ def _entry(name, package, outcome, *, seconds=0.0, **more):
 # -- benchmarks --------------------------------------------------------------------------------------------
 
 
-def benchmark_names(environment):
-    """Return the benchmarks that there are."""
+def benchmark_limits(environment):
+    """Return the benchmarks that there are, and how many seconds each may take."""
     output, _ = run([sys.executable, str(HERE / "benchmarks.py"), "--list"], environment, deadline=now() + 60)
-    return output.split()
+    return {name: float(limit_s) for name, limit_s in map(str.split, output.splitlines())}
 
 
 def run_benchmark(name, *, folder, environment, deadline):
@@ -356,7 +356,7 @@ def main(arguments=None):
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--list", action="store_true", help="print the names of the tests and benchmarks")
     parser.add_argument("--only", choices=["tests", "benchmarks"], help="leave out the others")
-    parser.add_argument("--budget-s", type=float, default=450.0, help="seconds for all of it (450)")
+    parser.add_argument("--budget-s", type=float, default=470.0, help="seconds for all of it (470)")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for one test (120)")
     parser.add_argument("--jobs", type=int, help="packages that are tested at once")
     given = parser.parse_args(arguments)
@@ -384,9 +384,10 @@ def main(arguments=None):
             for one in runs:
                 one.result()
         if given.only != "tests":
-            for benchmark in benchmark_names(environment):
+            for benchmark, limit_s in benchmark_limits(environment).items():
                 options = {"folder": folder, "environment": environment}
-                report.add("benchmarks", [run_benchmark(benchmark, **options, deadline=min(end, now() + 75))])
+                deadline = min(end, now() + limit_s)
+                report.add("benchmarks", [run_benchmark(benchmark, **options, deadline=deadline)])
     print(json.dumps(report.content["summary"]), flush=True)
     return 0 if report.is_good else 1
 
@@ -410,7 +411,7 @@ def _list(ini, environment, end):
                 print(event["message"], file=sys.stderr)
             for name in event.get("ids", ()):
                 print(name)
-    for name in benchmark_names(environment):
+    for name in benchmark_limits(environment):
         print(f"benchmark {name}")
     return 1 if failed else 0
 

@@ -6,6 +6,7 @@ tiny,numpy`` some of the tables. Peers that are not installed are left out.
 
 import argparse
 import concurrent.futures
+import heapq
 import importlib.util
 import mmap
 import multiprocessing
@@ -142,6 +143,25 @@ def table(results, title, tools, function, make, sizes, *, rounds):
             results.add(f"{title}, {name}: ratio", ours / value, "x as fast")
 
 
+def many_workers(results):
+    """More workers than cores, who sleep: how much of the time they are busy, of the least there can be."""
+    n_workers, n_items = 8, 800
+    ends = [0.0] * n_workers  # each item goes to whom it can begin with first, and nothing costs anything
+    for i in range(n_items):
+        heapq.heapreplace(ends, ends[0] + (0.1 if i % 10 == 0 else 0.01))
+    work = staticmethod(lambda device, cfg, item: sleep_skewed(item))
+    kind = type("Bench", (tp_runner.OrderedRunner,), {"producer_work": work})
+    with multiprocessing.get_context("fork").Pool(n_workers) as pool, kind(n_workers) as runner:
+        tools = {"tp-runner": runner.stream, "Pool.imap": lambda items: pool.imap(sleep_skewed, items)}
+        figures = {name: [] for name in tools}
+        for _ in range(3):
+            for name, tool in tools.items():
+                figures[name].append(rate(lambda _, items, t=tool: t(items), None, range, n_items))
+        for name, rates in figures.items():
+            share = statistics.median(rates) * max(ends) / n_items
+            results.add(f"sleeps of 10 and 100 ms, 8 workers, {name}: share of the ideal", share, "")
+
+
 def limits(results):
     block = bytes(64 << 20)
     memory = mmap.mmap(-1, len(block))
@@ -168,24 +188,6 @@ def limits(results):
     results.add("pipe", n_read / (time.perf_counter() - began) / 1e9, "GB/s")
 
 
-def start_up(results, rounds):
-    for method in ("fork", "spawn", "forkserver"):
-        ours, pool = [], []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            with tp_runner.map(square, [1], devices=WORKERS, start_method=method) as stream:
-                next(stream)
-            ours.append((time.perf_counter() - began) * 1e3)
-            began = time.perf_counter()
-            with multiprocessing.get_context(method).Pool(WORKERS) as workers:
-                next(workers.imap(square, [1]))
-            pool.append((time.perf_counter() - began) * 1e3)
-        a, b = statistics.median(ours), statistics.median(pool)
-        results.add(f"start and first result, {method}", a, "ms")
-        results.add(f"start and first result, {method}, Pool", b, "ms")
-        results.add(f"start and first result, {method}, Pool: ratio", b / a, "x as fast")
-
-
 def read_ahead(results, tools):
     for name, tool in tools.table.items():
         n_read, most = 0, 0
@@ -207,7 +209,7 @@ def read_ahead(results, tools):
         results.add(f"read ahead of a slow consumer, of 100,000, {name}", most, "items")
 
 
-PARTS = {"limits", "start", "tiny", "skewed", "numpy", "torch", "memory"}
+PARTS = {"limits", "tiny", "skewed", "numpy", "torch", "memory"}
 
 
 def main():
@@ -224,8 +226,6 @@ def main():
 def measure(results, only, rounds):
     if "limits" in only:
         limits(results)
-    if "start" in only:  # before the others are here, who would make this process large
-        start_up(results, rounds)
     tools = Tools()
     if "tiny" in only:
         fast = {"tp-runner", "Pool.imap tuned", "executor tuned"}
@@ -242,6 +242,7 @@ def measure(results, only, rounds):
         ideal = WORKERS / 0.019
         share = results.figures["sleeps of 10 and 100 ms, tp-runner"] / ideal
         results.add("sleeps of 10 and 100 ms, tp-runner: share of the ideal", share, "")
+        many_workers(results)
     if "numpy" in only:
         for title, n, count in (("1 MB", 1 << 17, 300), ("10 KB", 1280, 4000)):
             make = cycled([np.full(n, 1.0) for _ in range((32 << 20) // (8 * n))])

@@ -162,6 +162,9 @@ def main():
     parser.add_argument("--start-method", default="fork")
     parser.add_argument("--minutes", type=float, default=0.0, help="how long to mix all kinds of use, too")
     options = parser.parse_args()
+    # A kill waits for its item's result, and a death for the next one: chunks have thousands of numbers.
+    if options.items < 5000 * options.kills or options.tensors < 20 * options.kills:
+        parser.error("so many kills need at least 5000 numbers and 20 tensors each, or some find no worker")
     torch.set_num_threads(1)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     half = options.kills // 2

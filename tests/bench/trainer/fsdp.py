@@ -6,6 +6,7 @@ memory of each is measured in processes of its own: the most that was resident b
 """
 
 import contextlib
+import importlib
 import io
 import os
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from tp_core.testing import run_ranks
-from tp_trainer import Trainer
+from tp_trainer import FsdpOptions, Trainer
 
 from tests.bench._results import Results
 from tests.bench.trainer.loops import Way, is_installed, measure, note
@@ -78,8 +79,8 @@ def by_hand(batches: list, size: tuple[int, int]) -> Way:
     return lambda: loop(model, optimizer, batches, Tensor.backward)
 
 
-def tp(backend: str, batches: list, size: tuple[int, int]) -> Way:
-    trainer = Trainer(backend=backend, devices="cpu")
+def tp(backend: str, batches: list, size: tuple[int, int], *, options: FsdpOptions | None = None) -> Way:
+    trainer = Trainer(backend=backend, devices="cpu", options=options)
     model = make(size)
     optimizer = adam(model)
 
@@ -125,10 +126,13 @@ def fabric(batches: list, size: tuple[int, int]) -> Way:
     return lambda: loop(model, optimizer, batches, it.backward)
 
 
+# What fully_shard does where nothing is said; "auto" keeps parameters after the forward pass where they fit.
+AS_BY_HAND = FsdpOptions(reshard_after_forward=True, activation_checkpointing=False, offload=False)
 WAYS: dict[str, Callable[[list, tuple[int, int]], Way]] = {
     "hand-written": by_hand,
     "hand-written, again": by_hand,
-    "tp fsdp": partial(tp, "fsdp"),
+    "tp fsdp": partial(tp, "fsdp", options=AS_BY_HAND),
+    "tp fsdp, auto": partial(tp, "fsdp"),
     "tp ddp": partial(tp, "ddp"),
 }
 
@@ -173,6 +177,7 @@ def memory_of_rank(name: str) -> int:
     begin()
     tiny = WAYS[name](batches_of((8, 1), 1), (8, 1))
     tiny()  # what is imported and started once is not the model's
+    importlib.import_module("tp_trainer._memory._footprint")  # about 90 MB of torch's, for large models alone
     batches = batches_of(LARGE, MEMORY_STEPS)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = resident("VmRSS")
@@ -182,7 +187,7 @@ def memory_of_rank(name: str) -> int:
 
 if __name__ == "__main__":
     # What is freed goes back to the system at once, in the ranks too: peaks are of what is held.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
     with Results("trainer-fsdp") as found:
         (times, left_out), _ = run_ranks(times_of_rank, 2, timeout_s=900.0)
         note(found, "transformer", times)

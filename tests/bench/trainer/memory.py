@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tp_core.testing import run_ranks
@@ -157,6 +158,7 @@ CASES = [
     Case("Llama 300M", "SGD", "fp32", "ddp", 2),
     Case("Llama 300M", "AdamW", "fp32", "fsdp", 2),
     Case("Llama 300M", "AdamW", "bf16-mixed", "fsdp", 4),
+    Case("MLP", "AdamW", "fp32", "shard", 2),
 ]
 
 
@@ -173,6 +175,16 @@ class Samples(Dataset[Any]):
         if i >= self._count:
             raise IndexError(i)
         return self._make(i)
+
+
+def make_model(case: Case) -> nn.Module:
+    """Return the model, split over the ranks for the backend that is for such models."""
+    make, _, _, _ = MODELS[case.model]
+    if case.backend != "shard":
+        return make()
+    if not ts.distributed.is_initialized():
+        ts.distributed.init_process_group()
+    return ts.parallelize(make(), {"0": ts.Column(), "2": ts.Row(), "4": ts.Vocab(gather_output=True)})
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -194,8 +206,8 @@ def loader_of(case: Case) -> DataLoader[Any]:
 
 
 def predict(case: Case) -> int:
-    make, step, _, _ = MODELS[case.model]
-    model = make()
+    _, step, _, _ = MODELS[case.model]
+    model = make_model(case)
     trainer = Trainer(
         devices="cpu",
         precision=case.precision,
@@ -219,16 +231,19 @@ def resident(name: str) -> int:
 def measure(case: Case) -> int:
     """Return the most that was resident in this rank beyond what was before the model was made."""
     torch.set_num_threads(1)
-    make, step, _, _ = MODELS[case.model]
+    _, step, _, _ = MODELS[case.model]
     with make_trainer(case) as trainer:
-        small = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        small: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        if case.backend == "shard":
+            ts.distributed.init_process_group()
+            small = ts.parallelize(small, {"0": ts.Column(), "1": ts.Row()})
         tiny = DataLoader(
             Samples(lambda i: (torch.zeros(64), i % 64), 4 * case.ranks), batch_size=2 * case.ranks
         )
         trainer.fit(small, make_optimizer(case, small), tiny, step=label_loss)
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", "ascii")
-        model = make()
+        model = make_model(case)
         trainer.fit(model, make_optimizer(case, model), loader_of(case), step=step)
         return resident("VmHWM") - before
 
@@ -240,7 +255,8 @@ def main(wanted: list[str]) -> None:
         for case in CASES:
             if wanted and not any(word in str(case) for word in wanted):
                 continue
-            predicted = run_ranks(predict, 1, case, timeout_s=1800)[0]
+            ranks = case.ranks if case.backend == "shard" else 1  # it is estimated where it is split
+            predicted = run_ranks(predict, ranks, case, timeout_s=1800)[0]
             measured = max(run_ranks(measure, case.ranks, case, timeout_s=1800))
             results.add(f"{case}: predicted", predicted / MIB, "MiB")
             results.add(f"{case}: measured", measured / MIB, "MiB")
