@@ -11,6 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+# Threads of OpenMP that have nothing to do sleep, here, where torch is yet to be loaded, and in programs
+# that tests start. They would spin, which beside other load makes a small model's step ten times as dear.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # one comes with trio, and imports it in every worker
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says something about the machine alone. `default` draws the same few examples

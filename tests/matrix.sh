@@ -3,6 +3,8 @@
 # in an environment of its own, and with the oldest torch on one of them; prints one table at the end.
 #
 #   tests/matrix.sh                                      the fast part of the suite, everywhere
+#   tests/matrix.sh --wheels                             each wheel alone, each pair and all of them, everywhere,
+#                                                        with nothing but what they require; the README of each
 #   MATRIX_ARGS="tests/tp_core -x" tests/matrix.sh       arguments for pytest
 #   MATRIX_PYTHONS="3.12 3.13" tests/matrix.sh           these alone
 #   MATRIX_OLDEST="" tests/matrix.sh                     without the oldest torch, whose build has gigabytes
@@ -14,6 +16,11 @@ pythons=${MATRIX_PYTHONS-"3.11 3.12 3.13 3.14"}
 torch=${MATRIX_TORCH-2.13.0}
 oldest=${MATRIX_OLDEST-"3.12 2.11.0"}  # a Python and the torch to try on it
 read -ra arguments <<< "${MATRIX_ARGS-}"
+case "${1-}" in
+    "") kind="" ;;
+    --wheels) kind=-wheels ;;
+    *) echo "tests/matrix.sh takes --wheels or nothing, got $1" >&2; exit 2 ;;
+esac
 folder=${MATRIX_DIR-$(mktemp -d)}
 mkdir -p "$folder"
 [ -n "${MATRIX_DIR-}" ] || trap 'rm -rf "$folder"' EXIT
@@ -34,12 +41,11 @@ rows=() missing=() failures=0
 try() {
     local version env log result
     version=$("$1" -c 'import platform; print(platform.python_version())')
-    env=$folder/$version-$(cksum <<< "$1" | cut -d' ' -f1)-torch-$2
+    env=$folder/$version-$(cksum <<< "$1" | cut -d' ' -f1)-torch-$2$kind
     log=$env.log
     echo "== Python $version ($1), torch $2 -> $log"
     if prepare "$1" "$2" "$env" > "$log" 2>&1; then
-        env -u PYTHONPATH PATH="$env/bin:$PATH" "$env/bin/python" -m pytest -m "not slow" "${arguments[@]}" 2>&1 \
-            | tee -a "$log" | grep --line-buffered -E '^(FAILED|ERROR) ' || true
+        run "$env" 2>&1 | tee -a "$log" | grep --line-buffered -E '^(FAILED|ERROR) ' || true
         result=$(tail -n 1 "$log" | tr -d '=' | xargs)
         grep -qE '[0-9]+ passed' <<< "$result" && ! grep -qE 'failed|error' <<< "$result" || failures=1
     else
@@ -50,11 +56,31 @@ try() {
     [ -n "${MATRIX_DIR-}" ] || rm -rf "$env"
 }
 
+# run ENVIRONMENT
+run() {
+    if [ -n "$kind" ]; then
+        env -u PYTHONPATH "$1/bin/python" -m tests.wheels "$folder/wheels"
+    else
+        env -u PYTHONPATH PATH="$1/bin:$PATH" "$1/bin/python" -m pytest -m "not slow" "${arguments[@]}"
+    fi
+}
+
 # prepare INTERPRETER TORCH ENVIRONMENT
 prepare() {
     # pip of this script's Python: a system's Python may have none.
     local groups pip=(python -m pip --python "$3/bin/python" --disable-pip-version-check)
     [ -x "$3/bin/python" ] || "$1" -m venv --without-pip "$3" || return
+    if [ -n "$kind" ]; then
+        # What the wheels require, and not themselves: one torch serves all sets of them.
+        groups=$(python -c 'import pathlib, tomllib
+projects = [tomllib.load(p.open("rb"))["project"] for p in pathlib.Path().glob("packages/*/pyproject.toml")]
+extras = [e for p in projects for e in p.get("optional-dependencies", {}).get("cli", [])]
+needs = {*extras, *(d for p in projects for d in p["dependencies"])}
+print("\n".join(sorted(d for d in needs if not d.startswith(("tp-", "torch")))))') || return
+        mapfile -t groups <<< "$groups"
+        "${pip[@]}" install --quiet pip packaging "torch==$2" "${groups[@]}"
+        return
+    fi
     groups=$(python -c 'import tomllib
 print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["test"]))') || return
     mapfile -t groups <<< "$groups"
@@ -63,6 +89,10 @@ print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][
         -e packages/tp-runner -e packages/tp-shard -e packages/tp-trainer -e packages/tp-tuple
 }
 
+if [ -n "$kind" ]; then
+    rm -rf "$folder/wheels"
+    python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$folder/wheels" packages/tp-* || exit 1
+fi
 for minor in $pythons; do
     mapfile -t found < <(interpreters "$minor")
     [ ${#found[@]} -gt 0 ] || missing+=("$minor")

@@ -12,7 +12,7 @@ import types
 import weakref
 from pathlib import Path
 
-from tp_runner import Executor
+from tp_runner import Executor, register_joblib
 
 HERE = Path(__file__).parent
 
@@ -80,16 +80,23 @@ def install():
     for kind, name in ((ProcessStandIn, "ProcessPoolExecutor"), (ThreadStandIn, "ThreadPoolExecutor")):
         kind.__name__ = name  # their tests name it to programs that they start
         setattr(concurrent.futures, name, kind)
-    if "TP_PEERS_LOKY" in os.environ:
+    if os.environ["TP_PEERS"] == "loky":
         import loky.process_executor
 
         loky.ProcessPoolExecutor = loky.process_executor.ProcessPoolExecutor = ProcessStandIn
+    if os.environ["TP_PEERS"] == "joblib":
+        from joblib.parallel import BACKENDS
+
+        register_joblib()
+        BACKENDS["loky"] = BACKENDS["tp"]  # which is joblib's default
 
 
 def _in_programs_too():
     """Have the programs that CPython's tests start find our executors."""
+    from test import support
     from test.support import script_helper
 
+    support.SHORT_TIMEOUT = support.LONG_TIMEOUT = 800.0  # theirs are for a machine with nothing else to do
     run = script_helper.assert_python_ok
 
     @functools.wraps(run)
@@ -102,7 +109,7 @@ def _in_programs_too():
 
 sys.path.insert(0, str(HERE))
 install()
-if "TP_PEERS_LOKY" not in os.environ:
+if os.environ["TP_PEERS"] == "cpython":
     _in_programs_too()
 
 
