@@ -8,13 +8,23 @@ author = "The tp authors"
 copyright = "The tp authors, Apache-2.0"  # noqa: A001 - Sphinx's name for it
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # the packages' READMEs begin at their own level
 
 html_theme = "furo"
 html_title = "tp"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_favicon = "_static/icon.svg"
+pygments_dark_style = "github-dark"
+
+# Links to elsewhere are looked at each night, by `hatch run linkcheck`: not every machine reaches them.
+linkcheck_timeout = 30
+linkcheck_retries = 2
+linkcheck_anchors = False
 
 autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks, is_main = ts.distributed.get_world_size(), ts.distributed.get_rank() == 0
     if is_main:
         print(f"{'classes':>9}  {'MiB split':>9}  {'whole':>8}  {'ms split':>9}  {'whole':>8}  of the time")
-    # What is loaded only once is no head's memory.
+    # What is loaded only once is not part of any head's memory.
     compare(64, features=options.features, batch=options.batch, steps=1)
     costs = []
     for count in options.classes:

@@ -1,4 +1,4 @@
-"""A GAN: two models and two optimizers in a loop of one's own, saved as one run and resumed exactly.
+"""A GAN: two models and two optimizers in a custom loop, saved as one run and resumed exactly.
 
 On one device, on several of one process, or under a launcher:
 

@@ -13,7 +13,7 @@ SIGTERM) and start it again, in another of these ways too: it goes on after the 
 
 import argparse
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,11 +40,14 @@ def make_model() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def split(model: nn.Module) -> nn.Module:
-    """Return the model with this rank's part of each layer."""
+def splitting() -> Callable[[], nn.Module]:
+    """Return what makes the model with this rank's part of each layer."""
     import tp_shard as ts
 
-    return ts.parallelize(model, ts.plans.from_hf(model, verbose=False))
+    with torch.device("meta"):  # a plan needs no values
+        model = make_model()
+    plan = ts.plans.from_hf(model, verbose=False)
+    return lambda: ts.parallelize(make_model(), plan)
 
 
 def read_bytes(limit: int = 400_000) -> Tensor:
@@ -77,9 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ts.distributed.init_process_group(args.tensor)
         options = {"shard": ts.ShardOptions(data="fsdp")}
     with Trainer(seed=0, accumulate=2, options=options) as trainer:
+        make = splitting() if args.tensor > 1 else make_model
         torch.manual_seed(0)
         # Where ranks have shards alone, the whole model is in the memory of none of them.
-        model = split(make_model()) if args.tensor > 1 else trainer.build(make_model)
+        model = trainer.build(make)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         train = DataLoader(TensorDataset(windows[:-held_out]), batch_size=16, shuffle=True, drop_last=True)
         history = trainer.fit(

@@ -1,15 +1,17 @@
 """Draws the picture of the README: a run that is interrupted and resumed, over one that is not.
 
     hatch run picture
+    hatch run picture --report docs/report.png
 
 Trains a classifier of handwritten digits on two processes to its end. Then again, but sends one rank SIGTERM
 halfway, and goes on from the checkpoint in one process. Both selections and both curves are what these three
-runs have left in their folders.
+runs have left in their folders. With ``--report``, Chromium photographs the head of the resumed run's report.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ STEPS, BATCH = 240, 16
 SIGNALLED_AT = 70
 VALIDATED_EVERY = 4  # steps
 WIDTH = 128  # characters of the tables
+TP = str(Path(sysconfig.get_path("scripts"), "tp"))
 
 
 class Interruption(Callback):
@@ -71,7 +74,7 @@ def train(folder: Path, *, interrupted: bool) -> None:
 
 def run(folder: Path, *, processes: int, interrupted: bool = False) -> str:
     """Train in other processes; return the table of the selection, or "" after an interruption."""
-    launch = [str(Path(sysconfig.get_path("scripts"), "tp")), "launch", "-n", str(processes)]
+    launch = [TP, "launch", "-n", str(processes)]
     command = [*(launch if processes > 1 else [sys.executable]), __file__, "--folder", str(folder)]
     done = subprocess.run([*command, *(["--interrupted"] if interrupted else [])], timeout=600, check=False)
     if done.returncode != (128 + signal.SIGTERM if interrupted else 0):
@@ -128,9 +131,23 @@ def draw(
     return difference
 
 
+def photograph(folder: Path, path: Path, profile: Path) -> None:
+    """Make the report of a run, and a picture of its head as a browser shows it."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise RuntimeError("--report needs Chromium (Debian: chromium)")
+    page = folder / "report.html"
+    subprocess.run([TP, "report", str(folder), "--out", str(page)], timeout=600, check=True)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags += [f"--user-data-dir={profile}", "--window-size=1000,1080", f"--screenshot={path.resolve()}"]
+    subprocess.run([chromium, *flags, page.as_uri()], timeout=600, check=True, stderr=subprocess.DEVNULL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--report", type=Path, help="photograph the report of the resumed run, too")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--interrupted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -144,6 +161,8 @@ def main() -> None:
         saved = int(max(resumed.glob("step-*")).name.removeprefix("step-"))
         tables.append(run(resumed, processes=1))
         difference = draw(args.out, losses(whole), losses(resumed), saved, tables)
+        if args.report is not None:
+            photograph(resumed, args.report, Path(folder, "profile"))
     print(f"{args.out}: largest difference {difference:.1e}")
 
 
