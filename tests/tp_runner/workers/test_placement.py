@@ -48,17 +48,30 @@ def clock(monkeypatch):
 def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
     scaling = Scaling(1, 3)
     assert scaling.grown({0}, {0}, set()) is None
-    clock[0] = 0.9
-    assert scaling.grown({0}, set(), set()) is None  # it was idle meanwhile
+    for clock[0] in 0.7, 0.9:
+        assert scaling.grown({0}, set(), set()) is None  # it was idle meanwhile
     clock[0] = 1.1
     assert scaling.grown({0}, {0}, set()) is None
     clock[0] = 2.2
     assert scaling.grown({0}, {0}, {1}) == 2  # not the one that died and stays dead
-    assert scaling.grown({0, 2}, {0}, {1}) is None  # the new one is starting
+    for clock[0] in 2.3, 2.5, 4.0:
+        assert scaling.grown({0, 2}, {0}, {1}) is None  # the new one is starting
     clock[0] = 9.0
     assert scaling.grown({0, 2}, {0, 2}, {1}) is None
     clock[0] = 10.0
     assert scaling.grown({0, 2}, {0, 2}, {1}) is None  # there are no more
+
+
+def test_a_worker_between_two_items_counts_as_busy(clock):
+    scaling = Scaling(1, 2)
+    started = None
+    while started is None and clock[0] < 5.0:
+        assert scaling.grown({0}, {0}, set()) is None
+        clock[0] += 0.05
+        started = scaling.grown({0}, set(), set())  # its result was just taken
+        clock[0] += 0.001
+    assert started == 1
+    assert clock[0] == pytest.approx(1.0, abs=0.1)
 
 
 def test_those_beyond_the_fewest_go_when_they_have_had_nothing_to_do(clock):

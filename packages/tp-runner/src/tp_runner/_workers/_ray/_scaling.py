@@ -7,6 +7,8 @@ __all__ = ["Scaling"]
 
 GROW_S = 1.0
 """After so long with every worker busy there is one more."""
+BREATH = 0.1
+"""For this share of that time a worker may be between two items, and still counts as busy."""
 IDLE_S = 10.0
 """After so long without anything to do a worker beyond the fewest ends."""
 
@@ -23,6 +25,7 @@ class Scaling:
         self.fewest = fewest
         self._most = most
         self._busy_since: float | None = None
+        self._free_since: float | None = None  # since when not all of them have something to do
         self._idle_since: dict[int, float] = {}
 
     @property
@@ -38,10 +41,14 @@ class Scaling:
             busy: Those that have something to do.
             lost: Those that died and are not to be started again.
         """
-        if len(busy) < len(running):
+        now = time.monotonic()
+        if len(busy) == len(running):
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = now
+        if self._free_since is not None and now - self._free_since >= BREATH * GROW_S:
             self._busy_since = None
             return None
-        now = time.monotonic()
         if self._busy_since is None:
             self._busy_since = now
         if now - self._busy_since < GROW_S:
