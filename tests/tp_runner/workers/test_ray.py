@@ -199,7 +199,6 @@ def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypat
     monkeypatch.setattr(_scaling, "GROW_S", 0.1)
     monkeypatch.setattr(_scaling, "IDLE_S", 0.1)
     with Ordered(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
-
         deadline = time.monotonic() + 120
 
         def there():
