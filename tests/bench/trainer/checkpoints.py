@@ -31,6 +31,9 @@ from tests.bench.trainer.loops import hand_written, is_installed, make, measure,
 
 EVERY, MILLION = 1000, 1_000_000
 WIDTH, LAYERS = 2048, 30  # of 16 MiB each: 500 MB
+COLD = 3
+"""So many rounds of saves go uncounted: those who leave the old file in place until the new one is there need
+memory of the system that a virtual machine may not have touched before, and its first use takes a second."""
 
 
 def steps(folder: Path, results: Results) -> None:
@@ -122,15 +125,15 @@ def saves(folder: Path, results: Results) -> None:
         "tp, asynchronous": tp(asynchronous=True),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(4):
+    for _ in range(COLD + 5):
         for name, way in ways.items():
             os.sync()  # what another one has left in memory is not for this one to bring onto the disk
             times[name].append(way())
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     results.add("the size of a save", nbytes / 1e6, "MB")
-    base = [blocked for blocked, _ in times["torch.save"][1:]]
+    base = [blocked for blocked, _ in times["torch.save"][COLD:]]
     for name, found in times.items():
-        warm = found[1:]  # the first one finds fresh memory and no old file
+        warm = found[COLD:]
         ratio = statistics.median(b / t for (b, _), t in zip(warm, base, strict=True))
         blocked, done = (statistics.median(column) for column in zip(*warm, strict=True))
         results.add(f"{name}: blocked", blocked, "s")
