@@ -22,7 +22,7 @@ from tp_runner._registered import RayEngine
 from tp_runner._workers._ray import _scaling
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300, method="signal")]
 
 
 @pytest.fixture(scope="module")
