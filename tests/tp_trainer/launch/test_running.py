@@ -1,6 +1,7 @@
 """A launch that goes well: what the ranks get, and what the user sees."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,9 @@ def test_a_restart_is_told_and_can_save_the_run(tp, capfd):
     )
     request = LaunchRequest(script=str(tp.cwd / script), nproc_per_node=1, max_restarts=2)
     assert run(request) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tp launch:")]
-    assert said == ["tp launch: rank 0 failed with exit code 3, restart 1 of 2"]
+    (said,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("tp launch:"))
+    # On a busy machine torch may collect the process before its status is seen.
+    assert re.fullmatch(r"tp launch: rank 0 failed( with exit code 3)?, restart 1 of 2", said)
 
 
 def test_run_is_the_same_for_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -172,12 +172,7 @@ class LocalRun:
     def _on_attempt(self, attempt: Attempt, ranks: list[Rank]) -> None:
         restart, nodes = attempt.number, attempt.nodes
         if restart and self._ranks:
-            ends = [
-                f"rank {self._ranks[local].rank} failed with {code_name(death.code)}, "
-                for local, death in sorted(self._watch.deaths().items(), key=lambda d: d[1].order)
-                if death.code
-            ]
-            cause = "" if self._loss else "".join(ends[:1])
+            cause = "" if self._loss else self._cause()
             hosts = "" if self._plan.max_nodes == 1 else f", on {nodes} host{'s' * (nodes > 1)}"
             say(f"{cause}restart {restart} of {self._plan.request.max_restarts}{hosts}")
         self._loss = ""
@@ -189,6 +184,16 @@ class LocalRun:
             self._tail.follow(rank.stdout, prefix=prefix, out=sys.stdout)
             self._tail.follow(rank.stderr, prefix=prefix, out=sys.stderr, drop=own)
         self._listen(nodes)
+
+    def _cause(self) -> str:
+        """Return which rank's failure ended an attempt, as far as it was seen, to begin a sentence with."""
+        self._watch.look()
+        deaths = sorted(self._watch.deaths().items(), key=lambda item: item[1].order)
+        known = [f"rank {self._ranks[n].rank} failed with {code_name(d.code)}, " for n, d in deaths if d.code]
+        unseen = [f"rank {self._ranks[n].rank} failed, " for n, d in deaths if d.code is None]
+        if known:
+            return known[0]
+        return unseen[0] if len(unseen) == 1 else ""  # torch was faster, and keeps the status to itself
 
     def _listen(self, nodes: int) -> None:
         plan = self._plan

@@ -74,6 +74,12 @@ class Watch:
         with self._lock:
             return dict(self._deaths)
 
+    def look(self) -> None:
+        """See now who has ended, whatever the thread has come to."""
+        with self._lock:
+            self._find_pids()
+            self._see_deaths()
+
     def found(self) -> int:
         """Return how many ranks of the current attempt have reported their ids."""
         with self._lock:
@@ -125,8 +131,7 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             with self._lock:
-                self._find_pids()
-                self._see_deaths()
+                self.look()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._kill_living()
                     self._kill_at = None
@@ -155,7 +160,7 @@ class Watch:
 
     def _see_deaths(self) -> None:
         ended: list[tuple[bool, int, int | None]] = []
-        for local_rank, pid in self._pids.items():
+        for local_rank, pid in list(self._pids.items()):  # a signal handler may find another one meanwhile
             if local_rank in self._deaths:
                 continue
             is_over, code = _ended(pid)
