@@ -26,14 +26,16 @@ class Results:
     Args:
         name: Of the benchmark: its file's.
         folder: Where the file is written.
+        is_part: Whether a part of the benchmark is run: figures of the file that it does not measure stay.
 
     Example:
         >>> with Results("start") as results:  # doctest: +SKIP
         ...     results.add("importing everything", 19.0, "ms", note="at most 60")
     """
 
-    def __init__(self, name: str, folder: Path = FOLDER) -> None:
+    def __init__(self, name: str, folder: Path = FOLDER, *, is_part: bool = False) -> None:
         self.name, self.folder = name, folder
+        self._is_part = is_part
         self.figures: dict[str, float] = {}
 
     def add(self, figure: str, value: float, unit: str, *, note: str = "") -> None:
@@ -50,9 +52,11 @@ class Results:
     ) -> None:
         if kind is None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.folder / f"{self.name}.json"
+            known = json.loads(file.read_text("utf-8"))["figures"] if self._is_part and file.exists() else {}
             found = {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
-            text = json.dumps(found | {"figures": self.figures}, indent=2)
-            (self.folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+            text = json.dumps(found | {"figures": known | self.figures}, indent=2)
+            file.write_text(text + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

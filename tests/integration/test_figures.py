@@ -55,6 +55,17 @@ def test_a_benchmark_that_fails_leaves_the_figures_as_they_were(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_of_a_benchmark_leaves_the_figures_of_the_rest(tmp_path):
+    for steps, is_part in ((1, False), (2, True)):
+        with Results("walk", tmp_path, is_part=is_part) as results:
+            results.add(f"day {steps}", steps, "steps")
+            results.add("steps", steps, "steps")
+    assert json.loads((tmp_path / "walk.json").read_text())["figures"] == {"day 1": 1, "steps": 2, "day 2": 2}
+    with Results("walk", tmp_path) as results:
+        results.add("steps", 3, "steps")
+    assert json.loads((tmp_path / "walk.json").read_text())["figures"] == {"steps": 3}
+
+
 def test_a_section_of_a_document_is_replaced_and_a_missing_figure_named(tmp_path):
     with Results("walk", tmp_path) as results:
         results.add("steps", 7, "")

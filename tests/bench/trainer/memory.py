@@ -3,7 +3,7 @@
 Each case is trained for three steps by ranks of its own, one thread each. Measured is the most that was
 resident in any of them beyond what was before the model was made; predicted is what the table of the
 selection says. The allocator of the C library gives back what is freed at once: what it would keep for
-later is its own affair, and differs with every machine.
+later is its own affair, and differs with every machine. With cases named, the figures of the others stay.
 """
 
 import os
@@ -251,7 +251,7 @@ def measure(case: Case) -> int:
 def main(wanted: list[str]) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
     name = "trainer-memory"
-    with Results(name) as results:
+    with Results(name, is_part=bool(wanted)) as results:
         for case in CASES:
             if wanted and not any(word in str(case) for word in wanted):
                 continue
