@@ -5,6 +5,7 @@ sharded data its slices of them.
 """
 
 import ctypes
+import functools
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,12 @@ def step(model, batch):
     return model(batch[0]).square().mean()
 
 
-def built(make, options=None, groups=None):
-    """Return the first values and the losses of training on them."""
+def built(make, options=None, groups=None, **ways):
+    """Return the first values and the losses of training on them; ``ways`` are the trainer's."""
     if groups is not None:
         ts.distributed.init_process_group(groups)
     try:
-        kwargs = {} if options is None else {"options": options}
+        kwargs = ways if options is None else {"options": options, **ways}
         with Trainer(devices="cpu", seed=4, progress=False, **kwargs) as trainer:
             model = trainer.build(make)
             first = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
@@ -139,6 +140,17 @@ def test_ranks_build_the_model_of_one_device(pool, options, groups, make, kind):
     for first, found, kinds in pool.run(built, make, options, groups):
         assert kinds == ({"Tensor"} if options is DDP else {"DTensor"})
         assert list(first) == list(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(first[name], tensor), name
+        assert found == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_eight_ranks_in_three_dimensions_build_and_compile_the_model_of_one_device():
+    """Each layer over two ranks, what these hold over two more, and all of it twice, in compiled units."""
+    expected, (_, losses, _) = as_usual(), built(Net)
+    for first, found, kinds in run_ranks(functools.partial(built, split, HSDP, 2, compile=True), 8):
+        assert kinds == {"DTensor"}
         for name, tensor in expected.items():
             assert torch.equal(first[name], tensor), name
         assert found == pytest.approx(losses, rel=1e-4)
