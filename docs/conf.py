@@ -31,3 +31,21 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_use_ivar = True
 default_role = "code"
+
+# Every name of ours in a signature or a text leads somewhere. Not so those of others, whose inventories only
+# a machine with a network could fetch, and type variables, which have no place of their own.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections|concurrent|contextlib|os|pathlib|torch|typing)\..*"),
+    # The same, as modules write them that import them for type checkers alone.
+    ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|pd\.DataFrame"),
+    ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
+    ("py:class", r"tp_[\w.]+\.(OptionsT|R|T)|P"),
+]
+nitpick_ignore = [
+    # What arguments are whose values only other packages of ours make.
+    ("py:class", "tp_core._devices._containers.Container"),
+    ("py:class", "tp_core._devices._containers.PerType"),
+    ("py:class", "tp_shard.nn._sequence._state.SequenceState"),
+    ("py:class", "tp_trainer.testing._runs.Outcome"),
+]

@@ -14,6 +14,8 @@ from tp_shard._plans._styles import Replicated as Replicated
 from tp_shard._plans._styles import Row as Row
 from tp_shard._plans._styles import Sequence as Sequence
 from tp_shard._plans._styles import Vocab as Vocab
+from tp_shard._plans._summary import LayerSummary as LayerSummary
+from tp_shard._plans._summary import Summary as Summary
 from tp_shard._plans._summary import summary as summary
 from tp_shard._shards._marks import get_parallel_dim as get_parallel_dim
 from tp_shard._shards._register import register_parallel_attribute as register_parallel_attribute
@@ -31,6 +33,8 @@ from tp_shard._training._drift import check_gradients as check_gradients
 from tp_shard._training._optimizers import parameter_groups as parameter_groups
 from tp_shard._training._optimizers import update_sampled_rows as update_sampled_rows
 from tp_shard._training._scaler import GradScaler as GradScaler
+from tp_shard._verify._compare import Fault as Fault
+from tp_shard._verify._report import ModuleReport as ModuleReport
 from tp_shard._verify._report import Report as Report
 from tp_shard._verify._report import verify as verify
 from tp_shard.compat import _ORDER_TYPE as _ORDER_TYPE

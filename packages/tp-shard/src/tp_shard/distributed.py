@@ -23,6 +23,7 @@ from tp_shard._groups._group import ALONE, Group, current_data_group, current_gr
 from tp_shard._groups._mesh import data_axes, tensor_axis
 
 __all__ = [
+    "Group",
     "copy",
     "debug",
     "destroy_process_group",

@@ -1,5 +1,6 @@
 from tp_tuple import compat as compat
 from tp_tuple._batch import Batch as Batch
+from tp_tuple._collate import TupleCollate as TupleCollate
 from tp_tuple._collate import default_collate as default_collate
 from tp_tuple._collate import restore_order as restore_order
 from tp_tuple._collate import tp_collate as tp_collate

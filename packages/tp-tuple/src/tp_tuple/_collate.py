@@ -126,7 +126,7 @@ def _needs_select(items: Any) -> str:
     )
 
 
-class _TupleCollate:
+class TupleCollate:
     """What `tp_collate` makes of a collate function; a class, so that it can be pickled."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], splitter: Splitter) -> None:
@@ -218,7 +218,7 @@ def tp_collate(
     weights: Weights = None,
     cost: Callable[[Any], float] | None = None,
     select: Select | None = None,
-) -> Callable[[Callable[[Any], Any]], _TupleCollate]:
+) -> Callable[[Callable[[Any], Any]], TupleCollate]:
     """Return a decorator that makes a collate function work with `TupleParallel`.
 
     Where the function returned a batch ``x``, it now returns a tuple ``(x1, x2)`` with one part per
@@ -265,11 +265,11 @@ def tp_collate(
         raise ConfigError(msg)
     given = resolve_weights(weights, count, devices)
 
-    def decorator(collate_fn: Callable[[Any], Any]) -> _TupleCollate:
+    def decorator(collate_fn: Callable[[Any], Any]) -> TupleCollate:
         if not callable(collate_fn):
             msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
             raise ConfigError(msg)
-        return _TupleCollate(collate_fn, Splitter(count, weights=given, cost=cost, select=select))
+        return TupleCollate(collate_fn, Splitter(count, weights=given, cost=cost, select=select))
 
     return decorator
 
@@ -280,7 +280,7 @@ def default_collate(
     weights: Weights = None,
     cost: Callable[[Any], float] | None = None,
     select: Select | None = None,
-) -> _TupleCollate:
+) -> TupleCollate:
     """Return torch's default collate function, made for `TupleParallel` by `tp_collate`.
 
     Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``. Items that are text stay

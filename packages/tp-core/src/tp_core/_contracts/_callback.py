@@ -40,7 +40,7 @@ class RunView(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest means: those of the last epoch's training, and ``"val_..."`` of the last validation."""
+        """The newest means, those of the last epoch's training and ``"val_..."`` of the last validation."""
 
     @property
     def model(self) -> "nn.Module":

@@ -164,7 +164,7 @@ class LaunchEnvironment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks for the job: rank 0."""
+        """Whether this is rank 0, the process that speaks for the job."""
         return self.rank == 0
 
     def describe(self) -> str:

@@ -39,7 +39,8 @@ def write_tensors(
         together: Whether all ranks of the group call this, or one alone.
 
     Returns:
-        The files with tensors that this rank has written, by name: digests of what was given to the system.
+        Digests of what was given to the system, by the names of the files with tensors that this rank has
+        written.
 
     Raises:
         OSError: The disk is full, or writing is not allowed.

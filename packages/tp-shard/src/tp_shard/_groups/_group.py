@@ -68,7 +68,7 @@ class Group:
 ALONE = Group()
 """The group of a process without others."""
 
-GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | None"
+GroupLike: TypeAlias = Group | dist.ProcessGroup | DeviceMesh | None
 """Names a group: one of ours or torch's, a mesh of one axis, ``None`` for the current one."""
 
 

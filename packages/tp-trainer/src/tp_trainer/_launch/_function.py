@@ -40,7 +40,7 @@ def launch(
         **kwargs: More of them, by name.
 
     Returns:
-        What the function returned, by rank: values that can be pickled.
+        What the function returned, by rank, which are values that can be pickled.
 
     Raises:
         ConfigError: The function or an argument cannot be pickled; or this process is a rank itself.

@@ -74,7 +74,7 @@ class RunFacts:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest means: those of the last epoch's training, and ``"val_..."`` of the last validation."""
+        """The newest means, those of the last epoch's training and ``"val_..."`` of the last validation."""
         return self._run_state.metrics
 
     @property

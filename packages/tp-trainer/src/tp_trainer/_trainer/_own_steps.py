@@ -37,7 +37,7 @@ class OwnSteps(TrainerBase):
                 of batches of several loaders where the backend does not run the step on parts.
 
         Returns:
-            What the step returned, for the whole of this rank's batch: to be given to :meth:`backward`.
+            What the step returned, for the whole of this rank's batch, to be given to :meth:`backward`.
 
         Raises:
             ConfigError: There is no model, or no batch after the models.
@@ -228,7 +228,7 @@ class OwnSteps(TrainerBase):
             max_norm: The largest L2 norm of all gradients together; with ``inf`` nothing is scaled.
 
         Returns:
-            The norm before scaling: a scalar tensor, equal on all ranks.
+            The norm before scaling, a scalar tensor that is equal on all ranks.
 
         Collectives: those of `Session.clip_grad_norm`.
 

@@ -118,7 +118,7 @@ class Preparing(TrainerBase):
             make: Builds the model on the CPU, ``lambda: Model(config)``; called once, on every rank.
 
         Returns:
-            The model: for :meth:`fit`, for optimizers, for :meth:`load_model`.
+            The model, for :meth:`fit`, for optimizers, for :meth:`load_model`.
 
         Raises:
             ConfigError: ``make`` returned no module.

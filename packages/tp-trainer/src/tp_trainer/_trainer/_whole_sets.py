@@ -46,7 +46,7 @@ class WholeSets(TrainerBase):
             shard: Whether the loader is split over the data ranks.
 
         Returns:
-            The results: means and numbers of metrics as floats, larger results of metrics as tensors on
+            Means and numbers of metrics as floats, larger results of metrics as tensors on
             the CPU; nothing for a loader without samples.
 
         Raises:

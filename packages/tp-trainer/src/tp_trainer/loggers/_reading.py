@@ -50,7 +50,7 @@ class LoggedRun:
 
     @property
     def status(self) -> str:
-        """How the run ended: "finished", "interrupted" or "failed"; "running or killed" where nobody said."""
+        """How the run ended, "finished", "interrupted" or "failed"; "running or killed" where nobody said."""
         last = next((line for line in reversed(self.lines) if line["type"] in {"run", "end"}), None)
         return str(last["status"]) if last is not None and last["type"] == "end" else "running or killed"
 

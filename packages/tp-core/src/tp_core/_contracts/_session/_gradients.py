@@ -43,7 +43,7 @@ class GradientSession(StateSession):
             norm_type: As in :meth:`grad_norm`, which a backend overrides where gradients are split.
 
         Returns:
-            The norm before scaling: a scalar tensor, equal on all ranks.
+            The norm before scaling, a scalar tensor that is equal on all ranks.
 
         Collectives: those of :meth:`grad_norm`.
 
