@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tp_shard as ts
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.internal import rendezvous_store
@@ -181,6 +181,10 @@ def meshes_of_several_axes():
     ]:
         with pytest.raises(ConfigError, match=message):
             ts.distributed.init_process_group(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    if rank > 1:
+        with pytest.raises(ConfigError, match=rf"rank {rank} of all, is not in the mesh that was given"):
+            ts.distributed.init_process_group(part)
 
 
 def test_meshes_of_several_axes():

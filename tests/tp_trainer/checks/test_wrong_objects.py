@@ -248,3 +248,18 @@ def refused_on_ranks():
 
 def test_parameters_of_something_else_are_refused_where_ranks_would_drift_apart():
     run_ranks(refused_on_ranks, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (None, r"build\(\) takes a model, a torch.nn.Module, got NoneType: None"),
+        ((MODEL, OPTIMIZER), r"build\(\) takes one model, got a tuple of 2 \(Linear, SGD\); put several"),
+    ],
+    ids=["nothing", "several"],
+)
+def test_what_builds_no_model_is_told_so(made, words, precision):
+    trainer = Trainer(devices="cpu", progress=False, precision=precision)
+    with pytest.raises(ConfigError, match=words):
+        trainer.build(lambda: made)

@@ -63,7 +63,8 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
 
     Raises:
         ConfigError: The size does not divide the number of ranks, or is neither a number nor a mesh; the axes
-            of the mesh do not say what they are for; or the groups are formed already.
+            of the mesh do not say what they are for, or this rank is not in it; or the groups are formed
+            already.
         LaunchEnvironmentError: The launcher's variables are incomplete.
 
     Collectives: every rank has to call it; it makes new groups.
@@ -206,6 +207,12 @@ def _group_of(ranks: list[int], *, known_to_all: bool) -> Group | None:
 
 
 def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
+    if mesh.get_coordinate() is None:
+        msg = (
+            f"this process, rank {dist.get_rank()} of all, is not in the mesh that was given, {mesh}; give "
+            "a mesh of all ranks, or call this on those alone that are in it"
+        )
+        raise ConfigError(msg)
     axis = tensor_axis(mesh)
     tensor = _group_of_axis(mesh, axis)
     data = data_axes(mesh, axis)

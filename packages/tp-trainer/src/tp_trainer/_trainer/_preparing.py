@@ -130,9 +130,12 @@ class Preparing(TrainerBase):
         """
         from tp_core.plugins import build_deferred, materialize
 
-        is_low = self._precision == "bf16-true"
-        model = build_deferred(lambda: make().to(torch.bfloat16) if is_low else make())
-        check_model("build()", model)
+        def build() -> nn.Module:
+            made = make()
+            check_model("build()", made)
+            return made.to(torch.bfloat16) if self._precision == "bf16-true" else made
+
+        model = build_deferred(build)
         if not self._open(model, by="build()").takes_deferred_models:
             materialize(model)
         self._prepare_model(model)
