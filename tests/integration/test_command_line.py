@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -289,8 +290,11 @@ def test_ctrl_c_while_ranks_meet_ends_them_too(tmp_path):
     process = subprocess.Popen(
         [*TP, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True
     )
+    deadline = time.monotonic() + 800
     while sum("up" in log.read_text() for log in tmp_path.glob("tp-doctor-*/*.log")) < 2:
         assert process.poll() is None
+        assert time.monotonic() < deadline, "the ranks were not started in time"
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=800)
     assert (process.returncode, out) == (130, "")

@@ -31,9 +31,9 @@ def after_short_calls(monkeypatch):
     """
     monkeypatch.setattr(_threads.ReplicaThread, "round_trip_s", lambda thread: 1000.0)
     replicas = Replicas(nn.Linear(3, 2), ["cpu"] * 3)
-    here = {threading.get_ident()}
+    here, deadline = {threading.get_ident()}, time.monotonic() + 800
     while set(everywhere(replicas, threading.get_ident)) != here:
-        pass
+        assert time.monotonic() < deadline, "a thread takes part each time"
     return replicas
 
 
@@ -225,10 +225,12 @@ def interrupt():
 
 def interrupt_once_the_caller_waits():
     """Interrupt the main thread when it sleeps in its wait: on its way there a signal would not wake it."""
-    caller = threading.main_thread()
+    caller, deadline = threading.main_thread(), time.monotonic() + 800
     waits = _threads.ReplicaThread.wait.__code__
     while not (sys._current_frames()[caller.ident].f_code is waits and sleeps_on(caller.native_id)):
-        pass
+        if time.monotonic() > deadline:
+            break  # an interrupt ends the wait of the test too, which says the rest
+        time.sleep(0.001)  # so as not to hold the lock that the caller needs on its way
     interrupt()
 
 
