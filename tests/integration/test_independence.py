@@ -4,23 +4,18 @@ import tomllib
 
 import pytest
 
-from tests.wheels import PACKAGES, ROOT, build, problems, project, try_out
+from tests.wheels import CORE, PACKAGES, ROOT, build, problems, project, try_out
 
 FAST = {"tp-trainer"}  # it has the most requirements
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheels")
-    assert len(build(folder, [ROOT / "packages" / package for package in PACKAGES])) == len(PACKAGES)
-    return folder
 
 
 @pytest.mark.parametrize(
     "package", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in PACKAGES]
 )
-def test_a_distribution_works_with_tp_core_alone(package, wheels, tmp_path):
-    assert problems([package], try_out([package], wheels, tmp_path), tmp_path) == []
+def test_a_distribution_works_with_tp_core_alone(package, tmp_path):
+    sources = {ROOT / "packages" / name for name in (CORE, package)}  # no other could be installed by mistake
+    assert len(build(tmp_path / "wheels", sources)) == len(sources)
+    assert problems([package], try_out([package], tmp_path / "wheels", tmp_path), tmp_path) == []
 
 
 def test_all_distributions_have_one_version_and_take_no_older_core():

@@ -158,7 +158,7 @@ def test_a_port_where_something_else_listens_is_named(tp, free_port, capfd):
         nproc_per_node=1,
         nnodes="2",
         rdzv_endpoint=f"127.0.0.1:{free_port}",
-        rdzv_conf={"timeout": "5"},
+        rdzv_conf={"timeout": "1"},
     )
     with socket.create_server(("127.0.0.1", free_port)):  # which takes calls, and says nothing
         with pytest.raises(
