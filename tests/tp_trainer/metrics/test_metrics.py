@@ -148,14 +148,20 @@ def two_ranks():
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def four_ranks():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
 def test_metrics_over_ranks_are_those_of_one_device(two_ranks):
     two_ranks.run(on_a_rank)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5, 80])
-def test_metrics_over_ranks_are_those_of_one_device_for_other_batches(batch_size):
-    run_ranks(on_a_rank, 4, batch_size)
+def test_metrics_over_ranks_are_those_of_one_device_for_other_batches(four_ranks, batch_size):
+    four_ranks.run(on_a_rank, batch_size)
 
 
 def with_own_loaders(count):
