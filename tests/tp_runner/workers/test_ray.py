@@ -1,5 +1,7 @@
 """The same runners on a Ray cluster of two nodes, started here."""
 
+import functools
+import importlib
 import logging
 import os
 import time
@@ -17,24 +19,86 @@ from tp_runner import (
     UnorderedRunner,
     WorkerDiedError,
     WorkerError,
+    worker,
 )
 from tp_runner._registered import RayEngine
 from tp_runner._workers._ray import _scaling
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300, method="signal")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]
+
+PATIENCE_S = 500  # for what only a machine with far more work than cores lets take so long
+
+RAYS_PATIENCE = {
+    "RAY_agent_register_timeout_ms": str(1000 * PATIENCE_S),
+    "RAY_worker_register_timeout_seconds": str(PATIENCE_S),
+    "RAY_health_check_timeout_ms": str(100 * PATIENCE_S),
+    "RAY_memory_monitor_refresh_ms": "0",  # others may fill the memory; Ray would end our actors for it
+}
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAYS_PATIENCE.items():
+            patch.setenv(name, value)
+        services = importlib.import_module("ray._private.services")
+        patch.setattr(services, "get_node", _patiently(services.get_node))
+        cluster = _cluster_in_the_end()
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def _cluster_in_the_end():
+    """Start a cluster; again, where Ray gave up: it has some limits that nobody can change."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2, resources={"special": 2})
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        cluster = Cluster()
+        try:
+            cluster.add_node(wait=False, num_cpus=2)
+            cluster.wait_for_nodes(PATIENCE_S)  # the head is the first one that they all know
+            cluster.add_node(wait=False, num_cpus=2, resources={"special": 2})
+            cluster.wait_for_nodes(PATIENCE_S)
+            ray.init(address=cluster.address, log_to_driver=False)
+            return cluster
+        except Exception:  # Ray raises no other
+            ray.shutdown()
+            cluster.shutdown()
+            if time.monotonic() > deadline:
+                raise
+
+
+def _patiently(get_node):
+    """Have what starts a node wait for longer than its 30 seconds: it gives up when this fails then.
+
+    Not for all of the time: what it waits for may have ended.
+    """
+
+    @functools.wraps(get_node)
+    def in_the_end(*arguments):
+        deadline = time.monotonic() + PATIENCE_S / 4
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    return in_the_end
+
+
+def _wait_for_nodes(n_nodes):
+    """Wait until the cluster knows of so many living nodes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(node["Alive"] for node in ray.nodes()) != n_nodes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -89,6 +153,23 @@ class Unordered(Work, UnorderedRunner):
     pass
 
 
+class StartsOnce(Ordered):
+    @staticmethod
+    def producer_init(device, cfg):
+        n_starts = len(list(Path(cfg.starts).iterdir()))
+        Path(cfg.starts, str(n_starts)).touch()
+        if n_starts:
+            os._exit(1)
+
+
+class EndsBadly(Ordered):
+    @staticmethod
+    def producer_end(device, cfg):
+        Path(cfg.path, str(os.getpid())).touch()
+        if worker().number == 2:
+            raise OSError("cannot end")
+
+
 def test_results_are_those_of_map_on_both_nodes(cluster, tmp_path):
     with Ordered(3, {"path": str(tmp_path)}, engine="ray") as runner:
         assert list(runner.stream(range(2000))) == list(range(1000, 3000))
@@ -123,6 +204,14 @@ def test_dead_actors_are_noticed_and_started_again(cluster, tmp_path):
     assert e.value.index == 1
 
 
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_that_dies_in_each_start_is_not_started_for_ever(tmp_path):
+    runner = StartsOnce(1, {"starts": str(tmp_path)}, engine="ray", max_restarts=20)
+    with runner, pytest.raises(WorkerDiedError, match=r"before it was ready: .*; no worker is left"):
+        list(runner.stream([("die",)]))
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_no_more_is_read_ahead_than_asked(cluster):
     n_read = 0
 
@@ -141,8 +230,9 @@ def test_no_more_is_read_ahead_than_asked(cluster):
 
 
 def test_an_item_that_takes_too_long_is_given_up_and_its_actor_replaced(cluster):
-    with Ordered(2, engine="ray", timeout_s=1.0, on_error="return") as runner:
-        results = list(runner.stream([1, ("sleep", 60), 2, 3]))
+    # The time of the others counts from their being sent: they need it beside other load.
+    with Ordered(2, engine="ray", timeout_s=20.0, on_error="return") as runner:
+        results = list(runner.stream([1, ("sleep", 900), 2, 3]))
         assert [type(result) for result in results] == [int, ItemTimeoutError, int, int]
         assert results[1].index == 1
         assert list(runner.stream(range(4))) == [1000, 1001, 1002, 1003]
@@ -195,11 +285,11 @@ def test_places_are_held_for_all_actors_and_given_back(placement, n_nodes):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypatch, tmp_path):
+def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(_scaling, "GROW_S", 0.1)
-    monkeypatch.setattr(_scaling, "IDLE_S", 0.1)
-    with Ordered(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
-        deadline = time.monotonic() + 120
+    monkeypatch.setattr(_scaling, "IDLE_S", PATIENCE_S)  # none goes before all have come
+    with EndsBadly(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
+        deadline = time.monotonic() + PATIENCE_S
 
         def there():
             assert time.monotonic() < deadline
@@ -208,7 +298,10 @@ def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypat
         def items():
             while there() < 3:  # one worker that is always busy gets help
                 yield ("sleep", 0.05)
-            while there() > 1:  # which goes again when there is next to nothing to do
+            monkeypatch.setattr(_scaling, "GROW_S", PATIENCE_S)
+            monkeypatch.setattr(_scaling, "IDLE_S", 0.1)
+            # Which goes again when there is next to nothing to do, and in order.
+            while there() > 1 or "worker 2 had nothing to do, and its end failed" not in caplog.text:
                 time.sleep(0.3)
                 yield ("sleep", 0.0)
             yield from range(100)
@@ -216,18 +309,21 @@ def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypat
         assert there() == 1
         *_, last = runner.stream(items())
         assert last == 1099
-        assert len(list(tmp_path.iterdir())) >= 1  # those that went have ended in order
+    assert "OSError: cannot end" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(ConfigError, match="min_workers=4 is more than there are devices, 3"):
         Ordered(3, engine="ray", min_workers=4)
 
 
 def test_the_loss_of_a_node_is_mended_on_the_other(cluster, caplog):
-    node = cluster.add_node(num_cpus=1, resources={"short-lived": 1})
+    node = cluster.add_node(wait=False, num_cpus=1, resources={"short-lived": 1})
+    _wait_for_nodes(3)
     with Ordered(5, engine="ray", max_restarts=5) as runner:
         stream = runner.stream(("sleep", 0.01) for _ in range(300))
         for _ in range(50):
             next(stream)
         cluster.remove_node(node)
+        _wait_for_nodes(2)  # so that the new actor is known to have no place
         assert sum(1 for _ in stream) == 250
     assert "worker" in caplog.text
     assert "room for 4 of 5 actors" in caplog.text

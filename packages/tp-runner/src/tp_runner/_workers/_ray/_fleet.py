@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import pickle
+import threading
 import time
 from typing import Any
 
@@ -26,7 +27,7 @@ GRACE_S = 20.0
 """After so long it is said that actors are still being waited for: others may hold their places."""
 
 WAKE_S = 0.02
-"""Ray cannot be woken up from another thread, so a longer wait is made of such short ones."""
+"""Ray's wait cannot be ended from another thread, so a longer one is made of such short ones."""
 
 
 class RayFleet(Fleet):
@@ -55,7 +56,7 @@ class RayFleet(Fleet):
         self._deadlines: dict[int, float] = {}
         self._inflight: dict[Any, tuple[int, int, int]] = {}
         self._begun: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
-        self._woken = False
+        self._woken = threading.Event()
         self._group: Any = None  # the places that are held for all of them
         self._nodes: dict[int, str] = {}
         self._lost: set[int] = set()  # died, and not started again
@@ -131,7 +132,8 @@ class RayFleet(Fleet):
             self._leaving[actor.end.remote()] = worker, actor
         for reference in self._ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
             worker, actor = self._leaving.pop(reference)
-            self._ended(worker, reference)
+            for _, failure in self._ended(worker, reference):  # nobody asked for its end, to be told of it
+                _log.warning("worker %d had nothing to do, and its end failed: %s", worker, failure.summary)
             self._ray.kill(actor)
 
     def _ended(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
@@ -176,7 +178,7 @@ class RayFleet(Fleet):
         if self._starting:
             late = min(self._deadlines[worker] for worker in self._starting.values())
             deadline = late if deadline is None else min(deadline, late)
-        while not self._woken:
+        while not self._woken.is_set():
             references = [*self._starting, *self._inflight]
             left_s = WAKE_S if deadline is None else min(WAKE_S, deadline - time.monotonic())
             if left_s <= 0:
@@ -186,8 +188,8 @@ class RayFleet(Fleet):
                 if ready:
                     break
             else:
-                time.sleep(left_s)
-        self._woken = False
+                self._woken.wait(left_s)
+        self._woken.clear()
 
     def poll(self) -> list[Event]:
         events: list[Event] = []
@@ -219,7 +221,7 @@ class RayFleet(Fleet):
                 data, records, self._nodes[worker] = self._ray.get(reference)
                 failure = pickle.loads(data) if data else None
             except self._ray.exceptions.RayError:
-                self._on_death(worker, events)
+                self._on_death(worker, events, was_ready=False)
                 return
             self._log(records)
             if failure is None:
@@ -246,7 +248,7 @@ class RayFleet(Fleet):
             results, failed = [Failure.of(error, RESULT)] * n_items, True
         events.append(Done(worker, seq, results, failed, Timing(*timing), len(data)))
 
-    def _on_death(self, worker: int, events: list[Event]) -> None:
+    def _on_death(self, worker: int, events: list[Event], *, was_ready: bool = True) -> None:
         if worker not in self._actors:
             return
         del self._actors[worker]
@@ -256,7 +258,7 @@ class RayFleet(Fleet):
             del self._inflight[reference]
         current = (mine[0][1][1], 0) if mine else None
         _, began = self._begun.pop(worker, (0, 0.0))
-        events.append(Died(worker, None, current, began=began))
+        events.append(Died(worker, None, current, began=began, was_ready=was_ready))
 
     @staticmethod
     def _log(records: list[logging.LogRecord]) -> None:
@@ -264,7 +266,7 @@ class RayFleet(Fleet):
             handle_record(record)
 
     def wake(self) -> None:
-        self._woken = True
+        self._woken.set()
 
     def reset(self) -> None:
         for actor in (*self._actors.values(), *(actor for _, actor in self._leaving.values())):
@@ -278,7 +280,7 @@ class RayFleet(Fleet):
     def close(self, *, timeout_s: float) -> None:
         actors = {worker: actor for worker, actor in self._actors.items() if self.ready(worker)}
         failures: list[tuple[int, Failure]] = []
-        if timeout_s > 0 and actors:
+        if timeout_s > 0 and (actors or self._leaving):
             ends = {actor.end.remote(): worker for worker, actor in actors.items()}
             ends |= {reference: worker for reference, (worker, _) in self._leaving.items()}
             done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)

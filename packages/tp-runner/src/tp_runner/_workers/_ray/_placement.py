@@ -102,7 +102,7 @@ def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float
         raise ConfigError(msg)
     group = ray.util.placement_group(bundles, strategy=placement.upper())
     began = time.monotonic()
-    while not ray.wait([group.ready()], timeout=1.0)[0]:  # in turns, so that an interrupt is seen
+    while not group.wait(1):  # in turns, so that an interrupt is seen
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             ray.util.remove_placement_group(group)
             msg = (

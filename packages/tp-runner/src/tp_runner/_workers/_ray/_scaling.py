@@ -7,8 +7,8 @@ __all__ = ["Scaling"]
 
 GROW_S = 1.0
 """After so long with every worker busy there is one more."""
-BREATH = 0.1
-"""For this share of that time a worker may be between two items, and still counts as busy."""
+BREATH_S = 0.1
+"""For so long a worker may be between two items, and still counts as busy."""
 IDLE_S = 10.0
 """After so long without anything to do a worker beyond the fewest ends."""
 
@@ -46,7 +46,7 @@ class Scaling:
             self._free_since = None
         elif self._free_since is None:
             self._free_since = now
-        if self._free_since is not None and now - self._free_since >= BREATH * GROW_S:
+        if self._free_since is not None and now - self._free_since >= BREATH_S:
             self._busy_since = None
             return None
         if self._busy_since is None:
