@@ -21,6 +21,13 @@ _INSTANT = (
     itertools.repeat,
     itertools.count,
 )
+_INSTANT_OF_OTHERS = {("numpy", "ndarray"), ("sqlite3", "Cursor")}
+"""Types that nobody need import: arrays, and what only the thread that made it may read."""
+
+OTHER_THREAD = (
+    "the input is read in a thread of its own, so that results flow while it waits: open what belongs to one "
+    "thread inside the generator that is handed over, or hand over the cursor itself"
+)
 
 
 class Source(abc.ABC):
@@ -123,8 +130,10 @@ class Feeder(Source):
         return items
 
     def due_in(self) -> float | None:
-        if self._oldest is None or self._max_wait_s is None or not self._buffer:
+        if self._max_wait_s is None or not self._buffer:
             return None
+        if self._oldest is None:  # one came just when the last one was taken, and nobody noted it
+            self._oldest = time.monotonic()
         return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
 
     def _overdue(self) -> bool:
@@ -159,6 +168,8 @@ class Feeder(Source):
                     break
         except BaseException as error:  # noqa: BLE001 - raised in the caller, whatever it is
             self.error = error
+            if type(error).__module__ == "sqlite3" and "thread" in str(error):
+                error.add_note(OTHER_THREAD)
         finally:
             item = None
             self._ended = True
@@ -177,13 +188,13 @@ def open_source(
     items: Iterable[Any], wake: Callable[[], None], *, direct: bool, max_wait_s: float | None
 ) -> Source:
     """Return what reads ``items``; ``direct`` forbids a thread."""
-    if direct or type(items) in _SIZED or type(items) in _INSTANT or _is_array(items):
+    if direct or type(items) in _SIZED or type(items) in _INSTANT or _name(items) in _INSTANT_OF_OTHERS:
         return Direct(items)
     return Feeder(items, wake, max_wait_s)
 
 
-def _is_array(items: Any) -> bool:
-    return (type(items).__module__, type(items).__name__) == ("numpy", "ndarray")
+def _name(items: Any) -> tuple[str, str]:
+    return type(items).__module__, type(items).__name__
 
 
 def length_of(items: Any) -> int | None:
