@@ -54,13 +54,28 @@ def main(peer, *arguments):
                 sys.exit("pytest itself ended: one of the tests has ended its process")
             return judge(report)
 
-        ran, failed = run(*arguments)
-        known = named_on_page(peer) & ran
-        # Some of theirs count on a sleep that ends before another one, which a busy machine does not grant.
-        for _ in range(1, ATTEMPTS):
-            if again := failed.keys() - known:
-                failed = {test: why for test, why in failed.items() if test in known}
-                failed |= run("-k", " or ".join(sorted(again)))[1]
+        return held_to(named_on_page(peer), run, arguments)
+
+
+def held_to(page, run, arguments=()):
+    """Run the tests, those that fail unexpectedly again; print how that differs from what the page says.
+
+    Args:
+        page: The tests that are to fail, where they are run.
+        run: Takes arguments for pytest; returns the tests that ran, and why each of those failed that did.
+        arguments: Which tests to run; all by default, and then those on the page must fail.
+
+    Returns:
+        Whether it differs.
+    """
+    ran, failed = run(*arguments)
+    known = page & ran
+    # Some of theirs count on a sleep that ends before another one, which a busy machine does not grant.
+    for _ in range(1, ATTEMPTS):
+        if again := failed.keys() - known:
+            print("again:", *sorted(again))
+            failed = {test: why for test, why in failed.items() if test in known}
+            failed |= run("-k", " or ".join(sorted(again)))[1]
     for test in sorted(failed.keys() - known):
         print(f"not on the page: {test}: {failed[test]}")
     if arguments:  # only some were asked for
