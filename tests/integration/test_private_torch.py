@@ -134,6 +134,10 @@ def test_what_carries_marks_and_names_of_shards_through_torch_is_there():
     assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel)
 
 
+def test_a_step_runs_where_ddp_calls_the_module():
+    assert "self._run_ddp_forward(*inputs, **kwargs)" in inspect.getsource(DistributedDataParallel.forward)
+
+
 def test_the_launcher_releases_agents_at_the_key_where_they_wait():
     from tp_trainer._launch._hosts._failure_broadcast import _BARRIER
 

@@ -159,7 +159,7 @@ class ProcessGroupSession(Session):
         if not torch.is_grad_enabled():
             return step(self.unwrap(model), batch)
         if isinstance(model, SteppingDataParallel):
-            return model.run(lambda module: step(module, batch))
+            return model.run(step, batch)
         return step(model, batch)
 
     def run_several(
@@ -190,11 +190,26 @@ class ProcessGroupSession(Session):
 
         Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
-        options = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
-        if self._factor == 0.0:
-            backward_of_nothing(loss, lambda nothing: _backward(nothing * 0.0, **options))
-        else:
-            _backward(loss if self._factor == 1.0 else loss * self._factor, **options)
+        factor = self._factor
+        retain_graph = retain_graph or create_graph
+        try:
+            if factor == 1.0:
+                loss.backward(None, retain_graph, create_graph)
+            elif factor:
+                (loss * factor).backward(None, retain_graph, create_graph)
+            else:
+                backward_of_nothing(
+                    loss, lambda nothing: (nothing * 0.0).backward(None, retain_graph, create_graph)
+                )
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):  # torch has no class for it
+                raise
+            msg = (
+                "a second backward pass came to a parameter within one step of several ranks, which average "
+                "each gradient once; add the losses and go back once, trainer.backward(first + second), or "
+                "run the step for each of them"
+            )
+            raise StepError(msg) from error
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context that leaves the gradients on the ranks."""
@@ -276,17 +291,3 @@ class ProcessGroupSession(Session):
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()
-
-
-def _backward(loss: Tensor, **options: bool) -> None:
-    try:
-        loss.backward(**options)
-    except RuntimeError as error:
-        if "mark a variable ready only once" not in str(error):  # torch has no class for it
-            raise
-        msg = (
-            "a second backward pass came to a parameter within one step of several ranks, which average each "
-            "gradient once; add the losses and go back once, trainer.backward(first + second), or run the "
-            "step for each of them"
-        )
-        raise StepError(msg) from error

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["SteppingDataParallel"]
@@ -18,25 +17,25 @@ class SteppingDataParallel(DistributedDataParallel):
     module that is wrapped: ``module.encode(x)`` is as good as ``module(x)``.
     """
 
-    _body: Callable[[nn.Module], Any] | None = None
-
-    def run(self, body: Callable[[nn.Module], R]) -> R:
-        """Return ``body(module)``, run within this wrapper's forward.
+    def run(self, body: Callable[..., R], *arguments: Any) -> R:
+        """Return ``body(module, *arguments)``, run within this wrapper's forward.
 
         A compiled wrapper is handed out itself: what was compiled is its call.
         """
         if self._compiled_call_impl is not None:
-            return body(self)
-        self._body = body
+            return body(self, *arguments)
+        # Private to torch, and the one place between what DDP does before and after a forward. It is put into
+        # the object for this forward alone, past Module's own way of setting attributes, which is slow: a
+        # method of this class would be on the way of the wrapper's plain calls, too.
+        own = self.__dict__
+
+        def run_body(*_: Any, **__: Any) -> R:
+            del own["_run_ddp_forward"]  # the body may call the wrapper
+            return body(self.module, *arguments)
+
+        own["_run_ddp_forward"] = run_body
         try:
             output: R = self(None)  # with device_ids, DDP wants an argument to move
             return output
         finally:
-            self._body = None
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Private to torch, and the one place between what DDP does before and after a forward.
-        body, self._body = self._body, None
-        if body is None:
-            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
-        return body(self.module)
+            own.pop("_run_ddp_forward", None)

@@ -112,20 +112,23 @@ def tree_leaves(obj: Any, *, table: PerType[Container | None] = _CONTAINERS) -> 
         >>> list(tree_leaves({"a": [1, 2], "b": (3,)}))
         [1, 2, 3]
     """
-    return _leaves(obj, obj, set(), table)
+    container = table[type(obj)]
+    return iter((obj,)) if container is None else _leaves(obj, container, obj, set(), table)
 
 
-def _leaves(value: Any, root: Any, path: set[int], table: PerType[Container | None]) -> Iterator[Any]:
-    container = table[type(value)]
-    if container is None:
-        yield value
-        return
+def _leaves(
+    value: Any, container: Container, root: Any, path: set[int], table: PerType[Container | None]
+) -> Iterator[Any]:
     key = id(value)
     if key in path:
         raise _cycle_error(root, table)
     path.add(key)
-    for child in container.children(value):
-        yield from _leaves(child, root, path, table)
+    for child in container.children(value):  # one frame for all leaves: calls are the cost
+        inner = table[type(child)]
+        if inner is None:
+            yield child
+        else:
+            yield from _leaves(child, inner, root, path, table)
     path.remove(key)
 
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +14,9 @@ from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
 __all__ = ["BatchShares", "Epochs"]
 
 T = TypeVar("T")
+
+_NO_BATCH = object()
+_MANY = 64  # what has been noted is put in order by so many
 
 
 class BatchShares:
@@ -30,6 +34,10 @@ class BatchShares:
         # With each share goes whether the batch was one for training.
         self._by_tensor: _OfLiving[tuple[Share, bool]] = _OfLiving()
         self._by_loss: _OfLiving[Share] = _OfLiving()
+        self._knows_losses = False  # whether any was noted: not in loops that call their models themselves
+        # The batch that was yielded last, as long as its iteration holds it.
+        self._latest: Any = _NO_BATCH
+        self._latest_share: Any = None
         # The batches of iterations under way: those of training, and those of evaluation.
         self._met_stand_in = False  # some rank did, in the last iteration for training
         self._training: dict[int, Share] = {}
@@ -41,7 +49,7 @@ class BatchShares:
 
     def _watched(self, batches: Iterator[Any], *, training: bool) -> Iterator[Any]:
         key, under_way = id(batches), self._training if training else self._evaluating
-        session, known = self._session, None
+        session, known, note = self._session, None, self._by_tensor.note_all
         self._met_stand_in = False
         try:
             for batch in batches:
@@ -51,17 +59,22 @@ class BatchShares:
                         under_way[key] = known = share
                         self._met_stand_in |= training and share.total < session.data_size
                         noted = share, training
-                    for leaf in tree_leaves(batch):
-                        if isinstance(leaf, Tensor):
-                            self._by_tensor.note(leaf, noted)
+                    if note(batch, noted):
+                        self._latest, self._latest_share = batch, share
                 yield batch
         finally:
             under_way.pop(key, None)
+            self._latest = _NO_BATCH
 
     def note_loss(self, output: StepOutput, batch: Any) -> None:
         """Note of which batch the loss in a step's output is, if a loader has yielded that batch."""
-        loss, found = output.get("loss") if isinstance(output, Mapping) else output, self._shares_in(batch)
-        if len(found) == 1 and isinstance(loss, Tensor):
+        loss = output if isinstance(output, Tensor) else _loss_in(output)
+        if loss is None:
+            return
+        self._knows_losses = True
+        if batch is self._latest:
+            self._by_loss.note(loss, self._latest_share)
+        elif len(found := self._shares_in(batch)) == 1:
             self._by_loss.note(loss, found[0])
 
     def of_batch(self, batch: Any) -> Share:
@@ -88,12 +101,12 @@ class BatchShares:
         Raises:
             StepError: The loss can be of one of several batches, which lie differently on the ranks.
         """
-        share = self._by_loss.get(loss)
-        return self._current(self._training) if share is None else share
-
-    def _current(self, under_way: dict[int, Share]) -> Share | None:
+        if self._knows_losses and (share := self._by_loss.get(loss)) is not None:
+            return share
+        under_way = self._training
         if len(under_way) == 1:
-            return next(iter(under_way.values()))
+            for share in under_way.values():
+                return share
         found = _different(under_way.values())
         if not found:  # the iteration has ended; what is still there of it may have been kept
             found = _different(share for share, training in self._by_tensor.values() if training)
@@ -144,22 +157,64 @@ class BatchShares:
 class _OfLiving(Generic[T]):
     """What is known of tensors, as long as they live.
 
-    Every tensor of every batch is noted: torch's own dictionary with weak keys takes ten times as long.
+    Every tensor of every batch is noted, and nearly none is asked for. So to note one makes a weak reference
+    without a callback, and nothing more; what is known is put in order when somebody asks, and what has died
+    is thrown out when that is about half of all.
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id: gone before another can have it
+        self._new: list[tuple[weakref.ref[Tensor], T]] = []  # in the order in which they were noted
+        self._known: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which another may have meanwhile
+        self._most = 2 * _MANY
 
-    def note(self, tensor: Tensor, value: T) -> None:
-        key, noted = id(tensor), self._noted
-        noted[key] = weakref.ref(tensor, lambda _: noted.pop(key, None)), value
+    def note(self, tensor: Tensor, known: T) -> None:
+        """Note what is known of a tensor."""
+        self._new.append((ref(tensor), known))
+        if len(self._new) > _MANY:
+            self._put_in_order()
+
+    def note_all(self, batch: Any, known: T) -> bool:
+        """Note what is known of each tensor in a batch, and return whether there are any."""
+        new = self._new
+        before, kind = len(new), type(batch)
+        for leaf in batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,):
+            if type(leaf) is Tensor:  # nearly all are: a walk costs four times as much
+                new.append((ref(leaf), known))
+            else:
+                new += [(ref(inner), known) for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
+        after = len(new)
+        if after > _MANY:
+            self._put_in_order()
+        return after > before
+
+    def _put_in_order(self) -> None:
+        known = self._known
+        for noted in self._new:
+            if (tensor := noted[0]()) is not None:
+                known[id(tensor)] = noted
+        self._new.clear()
+        if len(known) > self._most:
+            self._known = {key: noted for key, noted in known.items() if noted[0]() is not None}
+            self._most = 2 * (len(self._known) + _MANY)
 
     def get(self, tensor: Tensor) -> T | None:
-        found = self._noted.get(id(tensor))
-        return None if found is None else found[1]
+        new = self._new
+        if new:
+            refers, value = new[-1]
+            if refers() is tensor:  # as what is asked for often has just been noted
+                return value
+            self._put_in_order()
+        found = self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
 
     def values(self) -> list[T]:
-        return [value for _, value in list(self._noted.values())]
+        self._put_in_order()
+        return [value for refers, value in self._known.values() if refers() is not None]
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _different(shares: Iterable[Share]) -> list[Share]:

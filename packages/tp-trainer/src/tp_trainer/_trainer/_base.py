@@ -90,6 +90,7 @@ class TrainerBase:
         )
         self._lazy = LazySession(job, plugins, backend, seed=seed)
         self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+        self._prepared_last: Callable[[], nn.Module | None] = lambda: None
         if seed is not None:
             seed_everything(seed)
 
@@ -153,6 +154,8 @@ class TrainerBase:
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         """Prepare a model once; a prepared one is returned as it is."""
+        if model is not None and self._prepared_last() is model:  # as in every step of a custom loop
+            return model
         check_model("the trainer", model)
         prepared = self._prepared.get(model)
         if prepared is None:
@@ -165,6 +168,7 @@ class TrainerBase:
             # Both the user's own module and the prepared one are known from now on.
             self._prepared[model] = self._prepared[prepared] = prepared
             self._lazy.note_fitting(prepared)
+        self._prepared_last = weakref.ref(prepared)
         return prepared
 
     def _loader(

@@ -53,9 +53,9 @@ class OwnSteps(TrainerBase):
                 output = self._run(step, self._prepare_model(models[0]), batch)
             else:
                 run = in_precision(self.session.run_several, self._precision, self.device)
-                output = run(step, [self._prepare_model(model) for model in models], batch)
+                output = run(step, list(map(self._prepare_model, models)), batch)
         except (RuntimeError, MemoryError) as error:
-            tell_why(error, lambda: self.selection)
+            self._tell_why(error)
             raise
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
@@ -99,27 +99,36 @@ class OwnSteps(TrainerBase):
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
-        if self._session is None:
+        session, shares = self._lazy.current, self._shares
+        if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
-        session, shares = self._session, self._shares
         if shares is not None:
-            session.take_share(shares.of_loss(loss) if batch is None else shares.of_batch(batch))
+            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+            if share is not session.share:
+                session.take_share(share)
         scale = 1.0 if self._scaler is None else self._scaler.scale
         graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
         try:
             if weight is None:
-                session.backward(loss if scale == 1.0 else loss * scale, **graph)
+                scaled = loss if scale == 1.0 else loss * scale
+                if graph:
+                    session.backward(scaled, **graph)
+                else:
+                    session.backward(scaled)
             else:
                 share = session.share
                 units = read_weight(weight) if share is None or share.samples else 0.0
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
-            tell_why(error, lambda: self.selection)
+            self._tell_why(error)
             raise
         if self._step_events is not None:
             self._step_events.backward_end()
+
+    def _tell_why(self, error: BaseException) -> None:
+        tell_why(error, lambda: self.selection)
 
     def global_loss(
         self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None
@@ -197,7 +206,7 @@ class OwnSteps(TrainerBase):
         try:
             return update.finish()
         except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
-            tell_why(error, lambda: self.selection)
+            self._tell_why(error)
             raise
         finally:
             self._may_step = False

@@ -1,0 +1,53 @@
+"""Whose share a batch is, told by its tensors, however many batches have come and gone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tp_core.errors import StepError
+from tp_core.plugins import PreparedLoader, Share
+from tp_trainer._steps._loaders import BatchShares
+
+
+class Session(SimpleNamespace):
+    """One of two ranks, as far as the shares of batches need it."""
+
+    def take_share(self, share):
+        self.share = share
+
+
+def watched(batches):
+    """Return what knows the shares of ``batches``, and the loader that yields them."""
+    session = Session(data_size=2, share=None)
+    shares, loader = BatchShares(session), PreparedLoader(batches, shard=False, on_share=session.take_share)
+    shares.watch(loader, training=True)
+    return shares, loader
+
+
+def batch_of(n, kind):
+    x, y = torch.ones(n, 1), torch.zeros(n)
+    return {"tuple": (x, y), "dict": {"x": x, "y": y}, "nested": {"x": [x, "a word"], "y": (y,)}}[kind]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "nested"])
+def test_batches_that_are_kept_are_known_among_many_that_are_gone(kind):
+    shares, loader = watched(batch_of(1 + i % 5, kind) for i in range(1000))
+    kept = [batch for i, batch in enumerate(loader) if i % 100 == i // 100]
+    assert [shares.of_batch(batch) for batch in kept] == [Share(n, n) for n in [1, 2, 3, 4, 5] * 2]
+    with pytest.raises(StepError, match="has no tensor that a prepared loader has yielded"):
+        shares.of_batch(batch_of(1, kind))
+
+
+def test_what_is_known_of_batches_does_not_grow_with_those_that_are_gone():
+    shares, loader = watched((torch.ones(2, 1), torch.zeros(2)) for _ in range(5000))
+    sizes = {len(shares._by_tensor._known) + len(shares._by_tensor._new) for _ in loader}
+    assert max(sizes) < 500
+
+
+def test_the_loss_of_a_batch_is_known_when_the_next_one_is_there():
+    shares, loader = watched([batch_of(n, "tuple") for n in (3, 2, 1)])
+    losses = []
+    for batch in loader:
+        losses.append(batch[0].sum())
+        shares.note_loss(losses[-1], batch)
+    assert [shares.of_loss(loss).samples for loss in losses] == [3, 2, 1]
