@@ -53,6 +53,15 @@ def test_every_backend_tells_what_it_needs_of_devices_that_are_not_there():
     assert trainer._lazy.current is None, "nothing was started"
 
 
+def test_what_is_told_of_a_job_has_to_fit_together():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    trainer = Trainer(devices="cpu")
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        trainer.estimate(model, torch.optim.SGD(other.parameters()))
+    with pytest.raises(ConfigError, match="must be made first: SGD"):
+        trainer.estimate(model, torch.optim.SGD)
+
+
 def test_each_device_has_its_share_of_the_batch():
     model = nn.Linear(8, 8)
     trainer = Trainer(devices="cpu")
@@ -107,6 +116,18 @@ def model():
 
 def broken():
     raise KeyError("width")
+
+def nothing():
+    pass
+
+def of_another():
+    return {"model": model(), "optimizer": torch.optim.SGD(model().parameters())}
+
+def named():
+    return {"model": model(), "optimizer": "SGD"}
+
+def stepless():
+    return {"model": model(), "step": 3}
 """
 
 
@@ -115,6 +136,10 @@ def broken():
     [
         ([":broken"], "raised KeyError: 'width' (line 8 of"),
         ([":brokn"], "has no function 'brokn'"),
+        ([":nothing"], 'has to return a torch.nn.Module, or a dict with one as "model"; got NoneType'),
+        ([":of_another"], "the optimizer has none of the model's parameters"),
+        ([":named"], "optimizer must be a torch.optim.Optimizer, got str: 'SGD'"),
+        ([":stepless"], "step must be a function step(model, batch) that returns the loss, got int: 3"),
         ([""], "a function is written file.py:build"),
         ([":model", "--memory", "lots"], "an amount of memory is written 80GiB"),
         ([":model", "--precision", "fp8"], "--precision is one of fp32"),

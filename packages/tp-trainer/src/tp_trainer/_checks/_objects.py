@@ -12,7 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
 from tp_core.plugins import PreparedLoader
 
+from tp_trainer._checks._values import check_callable
+
 __all__ = [
+    "check_known",
     "check_loader",
     "check_model",
     "check_no_others",
@@ -63,6 +66,21 @@ def check_optimizer(method: str, optimizer: object) -> None:
     else:
         msg = f"optimizer must be a torch.optim.Optimizer, got {_described(optimizer)}"
     raise ConfigError(msg)
+
+
+def check_known(method: str, model: nn.Module, optimizer: object, step: object) -> None:
+    """Make sure that what is known of a job fits together, so that nothing is guessed from what was mistaken.
+
+    Raises:
+        ConfigError: The optimizer is not one, or has none of the model's parameters, or the step is not a
+            function; each may be ``None``.
+    """
+    if step is not None:
+        check_callable("step", step)
+    if isinstance(optimizer, Optimizer):
+        check_owner(optimizer, [model])
+    elif optimizer is not None:
+        check_optimizer(method, optimizer)
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import call_builder
 from tp_core.plugins import Job, Precision, build_deferred, registry
 
+from tp_trainer._checks._objects import check_known
 from tp_trainer._memory._footprint import measure_footprint
 from tp_trainer._memory._sizes import parse_nbytes
 from tp_trainer._memory._table import resized, table_of
@@ -50,6 +51,7 @@ def _estimate(
     chosen = cast(Precision, precision)
     built = _built(builder)
     model, samples = built["model"], built.get("batch")
+    check_known(builder, model, built.get("optimizer"), built.get("step"))
     if batch is not None and samples is not None:
         samples = resized(samples, batch)
     footprint = measure_footprint(

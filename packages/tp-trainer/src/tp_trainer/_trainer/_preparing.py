@@ -9,7 +9,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.errors import ConfigError
 
-from tp_trainer._checks._objects import check_model, check_not_shared, check_owner, check_preparable
+from tp_trainer._checks._objects import (
+    check_known,
+    check_model,
+    check_not_shared,
+    check_owner,
+    check_preparable,
+)
 from tp_trainer._checks._values import check_positive
 from tp_trainer._memory._table import MemoryTable
 from tp_trainer._memory._work import Work, estimate_job
@@ -175,6 +181,7 @@ class Preparing(TrainerBase):
             >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
         """
         check_model("estimate()", model)
+        check_known("estimate()", model, optimizer, step)
         if devices is not None:
             check_positive("devices", devices)
         work = Work(optimizer, None, step)
