@@ -1,0 +1,76 @@
+"""Six jobs, each with tp, Lightning and Accelerate: lines that are counted, and numbers that are the same."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cut_short import CUT
+from tests.integration.test_migration import lines_of_code
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "docs" / "examples" / "jobs"
+PAGE = ROOT / "docs" / "migration-jobs.md"
+ROW = re.compile(r"^\| \[[^\]]+\]\(#job-(\w+)\) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+SECTION = re.compile(r"^\(job-(\w+)\)=\n## .*?^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"^\w+ -?\d+(?:\.\d+)?$", re.MULTILINE)
+LIBRARIES = {  # what their programs import
+    "tp": "tp_trainer,sklearn.metrics,transformers",
+    "lightning": "pytorch_lightning,torchmetrics.classification,torchdata.stateful_dataloader,transformers",
+    "accelerate": "accelerate,sklearn.metrics,transformers",
+}
+# The optimizer step that an interrupted run does not reach, in the second epoch and after a checkpoint in it.
+STEPS = {"texts": 6, "pictures": 8, "gan": 10, "pairs": 6, "language": 6, "stream": 6}
+
+
+def test_the_lines_are_counted():
+    counted = {
+        job: tuple(lines_of_code((JOBS / job / f"with_{library}.py").read_text()) for library in LIBRARIES)
+        for job in STEPS
+    }
+    assert {job: tuple(map(int, lines)) for job, *lines in ROW.findall(PAGE.read_text())} == counted
+
+
+def run_in_forks(modules, runs):
+    """Run programs one after the other; return the status and the output of each."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "tests" / "cut_short.py", modules],
+        input="".join(json.dumps(run) + "\n" for run in runs),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_jobs_of_a_library_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
+    for module in LIBRARIES[library].split(","):
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            pytest.skip(f"needs {module}, which the environment of the benchmarks has")
+    runs = []
+    for job, step in STEPS.items():
+        for kind in ("whole", "parts"):
+            shutil.copytree(JOBS / job, tmp_path / job / kind)
+        program = f"with_{library}.py"
+        runs.append((str(tmp_path / job / "whole"), program, None))
+        runs.append((str(tmp_path / job / "parts"), program, step))
+        runs.append((str(tmp_path / job / "parts"), program, None))
+    done = run_in_forks(LIBRARIES[library], runs)
+    expected = dict(SECTION.findall(PAGE.read_text()))
+    assert expected.keys() == STEPS.keys()
+    for number, job in enumerate(STEPS):
+        whole, cut, resumed = done[3 * number : 3 * number + 3]
+        assert [run["status"] for run in (whole, cut, resumed)] == [0, CUT, 0], (whole, cut, resumed)
+        for run in (whole, resumed):
+            assert NUMBER.findall(run["printed"]) == expected[job].splitlines(), job
