@@ -45,7 +45,7 @@ def run_in_forks(modules, runs):
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=1700,  # for 18 programs, one after the other
         check=False,
     )
     assert done.returncode == 0, done.stderr
