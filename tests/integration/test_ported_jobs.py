@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from tp_core.testing import run_ranks
+from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, FunctionMetric, Trainer
 from tp_trainer.callbacks import EarlyStopping, ExponentialMovingAverage
 
@@ -159,11 +159,17 @@ def _text_job_on_a_rank(where, folder):
     return whole, bool(torch.equal(parts[0], whole[0])) and parts[1:] == whole[1:]
 
 
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Ranks that import what the jobs need once for all backends."""
+    with RankPool(2) as ranks:
+        yield ranks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ON_RANKS)
-def test_a_classifier_of_texts_is_as_by_hand_on_two_ranks(tmp_path, place):
-    call = functools.partial(_text_job_on_a_rank, ON_RANKS[place], tmp_path)
-    for found, is_resumed in run_ranks(call, 2):
+def test_a_classifier_of_texts_is_as_by_hand_on_two_ranks(two_ranks, tmp_path, place):
+    for found, is_resumed in two_ranks.run(_text_job_on_a_rank, ON_RANKS[place], tmp_path):
         check_text_job(found)
         assert is_resumed
 
@@ -239,11 +245,9 @@ def _picture_job_on_a_rank(where, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ON_RANKS)
-def test_a_classifier_of_pictures_is_that_of_one_device_on_two_ranks(tmp_path, place):
+def test_a_classifier_of_pictures_is_that_of_one_device_on_two_ranks(two_ranks, tmp_path, place):
     expected = picture_job(PLACES["single"])
-    for found, is_resumed in run_ranks(
-        functools.partial(_picture_job_on_a_rank, ON_RANKS[place], tmp_path), 2
-    ):
+    for found, is_resumed in two_ranks.run(_picture_job_on_a_rank, ON_RANKS[place], tmp_path):
         assert is_resumed
         for mine, wanted in zip(found[:2], expected[:2], strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
