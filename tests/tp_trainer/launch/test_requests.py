@@ -30,6 +30,7 @@ def _in_a_directory_with_a_script(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"script": "nope.py"}, r"no script 'nope.py' in .*; give the path"),
+        ({"script": "."}, "'.' is a folder without a __main__.py; give the path of a Python file"),
         ({"script": "no_such.mod", "module": True}, "no module 'no_such.mod'"),
         ({"nproc_per_node": 0}, "-n/--nproc-per-node must be 1 or more .* got 0"),
         ({"nproc_per_node": "many"}, "got 'many'"),

@@ -116,6 +116,12 @@ def _check_script(request: LaunchRequest) -> None:
                 f"file, or -m and the name of a module{file_meant(Path(request.script))}"
             )
             raise ConfigError(msg)
+        if Path(request.script).is_dir() and not Path(request.script, "__main__.py").exists():
+            msg = (
+                f"{request.script!r} is a folder without a __main__.py; give the path of a Python file, or "
+                "-m and the name of a module"
+            )
+            raise ConfigError(msg)
         return
     top = request.script.partition(".")[0]
     sys.path.insert(0, "")  # where ``python -m`` looks first
