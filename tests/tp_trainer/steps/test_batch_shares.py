@@ -38,12 +38,6 @@ def test_batches_that_are_kept_are_known_among_many_that_are_gone(kind):
         shares.of_batch(batch_of(1, kind))
 
 
-def test_what_is_known_of_batches_does_not_grow_with_those_that_are_gone():
-    shares, loader = watched((torch.ones(2, 1), torch.zeros(2)) for _ in range(5000))
-    sizes = {len(shares._by_tensor._known) + len(shares._by_tensor._new) for _ in loader}
-    assert max(sizes) < 500
-
-
 def test_the_loss_of_a_batch_is_known_when_the_next_one_is_there():
     shares, loader = watched([batch_of(n, "tuple") for n in (3, 2, 1)])
     losses = []
