@@ -23,7 +23,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_loggers() -> Iterable[LoggerFactory]:
-    """Return loggers to files in the run's folder, TensorBoard, Weights & Biases and MLflow."""
+    """Return loggers to files in the run's folder, TensorBoard, Weights & Biases, MLflow and Aim."""
     from tp_trainer.loggers import _named
 
     return _named.factories()

@@ -107,9 +107,9 @@ class Runs(RunStarter):
             overfit_batches: Train on so many batches alone, the same ones in every epoch.
             restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
             callbacks: What takes part in the run, or names of installed ones.
-            log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow"), or
-                loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record is kept in its
-                folder, too: ``tp report`` reads it.
+            log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow",
+                "aim"), or loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record
+                is kept in its folder, too: ``tp report`` reads it.
             log_every_steps: After how many optimizer steps the mean loss is logged, and what callbacks have
                 logged is read from the device.
             hyperparameters: What loggers are to know of the run, besides what the trainer knows itself.

@@ -1,6 +1,7 @@
 from tp_core.plugins import Logger as Logger
 from tp_core.plugins import RunInfo as RunInfo
 
+from tp_trainer.loggers._aim import AimLogger as AimLogger
 from tp_trainer.loggers._csv import CsvLogger as CsvLogger
 from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
 from tp_trainer.loggers._mlflow import MlflowLogger as MlflowLogger

@@ -15,6 +15,7 @@ LogSpec = str | Logger | Iterable[str | Logger] | None
 def factories() -> list[LoggerFactory]:
     """Return what makes the loggers of this package: what is heavy is imported when one is made."""
     return [
+        _factory("aim", "a run of Aim", "AimLogger", extra="aim"),
         _factory("csv", "metrics.csv in the run's folder", "CsvLogger"),
         _factory("jsonl", "log.jsonl in the run's folder", "JsonLinesLogger"),
         _factory("mlflow", "a run of MLflow", "MlflowLogger", extra="mlflow"),

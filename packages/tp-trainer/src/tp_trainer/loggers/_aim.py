@@ -1,0 +1,109 @@
+"""Numbers in a run of Aim."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tp_core.plugins import Logger, RunInfo, RunStatus
+
+from tp_trainer.loggers._files import check_installed
+
+__all__ = ["AimLogger"]
+
+
+class AimLogger(Logger):
+    """Logs to Aim, whose store is a folder: ``aim up`` shows what is in it.
+
+    A resumed run goes on under the same hash, and steps that are done a second time take the place of the
+    first. Hyperparameters are the run's ``hparams``; its ``run`` is environment, versions and selection.
+
+    Args:
+        experiment: The experiment; that of Aim by default.
+        run_name: The name of the run.
+        repo: The folder that has, or gets, the store ``.aim``, or the address of a server; the working
+            folder by default.
+
+    Raises:
+        ConfigError: The package aim is not installed.
+    """
+
+    name: ClassVar[str] = "aim"
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        run_name: str | None = None,
+        repo: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_installed("AimLogger", "aim", "aim")
+        if repo is not None and "://" not in os.fspath(repo):
+            repo = Path(repo).absolute()
+        self._repo = None if repo is None else os.fspath(repo)
+        self._experiment, self._run_name = experiment, run_name
+        self._hash: str | None = None
+        self._run: Any = None
+
+    def open(self, info: RunInfo) -> None:
+        """Begin the run, or go on with it."""
+        from aim import Run
+
+        self._run = Run(
+            self._hash if info.resumed else None,
+            repo=self._repo,
+            experiment=self._experiment,
+            force_resume=info.resumed,  # the lock of a process that was killed is there still
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        self._hash = str(self._run.hash)
+        if self._run_name is not None:
+            self._run.name = self._run_name
+        self._run["hparams"] = _plain(info.hyperparameters)
+        self._run["run"] = {
+            "environment": _plain(info.environment),
+            "versions": _plain(info.versions),
+            "selection": str(info.selection),
+        }
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Track numbers at a step of the run."""
+        if self._run is not None:
+            for name, value in numbers.items():
+                self._run.track(float(value), name=name, step=step, epoch=epoch)
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
+        """Note the last of its kind with the run."""
+        if self._run is not None:
+            self._run[f"last_{kind}"] = {"step": step, **_plain(facts)}
+
+    def close(self, status: RunStatus) -> None:
+        """Note how the run ended, and close it."""
+        if self._run is not None:
+            self._run["status"] = status
+            self._run.close()
+            self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hash of the run."""
+        return {"hash": self._hash}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the hash of the run."""
+        self._hash = state["hash"]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Aim can keep: it refuses objects that are not numbers, texts, lists or dicts of them."""
+    return {str(key): _plain_value(value) for key, value in values.items()}
+
+
+def _plain_value(value: object) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return _plain(value)
+    if isinstance(value, list | tuple):
+        return [_plain_value(entry) for entry in value]
+    return str(value)
