@@ -47,6 +47,27 @@ class Net(nn.Module):
         return self.head(self.frozen(x)) * self.scale
 
 
+class PassingBlock(Block):
+    """Hands its features on beside its result, as T5 does with the bias of its first block."""
+
+    def forward(self, x, features):
+        mine = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(mine + features), mine
+
+
+class PassingNet(Net):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(PassingBlock() for _ in range(3)).double()
+
+    def forward(self, tokens):
+        x, features = self.table(tokens), 0.0
+        for block in self.blocks:
+            x, features = block(x, features)
+        return self.head(self.frozen(x)) * self.scale
+
+
 PLAN = {
     "table": ts.Vocab(),
     "blocks.*.up": ts.Column(),
@@ -72,12 +93,12 @@ def form_groups(groups):
     ts.distributed.init_process_group(groups)
 
 
-def fit(options=None, groups=None, trainer=None, **arguments):
+def fit(options=None, groups=None, trainer=None, net=Net, **arguments):
     """Return the losses, the whole state, and the types of what the optimizer keeps."""
     if groups is not None:
         form_groups(groups)
     try:
-        model = Net() if groups is None else ts.parallelize(Net(), PLAN)
+        model = net() if groups is None else ts.parallelize(net(), PLAN)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
         kwargs = {"options": options, "seed": 2, "progress": False, "devices": "cpu", **(trainer or {})}
         with Trainer(**kwargs) as it:
@@ -142,6 +163,14 @@ def test_units_are_compiled_each(pool, replicas):
     options = ts.ShardOptions(data=FullyShardOptions(units=Block, replicas=replicas))
     expected = fit(clip_norm=0.3)
     for found in pool.run(functools.partial(fit, options, 2, {"compile": True}, clip_norm=0.3)):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_features_that_a_unit_hands_to_the_next_are_told_from_what_goes_beside_them(pool):
+    options = ts.ShardOptions(data=FullyShardOptions(units=PassingBlock))
+    expected = fit(net=PassingNet, clip_norm=0.3)
+    for found in pool.run(functools.partial(fit, options, 2, net=PassingNet, clip_norm=0.3)):
         assert_close(found, expected)
 
 

@@ -28,6 +28,8 @@ _SUMMED = (
     _SequenceScatter._backward_cls,
 )
 _END = (_Row._backward_cls, _ReduceScatter._backward_cls)
+_PASSING = "RegisterPostBackwardFunctionBackward"
+"""The node that torch's ``fully_shard`` puts under all inputs of a unit: each goes through it by itself."""
 
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -97,18 +99,20 @@ def _walk(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
     met: set[type] = set()
     leaves: list[Tensor] = []
     seen = set()
-    waiting = [x.grad_fn]
+    waiting = [(x.grad_fn, x.output_nr)]
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, output = waiting.pop()
+        passes = type(node).__name__ == _PASSING
+        edge = node, output if passes else None
+        if node is None or edge in seen:
             continue
-        seen.add(node)
+        seen.add(edge)
         if isinstance(node, stops):
             met.add(type(node))
         elif hasattr(node, "variable"):
             leaves.append(node.variable)
         else:
-            waiting += [following for following, _ in node.next_functions]
+            waiting += node.next_functions[output : output + 1] if passes else node.next_functions
     return met, leaves
 
 

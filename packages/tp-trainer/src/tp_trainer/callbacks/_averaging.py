@@ -21,8 +21,10 @@ class ExponentialMovingAverage(Callback):
     """Keeps an exponential moving average of the parameters, and has validations use it.
 
     After each optimizer step ``average = decay * average + (1 - decay) * parameter``, by torch's own
-    function for ``AveragedModel``. The average of a sharded model is of each rank's shards. Buffers, such as
-    the statistics of batch norm, are the model's own.
+    function for ``AveragedModel``. The average begins with the weights before the first step, where
+    ``AveragedModel`` and Lightning's callback begin with those after their first update. The average of a
+    sharded model is of each rank's shards. Buffers, such as the statistics of batch norm, are the model's
+    own.
 
     Args:
         decay: How much of the average stays, from 0 up to but not including 1.
