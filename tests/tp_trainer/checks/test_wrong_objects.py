@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
@@ -263,3 +263,39 @@ def test_what_builds_no_model_is_told_so(made, words, precision):
     trainer = Trainer(devices="cpu", progress=False, precision=precision)
     with pytest.raises(ConfigError, match=words):
         trainer.build(lambda: made)
+
+
+@pytest.mark.parametrize(
+    ("make", "every", "warned"),
+    [
+        (
+            lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6),
+            "epoch",
+            "OneCycleLR goes over 6 batches",
+        ),
+        (lambda optimizer: CyclicLR(optimizer, 0.1, 0.2, 3), "epoch", "CyclicLR goes over 6 batches"),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6), "step", ""),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2), "epoch", ""),
+        (lambda optimizer: StepLR(optimizer, 6), "epoch", ""),
+    ],
+)
+def test_a_schedule_over_batches_that_is_moved_once_per_epoch_is_told(caplog, make, every, warned):
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    with Trainer(progress=False, devices="cpu") as trainer:
+        trainer.fit(
+            model,
+            optimizer,
+            make_loader(),
+            step=step,
+            epochs=2,
+            scheduler=make(optimizer),
+            scheduler_every=every,
+        )
+    said = [record.getMessage() for record in caplog.records if "per epoch" in record.getMessage()]
+    assert len(said) == bool(warned)
+    assert all(warned in message for message in said)

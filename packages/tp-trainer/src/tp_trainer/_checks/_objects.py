@@ -1,13 +1,14 @@
 """The objects that callers give, models, optimizers, loaders, schedulers: checked before anything begins."""
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
 from tp_core.plugins import PreparedLoader
@@ -24,6 +25,8 @@ __all__ = [
     "check_preparable",
     "check_scheduler",
 ]
+
+log = logging.getLogger("tp_trainer")
 
 _SEVERAL = (list, tuple, set, frozenset, Mapping)
 
@@ -215,8 +218,11 @@ def _parameters_of(model: nn.Module) -> set[int]:
     return {id(p) for p in model.parameters()}
 
 
-def check_scheduler(scheduler: object, every: str, optimizer: Optimizer) -> None:
+def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epochs: int | None) -> None:
     """Make sure that a scheduler can be moved on, that it moves this optimizer, and that ``every`` is valid.
+
+    One that torch means for batches, and that is longer than the epochs it would be moved in, is told in a
+    warning: it may be on purpose where ``fit`` is called again and again.
 
     Raises:
         ConfigError: The scheduler has no ``step()``, moves another optimizer, or ``every`` is something else.
@@ -249,6 +255,21 @@ def check_scheduler(scheduler: object, every: str, optimizer: Optimizer) -> None
                 f"{type(moved).__name__}, than the one that is given; make it from this one"
             )
             raise ConfigError(msg)
+    length = _batches_of(scheduler)
+    if every == "epoch" and length is not None and length > (epochs or 0):
+        log.warning(
+            "%s goes over %d batches, and is moved once per epoch; to move it with every optimizer step say "
+            "scheduler_every='step'",
+            type(scheduler).__name__,
+            length,
+        )
+
+
+def _batches_of(scheduler: object) -> int | None:
+    """Return the length of a schedule that torch's documentation wants moved after every batch."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    return int(scheduler.total_size) if isinstance(scheduler, CyclicLR) else None
 
 
 def _described(value: object) -> str:

@@ -175,7 +175,7 @@ class Runs(RunStarter):
             save_to=save_to,
             shard=shard,
         )
-        check_scheduler(scheduler, scheduler_every, optimizer)
+        check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
         try:
             return self._fit(model, optimizer, train_loader, settings)
         except (RuntimeError, MemoryError) as error:
