@@ -157,21 +157,27 @@ class Stream:
         self._beginning: str | None = None  # a digest of what it knows at the beginning of a pass
 
     def epoch(self, epoch: int, *, goes_on: bool, done: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch; who takes them says where it ends.
+        """Return an iterator over the batches of an epoch; who takes them says where it ends.
 
         Args:
             epoch: Which one.
             goes_on: Whether to go on where the epoch before has ended.
             done: How many batches of it have been yielded before, which are left out.
         """
-        if not (goes_on and self._is_endless):
-            if not self._is_placed:
-                self._skip = done
-            self._pass, self._done = epoch, done
-            for batch in self._start():
-                self._done += 1
-                yield batch
-            return
+        if goes_on and self._is_endless:
+            return self._go_on(done)
+        if not self._is_placed:
+            self._skip = done
+        self._pass, self._done = epoch, done
+        return self._start() if not self._is_endless else self._counted(self._start())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._done += 1
+            yield batch
+
+    def _go_on(self, done: int) -> Iterator[Any]:
+        """Yield batches from where the epoch before has ended, and none of a second whole pass."""
         began_here = self._iterator is None and self._done <= done
         while True:
             if self._iterator is None:
