@@ -252,6 +252,8 @@ def _a_batch(batch):
         (lambda batch: [row for (row,) in [batch]], "cannot be unpacked"),
         (lambda batch: torch.nn.functional.linear(batch, torch.ones(1, 1)), "is not a tensor"),
         (torch.nn.Linear(1, 1), "is not a tensor"),
+        (lambda batch: torch.nn.functional.linear(torch.ones(1), weight=batch), "is not a tensor"),
+        (lambda batch: torch.stack([torch.ones(1), batch]), "is not a tensor"),
     ],
 )
 def test_parts_that_are_used_as_a_batch_explain_themselves(use, what):

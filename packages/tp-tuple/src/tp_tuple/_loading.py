@@ -33,8 +33,14 @@ class PlacedParts(Parts):
     def __iter__(self) -> NoReturn:
         raise StepError(self._taken_for_a_batch("cannot be unpacked as one"))
 
-    def __torch_function__(self, *_: object, **__: object) -> NoReturn:
-        raise StepError(self._taken_for_a_batch("is not a tensor"))
+    @classmethod
+    def __torch_function__(
+        cls, function: object, types: object, arguments: Sequence[Any] = (), options: Any = None
+    ) -> NoReturn:
+        given = [*arguments, *(options or {}).values()]
+        inner = [item for one in given if type(one) in {list, tuple} for item in one]  # as of torch.cat
+        parts = next(one for one in (*given, *inner) if isinstance(one, cls))
+        raise StepError(parts._taken_for_a_batch("is not a tensor"))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(self._taken_for_a_batch(f"has no attribute {name!r}"))
