@@ -113,7 +113,7 @@ class Between(DueWork):
         if signals is not None and done >= self._ask_at:
             end = self._wants_end or self._out_of_time()
             due = saving is not None and done > 0 and saving.checkpointer.is_old
-            answer = signals.ask(due=due, stop=end, save=self._wants_save)
+            answer = signals.ask(self.step, due=due, stop=end, save=self._wants_save)
             self._wants_save = False
             self._ask_at = self._batch_after(signals.interval)
         elif self.world_size == 1:

@@ -92,7 +92,8 @@ class SignalWatch:
         self._catches = catches
         self._seen = 0
         self._previous: dict[int, Any] = {}
-        self._asked = time.perf_counter()
+        self._asked = time.perf_counter()  # when the ranks were asked last
+        self._asked_at: int | None = None  # and at which step
         self._interval = 1  # steps between two questions
         self._pid = os.getpid()
 
@@ -127,10 +128,11 @@ class SignalWatch:
             raise KeyboardInterrupt
         self._seen = self._seen or number
 
-    def ask(self, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
+    def ask(self, step: int, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
         """Return what the ranks agree on.
 
         Args:
+            step: How many steps the run has made: the same on all ranks.
             due: Whether something is due, by this rank's clock; rank 0's counts.
             stop: Why this rank wants the run to end, or ``None``.
             save: Whether this rank wants a checkpoint.
@@ -140,8 +142,12 @@ class SignalWatch:
         elapsed = time.perf_counter() - self._asked
         answers = self._session.gather_objects((self._seen, due, stop, save, elapsed))
         self._asked = time.perf_counter()
-        factor = _INTERVAL_S / max(*(answer[4] for answer in answers), 1e-6)
-        self._interval = max(1, int(self._interval * min(factor, 10.0)))
+        # By the steps that were made, not by those that were to be: an epoch may end before.
+        steps = 0 if self._asked_at is None else step - self._asked_at
+        self._asked_at = step
+        if steps:
+            factor = _INTERVAL_S / max(*(answer[4] for answer in answers), 1e-6)
+            self._interval = max(1, int(steps * min(factor, 10.0)))
         reason = next((answer[2] for answer in answers if answer[2] is not None), None)
         seen = max(answer[0] for answer in answers)
         return Answer(seen, answers[0][1], reason, any(answer[3] for answer in answers))
