@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -117,3 +118,10 @@ def test_a_notebook_without_matplotlib_shows_the_table(monkeypatch):
     shown = HISTORY._repr_html_()
     assert "<table>" in shown
     assert "<svg" not in shown
+
+
+def test_a_record_is_made_again_of_its_dict():
+    record = EpochRecord(2, 16, 64, 0.5, 0.1, MappingProxyType({"loss": 1.5}), {"accuracy": 0.75})
+    found = record.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert EpochRecord(**found) == record

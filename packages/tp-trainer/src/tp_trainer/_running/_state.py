@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class RunState:
             "schedulers": {name: _state_of(one) for name, one in trained.schedulers.items()},
             "scaler": None if trained.scaler is None else trained.scaler.state_dict(),
             "position": position,
-            "records": [asdict(record) for record in self.records],
+            "records": [record.to_dict() for record in self.records],
             "metrics": self.metrics,
             "validated_at": self.validated_at,
             "world_size": session.world_size,
