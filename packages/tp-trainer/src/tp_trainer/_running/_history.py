@@ -59,7 +59,7 @@ class EpochRecord:
         return {**self.train, **{f"val_{name}": value for name, value in self.val.items()}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes by name, as they go into checkpoints: with each one go those of all epochs."""
+        """Return the attributes by name, as they go into checkpoints: those of all epochs into each."""
         values = {name: getattr(self, name) for name in self.__slots__}  # asdict takes ten times as long
         return values | {"train": dict(self.train), "val": dict(self.val)}
 
