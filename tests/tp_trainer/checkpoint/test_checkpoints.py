@@ -119,7 +119,9 @@ def test_a_folder_alone_saves_after_every_epoch(tmp_path):
 
 def test_the_age_of_the_last_one_can_decide(tmp_path):
     fit(Checkpoints(tmp_path, every_s=1e-6, every_epochs=None))
-    assert names(tmp_path) == ["step-0000000005", "step-0000000010"]
+    *before, last = names(tmp_path)  # how often the clock is looked at depends on how fast steps are
+    assert before
+    assert last == "step-0000000010"
     fit(Checkpoints(tmp_path / "never", every_s=1e6, every_epochs=None))
     assert names(tmp_path / "never") == ["step-0000000010"]
 
