@@ -72,7 +72,7 @@ class Between(DueWork):
     def _between(self, done: int, *, ended_step: bool = False) -> float:
         """Do what is due between two optimizer steps; return at how many batches to look again."""
         limits, ticker, steps = self._limits, self._ticker, self._steps
-        if done >= ticker.next_update and done:
+        if done >= ticker.next_update:
             ticker.update(done, self.meter.last_loss)
         step, wants = self.step, [math.inf, ticker.next_update]
         self._run_state.step, self._is_in_step = step, False

@@ -133,7 +133,8 @@ class Loop(Between):
         count = self.meter.count if self._duties.counts else None
         tells = self._events.has("on_step_end")
         done = first
-        with self._reporter.epoch(self.epoch, steps) as self._ticker, self._watchdog.watching():
+        shown = self._reporter.epoch(self.epoch, steps, first=first)
+        with shown as self._ticker, self._watchdog.watching():
             self._next_call = self._between(done)
             if self._ending is None:
                 for batch in islice(self._train, steps - first):

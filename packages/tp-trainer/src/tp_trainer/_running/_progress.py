@@ -40,18 +40,28 @@ class Reporter:
         self._notebook = NotebookOutput() if self._enabled and in_notebook() else None
 
     @contextmanager
-    def epoch(self, number: int, steps: int) -> "Iterator[Ticker]":
-        """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block."""
+    def epoch(self, number: int, steps: int, *, first: int = 0) -> "Iterator[Ticker]":
+        """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block.
+
+        Args:
+            number: Which epoch.
+            steps: How many steps it has.
+            first: How many of them were done before, by the run that this one goes on from.
+        """
         label = f"epoch {number}{self._of}"
         if self._notebook is not None:
             move = self._notebook.bar(label, steps)
             yield Ticker(
-                label, steps, _NOTEBOOK_INTERVAL_S, lambda done, loss: move(done, _worded(loss).strip())
+                label,
+                steps,
+                _NOTEBOOK_INTERVAL_S,
+                lambda done, loss: move(done, _worded(loss).strip()),
+                first=first,
             )
             self._notebook.remove_bar()
             return
         if not self._on_terminal:
-            yield Ticker(label, steps, _LINE_INTERVAL_S if self._has_lines else math.inf)
+            yield Ticker(label, steps, _LINE_INTERVAL_S if self._has_lines else math.inf, first=first)
             return
         from rich.console import Console
         from rich.progress import (
@@ -70,12 +80,12 @@ class Reporter:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=steps, loss="")
+            task = bar.add_task(label, total=steps, completed=first, loss="")
 
             def show(done: int, loss: float | None) -> None:
                 bar.update(task, completed=done, loss=_worded(loss).strip())
 
-            yield Ticker(label, steps, _BAR_INTERVAL_S, show)
+            yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
 
     def done(self, record: EpochRecord) -> None:
         """Show and log the record of an epoch."""
@@ -98,18 +108,20 @@ class Ticker:
             is all that the loop does in between.
     """
 
-    def __init__(self, label: str, steps: int, interval_s: float, show: Show | None = None) -> None:
+    def __init__(
+        self, label: str, steps: int, interval_s: float, show: Show | None = None, *, first: int = 0
+    ) -> None:
         self._label = label
-        self._steps = steps
+        self._steps, self._first = steps, first
         self._interval_s = interval_s
         self._show = show
         self._began = self._shown = time.perf_counter()
-        self.next_update: float = 1 if math.isfinite(interval_s) else math.inf
+        self.next_update: float = first + 1 if math.isfinite(interval_s) else math.inf
 
     def update(self, done: int, loss: float | None) -> None:
         """Show that ``done`` steps are done if it is time, and choose when to look again."""
         now = time.perf_counter()
-        per_step = (now - self._began) / done
+        per_step = (now - self._began) / (done - self._first)
         self.next_update = done + max(1, min(1000, int(self._interval_s / 4 / max(per_step, 1e-9))))
         if now - self._shown < self._interval_s:
             return
@@ -117,11 +129,9 @@ class Ticker:
         if self._show is not None:
             self._show(done, loss)
         else:
-            print(
-                f"{self._label}  step {done}/{self._steps}{_worded(loss)}  {1 / per_step:,.1f} steps/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            speed = f"{1 / per_step:,.1f} steps/s" if per_step < 1 else f"{per_step:,.1f} s per step"
+            line = f"{self._label}  step {done}/{self._steps}{_worded(loss)}  {speed}"
+            print(line, file=sys.stderr, flush=True)
 
 
 def _worded(loss: float | None) -> str:
