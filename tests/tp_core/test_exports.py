@@ -34,7 +34,7 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        DIGESTS INDEX KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession PerType Progress
+        DIGESTS INDEX KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession NotebookOutput PerType Progress
         SampleRows Sharding Units available_cores backward_of_nothing call_builder check_above_zero
         check_backend_name check_offload containers describe_given device_of_rank did_you_mean
         exports_of_stub file_meant find_units free_nbytes given_mesh has_left in_notebook is_dtensor

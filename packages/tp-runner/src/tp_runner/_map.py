@@ -62,7 +62,7 @@ def map(
         queue_scale: The most items on their way for each worker; by default as few as keep it busy.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"``, ``"ray"`` or the name of an
             engine that a plugin brings.
-        progress: Whether to show a progress bar, on standard error; "auto" where that is a terminal.
+        progress: Whether to show a progress bar; "auto" on a terminal or in a notebook.
         options: As for a runner: ``batch``, ``on_error``, ``max_retries``, ``timeout_s``, ...
 
     Returns:

@@ -40,8 +40,7 @@ class Pipeline:
         n_workers: How many CPU workers, in place of ``devices``.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"`` or ``"ray"``.
         ordered: Whether results come in the order of the items or as they come.
-        progress: Whether streams show a table of what is where, on standard error; "auto" where that is a
-            terminal.
+        progress: Whether streams show a table of what is where; "auto" on a terminal or in a notebook.
         options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
             ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
 

@@ -1,7 +1,9 @@
-"""A progress bar: items, rate, time left, how busy the workers are."""
+"""How far a stream is: items, rate, time left, how busy the workers are; on a terminal or in a notebook."""
 
+import contextlib
+import io
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from tp_core.internal import NotebookOutput, in_notebook
 
 if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool
@@ -23,12 +26,46 @@ if TYPE_CHECKING:
 __all__ = ["with_progress", "with_table"]
 
 PERIOD_S = 0.1
+NOTEBOOK_PERIOD_S = 0.5
+
+Show = Callable[[int, str, str], None]
+"""Shows how many items are done, at which rate, and how busy the workers are."""
 
 
 def with_progress(
     chunks: Iterator[list[Any]], total: int | None, pool: "RunnerPool"
 ) -> Generator[list[Any], None, None]:
     """Yield lists of results, showing how many they have held so far."""
+    began = time.monotonic()
+    before = pool.stats()
+    n_items, shown_at = 0, began
+    period_s = NOTEBOOK_PERIOD_S if in_notebook() else PERIOD_S
+    with _notebook_bar(total) if in_notebook() else _terminal_bar(total) as show:
+
+        def show_now() -> None:
+            elapsed = max(time.monotonic() - began, 1e-9)
+            working = [
+                now.working_s - then.working_s
+                for now, then in zip(pool.stats().workers, before.workers, strict=True)
+            ]
+            busy = " ".join(f"{min(seconds / elapsed, 1.0):.0%}" for seconds in working)
+            show(n_items, f"{n_items / elapsed:.1f}/s", f"busy {busy}")
+
+        try:
+            for results in chunks:
+                n_items += len(results)
+                yield results
+                if time.monotonic() - shown_at > period_s:
+                    show_now()
+                    shown_at = time.monotonic()
+        finally:
+            show_now()
+            if isinstance(chunks, Generator):
+                chunks.close()
+
+
+@contextlib.contextmanager
+def _terminal_bar(total: int | None) -> Iterator[Show]:
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -37,36 +74,37 @@ def with_progress(
         TimeRemainingColumn(),
         TextColumn("{task.fields[workers]}"),
     )
-    began = time.monotonic()
-    before = pool.stats()
-    n_items, shown_at = 0, began
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total, rate="", workers="")
+        n_shown = 0
 
-        def show() -> None:
-            elapsed = max(time.monotonic() - began, 1e-9)
-            working = [
-                now.working_s - then.working_s
-                for now, then in zip(pool.stats().workers, before.workers, strict=True)
-            ]
-            busy = " ".join(f"{min(seconds / elapsed, 1.0):.0%}" for seconds in working)
-            progress.update(
-                task, completed=n_items, rate=f"{n_items / elapsed:.1f}/s", workers=f"busy {busy}"
-            )
+        def show(n_items: int, rate: str, workers: str) -> None:
+            nonlocal n_shown
+            n_shown = n_items
+            progress.update(task, completed=n_items, rate=rate, workers=workers)
 
-        try:
-            for results in chunks:
-                n_items += len(results)
-                yield results
-                if time.monotonic() - shown_at > PERIOD_S:
-                    show()
-                    shown_at = time.monotonic()
-            if total is None:
-                progress.update(task, total=n_items)
-        finally:
-            show()
-            if isinstance(chunks, Generator):
-                chunks.close()
+        yield show
+        if total is None:
+            progress.update(task, total=n_shown)
+
+
+@contextlib.contextmanager
+def _notebook_bar(total: int | None) -> Iterator[Show]:
+    """Show a bar while it moves, and then, whatever has ended it, a line in its place."""
+    output = NotebookOutput()
+    move = output.bar("", total)
+    words = ""
+
+    def show(n_items: int, rate: str, workers: str) -> None:
+        nonlocal words
+        move(n_items, f"{rate}, {workers}")
+        words = f"{n_items} items, {rate}, {workers}"
+
+    try:
+        yield show
+    finally:
+        output.remove_bar()
+        output.add(words)
 
 
 def with_table(
@@ -84,5 +122,32 @@ def with_table(
             shown.add_row(stage.name, workers, str(stage.taken), str(stage.given), rate)
         return shown
 
+    if in_notebook():
+        yield from _with_notebook_table(chunks, table)
+        return
     with Live(get_renderable=table, console=Console(stderr=True)):
         yield from chunks
+
+
+def _with_notebook_table(
+    chunks: Iterator[list[Any]], table: Callable[[], Table]
+) -> Generator[list[Any], None, None]:
+    output = NotebookOutput()
+    shown_at = time.monotonic()
+
+    def show() -> None:
+        console = Console(file=io.StringIO(), force_jupyter=False, width=100)
+        with console.capture() as text:
+            console.print(table())
+        output.replace([line.rstrip() for line in text.get().splitlines()])
+
+    try:
+        for results in chunks:
+            yield results
+            if time.monotonic() - shown_at > NOTEBOOK_PERIOD_S:
+                show()
+                shown_at = time.monotonic()
+    finally:
+        show()
+        if isinstance(chunks, Generator):
+            chunks.close()

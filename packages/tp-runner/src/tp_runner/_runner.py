@@ -38,7 +38,8 @@ class _Runner:
             bound itself: as few as keep the workers busy.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"``, ``"ray"`` or the
             name of an engine that a plugin brings.
-        progress: Whether calls show a progress bar, on standard error; "auto" where that is a terminal.
+        progress: Whether calls show a progress bar, on standard error or in a notebook's output; "auto" where
+            there is a terminal or a notebook.
         n_workers: How many CPU workers, in place of ``devices``.
         options: What :class:`RunnerOptions` lists.
 

@@ -1,5 +1,6 @@
 """Whether somebody watches: what ``progress=`` means in all packages, and how wide tables are."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "in_notebook", "output_console", "shows_progress"]
 
 Progress = bool | Literal["auto"]
-"""Whether progress is shown: with "auto" where standard error is a terminal, with ``True`` in files, too."""
+"""Whether progress is shown: with "auto" on a terminal or in a notebook, with ``True`` in files, too."""
 
 
 def shows_progress(progress: Progress) -> bool:
@@ -23,16 +24,16 @@ def shows_progress(progress: Progress) -> bool:
     if isinstance(progress, bool):
         return progress
     if progress != "auto":
-        msg = f"progress must be True, False or 'auto' (a bar on a terminal), got {progress!r}"
+        msg = f"progress must be True, False or 'auto' (on a terminal or in a notebook), got {progress!r}"
         raise ConfigError(msg)
-    return sys.stderr is not None and sys.stderr.isatty()
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
-    """Return whether this program runs in a notebook, whose outputs can be replaced."""
+    """Return whether this is a notebook's process, whose outputs can be replaced, and not a fork of it."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return hasattr(shell, "kernel")
+    kernel = getattr(None if ipython is None else ipython.get_ipython(), "kernel", None)
+    return kernel is not None and bool(kernel.session.pid == os.getpid())
 
 
 def output_console() -> "Console":

@@ -25,6 +25,7 @@ from tp_core._fully_sharded._units import Units as Units
 from tp_core._fully_sharded._units import find_units as find_units
 from tp_core._launch._environment import available_cores as available_cores
 from tp_core._launch._join import new_process_group as new_process_group
+from tp_core._launch._notebook import NotebookOutput as NotebookOutput
 from tp_core._launch._store import LEFT_KEY as LEFT_KEY
 from tp_core._launch._store import has_left as has_left
 from tp_core._launch._store import rendezvous_store as rendezvous_store

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tp_core.internal import NotebookOutput, in_notebook, shows_progress
 from tp_core.internal import Progress as Shown
-from tp_core.internal import in_notebook, shows_progress
 
 from tp_trainer._running._history import EpochRecord
-from tp_trainer._running._notebook import NotebookOutput
 
 __all__ = ["Reporter", "Ticker"]
 

@@ -1,7 +1,7 @@
 """The output of a run in a notebook: its lines and a bar in one place, and nothing in red."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["NotebookOutput"]
@@ -25,14 +25,18 @@ class NotebookOutput:
         self._lines = [*self._lines, line][-_MOST_LINES:]
         self._show()
 
-    def bar(self, label: str, steps: int) -> Callable[[int, str], None]:
-        """Return what shows how many of ``steps`` are done, with a few words."""
+    def replace(self, lines: Sequence[str]) -> None:
+        """Show other lines."""
+        self._lines = list(lines)
+        self._show()
+
+    def bar(self, label: str, steps: int | None) -> Callable[[int, str], None]:
+        """Return what shows how many of ``steps`` are done, with a few words; ``None`` if nobody knows."""
 
         def move(done: int, words: str) -> None:
-            self._bar = (
-                f"<div>{html.escape(label)} <progress max='{steps}' value='{done}'></progress> "
-                f"{done}/{steps} {html.escape(words)}</div>"
-            )
+            bar, of = ("", "") if steps is None else (f"max='{steps}' value='{done}'", f"/{steps}")
+            words = html.escape(f"{done}{of} {words}")
+            self._bar = f"<div>{html.escape(label)} <progress {bar}></progress> {words}</div>"
             self._show()
 
         return move
