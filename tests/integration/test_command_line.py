@@ -1,8 +1,6 @@
 """Every installed sub-command of `tp`, called as people do who mistype: one line, and the right status."""
 
 import contextlib
-import itertools
-import json
 import os
 import re
 import shlex
@@ -13,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tp_core.cli._main import build_app, run
+from tp_core.cli._main import run
+
+from tests.tp_commands import COMMANDS, options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -38,12 +38,6 @@ NOWHERE = {
     "stop": ["nowhere"],
     "test": ["--backend", "nowhere"],
     "train": ["nowhere.py"],
-}
-# How each command that prints JSON is called where that takes little.
-JSON = {
-    "doctor": ["--no-measure"],
-    "jobs": [],
-    "shard verify": ["things.py:build"],
 }
 # Names with a typo, and what was meant.
 THINGS = """
@@ -70,23 +64,6 @@ TYPOS = {
 }
 
 
-def commands():
-    """Return what can be called: the words of each command, and its parameters."""
-    app = build_app()
-    context = app.make_context("tp", ["doctor"], resilient_parsing=True)
-    found = {}
-    queue = [((name,), app.get_command(context, name)) for name in app.list_commands(context)]
-    while queue:
-        words, command = queue.pop()
-        inner = getattr(command, "commands", None)
-        if inner:
-            queue += [((*words, name), below) for name, below in inner.items()]
-        else:
-            found[" ".join(words)] = command
-    return found
-
-
-COMMANDS = commands()
 every_command = pytest.mark.parametrize("name", sorted(COMMANDS))
 
 
@@ -103,10 +80,6 @@ def tp(capsys, *arguments):
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     return status, captured.out, captured.err
-
-
-def options(command):
-    return [text for p in command.params for text in [*p.opts, *p.secondary_opts] if text.startswith("--")]
 
 
 @every_command
@@ -196,37 +169,6 @@ def test_a_name_with_a_typo_is_answered_with_the_one_that_was_meant(words, capsy
     assert f"did you mean '{TYPOS[words]}'?" in err.lower()
 
 
-def test_every_command_that_prints_json_is_looked_at():
-    assert {name for name, command in COMMANDS.items() if "--json" in options(command)} <= {
-        *JSON,
-        "convert",  # with a run: test_convert.py
-        "new-plugin",  # with a folder: test_new_plugin.py
-        "estimate",  # with a model: test_estimates.py
-        "report",  # with a run: test_report.py
-        "test",  # with processes: test_self_test.py
-    }
-
-
-@pytest.mark.parametrize("name", JSON)
-def test_json_is_one_document_with_keys_of_one_style(name, capsys, tmp_path):
-    (tmp_path / "things.py").write_text(THINGS)
-    status, out, _ = tp(capsys, *name.split(), *JSON[name], "--json")
-    assert status == 0
-    keys = list(keys_of(json.loads(out)))
-    assert [key for key in keys if not re.fullmatch(r"[a-z][a-z0-9_]*", key)] == []
-
-
-def keys_of(value, named=("versions", "brings")):
-    """Yield the keys of a document, but those that are names of things."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield key
-            if key not in named:
-                yield from keys_of(below)
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(keys_of, value))
-
-
 def shown_commands():
     """Yield each command line that a document shows, and the document: in blocks, and within sentences."""
     within = re.compile(r"`(tp [a-z][^`\n]*)`|^(?:\$ |    )(tp [a-z].*)$", re.MULTILINE)
@@ -300,3 +242,29 @@ def test_ctrl_c_while_ranks_meet_ends_them_too(tmp_path):
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert not list(tmp_path.glob("tp-doctor-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--help", "jobs --json", "doctor --no-measure"])
+def test_without_standard_streams_it_ends_as_with_them(words, tmp_path):
+    shell = f"{shlex.join(TP)} {words}"
+    for closed in (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        done = subprocess.run(
+            ["/bin/sh", "-c", f"{shell} {closed}"], capture_output=True, timeout=800, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"Error" not in done.stderr
+        assert bool(done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("words", ["--help", "--version", "jobs --json", "doctor --no-measure"])
+def test_a_full_disk_behind_stdout_is_one_line(words):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*TP, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, timeout=800, check=False
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

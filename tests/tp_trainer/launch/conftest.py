@@ -1,6 +1,7 @@
 """Runs the commands as a user does: as programs, with real processes, and a deadline on each."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -11,17 +12,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from tp_core import testing
-from tp_trainer._launch import _cli
+from tp_core.cli._main import run
 from tp_trainer._launch._jobs._detach import stop
 from tp_trainer._launch._jobs._store import list_jobs
-from typer.testing import CliRunner
-
-_MAIN = "from tp_trainer._launch._cli import {0}_app; {0}_app()()"
 
 _IN_TERMINAL = """
 import fcntl, os, sys, termios
@@ -54,7 +53,7 @@ class Tp:
         return name
 
     def command(self, command: str, *args: str) -> list[str]:
-        return [sys.executable, "-c", _MAIN.format(command), *args]
+        return [sys.executable, "-m", "tp_core.cli", command, *args]
 
     def start(self, command: str, *args: str) -> subprocess.Popen[str]:
         return self.start_command(self.command(command, *args))
@@ -142,11 +141,19 @@ def tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tp]:
 def here() -> Callable[..., Any]:
     """Runs a command inside this process, which saves it the import of torch."""
 
-    def invoke(command: str, *args: str) -> Any:
-        app = getattr(_cli, f"{command}_app")()
-        return CliRunner().invoke(app, list(args))
+    def invoke(*words: str) -> Any:
+        out, err = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = run(words)
+        stdout, stderr = (_written(stream) for stream in (out, err))
+        return SimpleNamespace(exit_code=status, stdout=stdout, stderr=stderr)
 
     return invoke
+
+
+def _written(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()
 
 
 @pytest.fixture

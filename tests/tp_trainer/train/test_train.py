@@ -140,14 +140,14 @@ def test_parameters_without_a_keyword_are_passed_by_position(capsys):
         (["values_script.py:mian"], "has no function 'mian'"),
         (["values_script.py:main"], "required: width"),
         (["values_script.py:main", "--widht", "3"], "unrecognized arguments: --widht 3"),
-        (["values_script.py:main", "--width", "x"], "Got value: x"),
+        (["values_script.py:main", "--width", "x"], "--width: expected int, got x; "),
         (["values_script.py:main", "--width", "3", "--config", "no.yaml"], "File does not exist"),
         (["values_script.py:main", "--config", "typo.yaml"], "'widht' is not accepted"),
         (["values_script.py:main", "--config", "broken.yaml"], "Problems parsing config"),
         (["values_script.py:untyped"], "cannot be options"),
         (["values_script.py:taken"], "cannot be options"),
         (["-n", "0", "values_script.py:main", "--width", "3"], "0"),
-        (["-n", "2", "values_script.py:main", "--width", "x"], "Got value: x"),
+        (["-n", "2", "values_script.py:main", "--width", "x"], "--width: expected int, got x; "),
     ],
 )
 def test_what_cannot_be_run_is_one_sentence(tmp_path, capsys, words, said):

@@ -2,8 +2,8 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from tp_core._raised import raised_where
 from tp_core._suggestions import did_you_mean, file_meant
 from tp_core.errors import ConfigError, ModelError, TpError
 
@@ -25,7 +26,7 @@ def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
         example: The name of the function in messages of how it is written.
 
     Raises:
-        ConfigError: The file, the module or the function does not exist.
+        ConfigError: The file, the module or the function does not exist, or importing it raises.
     """
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
@@ -53,14 +54,21 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
         ModelError: The builder returns no model, or raises: the message says where.
     """
     build = load_function(name)
+    needed = [
+        parameter.name
+        for parameter in _parameters(build)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        msg = f"{name} takes {', '.join(needed)}, and a builder is called without arguments; give it defaults"
+        raise ConfigError(msg)
     try:
         made = build()
     except TpError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        msg = f"{name} raised {text} (line {place.lineno} of {place.filename})"
+        msg = f"{name} raised {raised_where(error)}"
         raise ModelError(msg) from error
     if isinstance(made, nn.Module):
         return {"model": made}
@@ -77,14 +85,35 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
     return dict(made)
 
 
+def _parameters(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except ValueError:  # some that are not written in Python do not tell
+        return ()
+
+
 def _module(place: str) -> ModuleType:
+    try:
+        return _imported(place)
+    except TpError:
+        raise
+    except Exception as error:
+        msg = f"{place} cannot be imported: it raised {raised_where(error)}"
+        raise ConfigError(msg) from error
+
+
+def _imported(place: str) -> ModuleType:
     if not place.endswith(".py"):
         try:
             if (here := str(Path.cwd())) not in sys.path:  # as python -m does, and no installed command
                 sys.path.insert(0, here)
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            msg = f"there is no module {place!r} ({error}); a file is written with its .py: {place}.py"
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # it is there, and imports what is not
+            file = Path(f"{place.rstrip('/')}.py")
+            meant = f"; a file is written with its .py: {file}" if file.is_file() else file_meant(file)
+            msg = f"there is no module {place!r}, neither in {here} nor among the installed ones{meant}"
             raise ConfigError(msg) from error
     path = Path(place)
     if not path.is_file():

@@ -1,6 +1,8 @@
 """``tp shard``: plans on the command line."""
 
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated, Any, Literal
 
 import typer
@@ -10,11 +12,12 @@ from tp_core.internal import call_builder
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call
-from tp_shard._verify._report import verify
+from tp_shard._verify._report import Report, verify
 
 __all__ = ["app"]
 
 _KEYS = ("model", "plan", "batch", "loss")
+_MOST = 1024  # ranks of a group of a model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,11 +31,11 @@ def shard() -> None:
 def verify_command(
     builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")],
     *,
-    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks; they are simulated.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=_MOST, help="How many ranks, which are simulated.")] = 2,
     propose: Annotated[
         str, typer.Option(help='Where the builder brings no plan: "auto" or "hf", the plan of transformers.')
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Compare a whole model with the split one: every output and every gradient, on simulated ranks.
 
@@ -42,6 +45,20 @@ def verify_command(
     if propose not in ("auto", "hf"):
         msg = f'--propose is "auto" or "hf", got {propose!r}'
         raise ConfigError(msg)
+    with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
+        report = _verified(builder, ranks, "hf" if propose == "hf" else "auto")
+    typer.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:
+    from tp_shard._groups._group import Group
+
+    propose = plans.from_hf if how == "hf" else plans.auto
+    return propose(model, batch, group=Group(0, ranks), verbose=False)
+
+
+def _verified(builder: str, ranks: int, propose: Literal["auto", "hf"]) -> Report:
     built = call_builder(builder, _KEYS)
     model, batch = built["model"], built.get("batch")
     if batch is None:
@@ -55,14 +72,5 @@ def verify_command(
         batch = dict(call.kwargs) or call.args
     plan = built.get("plan")
     if plan is None:
-        plan = _proposed(model, batch, ranks, "hf" if propose == "hf" else "auto")
-    report = verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)
-    typer.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
-    raise typer.Exit(0 if report.ok else 1)
-
-
-def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:
-    from tp_shard._groups._group import Group
-
-    propose = plans.from_hf if how == "hf" else plans.auto
-    return propose(model, batch, group=Group(0, ranks), verbose=False)
+        plan = _proposed(model, batch, ranks, propose)
+    return verify(model, plan, batch, loss=built.get("loss"), ranks=ranks)

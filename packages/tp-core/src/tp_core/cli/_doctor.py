@@ -15,6 +15,7 @@ import typer
 from tp_core._contracts._job import Job
 from tp_core._devices._load import device_loads
 from tp_core._devices._resolve import resolve_devices
+from tp_core._launch._count import check_process_count
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._terminal import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
@@ -40,14 +41,15 @@ def doctor(
     ] = True,
     ranks: Annotated[int, typer.Option(min=2, help="How many ranks meet on this host.")] = 2,
     folder: Annotated[Path, typer.Option(help="Where checkpoints would go; its disk is measured.")] = Path(),
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that ranks may take.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds that ranks may take.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Show versions, devices, launch environment, plugins, which backend would be selected, and what is slow.
 
     Two ranks of this host meet over its loopback, unless a launcher has started this command on several: then
     those do, of all hosts, and rank 0 reports. The exit status is 0 only if nothing is broken.
     """
+    check_process_count("--ranks", ranks)
     with redirect_stdout(sys.stderr):  # what plugins print is not part of the report
         report = examine(registry)
         environment = report["environment"]

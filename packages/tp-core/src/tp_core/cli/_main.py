@@ -1,7 +1,9 @@
 """The command ``tp`` and the sub-commands that plugins bring."""
 
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import version
@@ -11,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from tp_core._suggestions import did_you_mean
+from tp_core.cli._errors import is_parser_error, print_error, sharpen, status_of, wants_json
 from tp_core.errors import TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
 from tp_core.plugins._contribution import describe
@@ -42,6 +45,7 @@ class _Tp(TyperGroup):
 
     def __init__(self, plugins: PluginRegistry, **settings: Any) -> None:
         super().__init__(**settings)
+        self._words: tuple[str, ...] = ()  # those of the call, from the command's name on
         self._waiting: dict[str, Contribution[Command]] = {
             command.name: Contribution(command, "tp-core", "tp-core", "") for command in _OWN
         }
@@ -59,6 +63,7 @@ class _Tp(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments begin with; the error for an unknown one suggests others."""
+        self._words = tuple(args)
         known = {*self._waiting, *self.commands}
         if args[0] not in known and (meant := did_you_mean(args[0], known)):
             ctx.fail(f"no such command {args[0]!r}{meant}")
@@ -68,24 +73,39 @@ class _Tp(TyperGroup):
         """Run a command; what goes wrong there is one line on stderr, and a status.
 
         The status is 2 for a request that cannot be fulfilled as it is, 1 for what failed on the way, 130
-        after Ctrl-C. Errors of others than tp keep their traceback.
+        after Ctrl-C. Errors of others than tp keep their traceback. With ``--json`` the last line on stderr
+        is one JSON object, whatever went wrong.
         """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
-        except BrokenPipeError:
+        except (BrokenPipeError, typer.Exit, typer.Abort):
             raise
-        except (TpError, OSError) as error:
-            _warn(str(error), ctx.invoked_subcommand or "")
-            raise typer.Exit(2 if isinstance(error, ValueError | LookupError) else 1) from error
         except Exception as error:
-            # Newer typers have a click of their own, and do not know the errors of a plugin's click.
-            if not (type(error).__module__ == "click.exceptions" and hasattr(error, "exit_code")):
+            if type(error).__name__ == "Exit" and hasattr(error, "exit_code"):  # of a plugin's click
+                raise typer.Exit(error.exit_code) from error
+            if not self._tell(error, ctx.invoked_subcommand or ""):
                 raise
-            if hasattr(error, "show"):
-                error.show()
-            raise typer.Exit(error.exit_code) from error
+            raise typer.Exit(status_of(error)) from error
+
+    def _tell(self, error: Exception, name: str) -> bool:
+        """Say what went wrong in the command of a name, unless Python or typer says it better."""
+        if is_parser_error(error):
+            sharpen(error)
+        if wants_json(self._words, self._load(name)):
+            if not (isinstance(error, TpError | OSError) or is_parser_error(error)):
+                traceback.print_exception(error)
+            print_error(error, command=name)
+            return True
+        if isinstance(error, TpError | OSError):
+            _warn(str(error), name)
+            return True
+        # Newer typers have a click of their own, and do not know the errors of a plugin's click.
+        if is_parser_error(error) and type(error).__module__ == "click.exceptions":
+            error.show()  # type: ignore[attr-defined]  # which every error of click has
+            return True
+        return False
 
     def _load(self, name: str) -> Any:
         if name not in self.commands and name in self._waiting:
@@ -119,6 +139,7 @@ def build_app(plugins: PluginRegistry = registry) -> TyperGroup:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run ``tp`` and return its exit status: 128 + the signal after Ctrl-C, and where a pipe was closed."""
+    _open_closed_streams()
     try:
         build_app()(args=arguments, prog_name="tp")
     except SystemExit as end:
@@ -129,7 +150,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 0 if end.code is None else 1
     except BrokenPipeError:
         return _NOBODY_READS
+    except OSError as error:  # of --help and --version, which no command has: the disk behind stdout is full
+        _warn(str(error))
+        return 1
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Have what a service started without standard streams (``>&-``) write into nothing, its children too."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(descriptor)  # something else may have got its number
+        except OSError:
+            opened = os.open(os.devnull, os.O_WRONLY)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - as long as tp runs
 
 
 def _options() -> list[Any]:

@@ -23,6 +23,7 @@ from tp_core._fully_sharded._session import FullyShardedSession as FullyShardedS
 from tp_core._fully_sharded._sharding import Sharding as Sharding
 from tp_core._fully_sharded._units import Units as Units
 from tp_core._fully_sharded._units import find_units as find_units
+from tp_core._launch._count import check_process_count as check_process_count
 from tp_core._launch._environment import available_cores as available_cores
 from tp_core._launch._join import new_process_group as new_process_group
 from tp_core._launch._notebook import NotebookOutput as NotebookOutput
@@ -34,6 +35,7 @@ from tp_core._launch._terminal import in_notebook as in_notebook
 from tp_core._launch._terminal import output_console as output_console
 from tp_core._launch._terminal import shows_progress as shows_progress
 from tp_core._lazy import exports_of_stub as exports_of_stub
+from tp_core._raised import raised_where as raised_where
 from tp_core._steps._backward import backward_of_nothing as backward_of_nothing
 from tp_core._steps._optimizer_kinds import whole_matrix_optimizer as whole_matrix_optimizer
 from tp_core._steps._rows import SampleRows as SampleRows

@@ -5,6 +5,7 @@ long, and half a second to import.
 """
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,6 +120,16 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
         return digesting.record()
 
 
+def _reason(error: Exception) -> str:
+    """Return in one line why torch refused a file; its own words advise to run what is in it."""
+    text = str(error)
+    if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text):
+        return f"it holds {found[1]}, and only tensors and plain values are read, since others may run code"
+    if "Weights only load failed" in text:
+        return "it is damaged, or was not written by torch.save"
+    return " ".join(text.split())
+
+
 def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping[str, Any]:
     """Read what ``torch.save`` wrote, onto the CPU or mapped; foreign code is never run.
 
@@ -131,7 +142,7 @@ def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping
     except OSError:
         raise
     except Exception as error:  # torch has a dozen errors for a damaged file
-        msg = f"{Path(path)} cannot be read as saved state: {error}"
+        msg = f"{Path(path)} cannot be read as saved state: {_reason(error)}"
         raise StateError(msg) from error
     if not isinstance(state, Mapping):
         msg = f"{Path(path)} holds {type(state).__name__}, and a state is a dict of tensors"

@@ -4,6 +4,8 @@ import collections
 import contextlib
 import functools
 import importlib
+import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from tp_core.errors import ConfigError, TpError
-from tp_core.internal import did_you_mean
+from tp_core.internal import check_process_count, did_you_mean, file_meant, raised_where
 
 from tp_runner._command._images import with_images
 from tp_runner._command._journal import Journal, saving
@@ -28,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def run(
-    runner: Annotated[str, typer.Argument(help="module:Runner, or module:function.")],
+    runner: Annotated[str, typer.Argument(help="module:Runner, or file.py:function.")],
     inputs: Annotated[
         list[str],
         typer.Option("--input", help="A file, a pattern, a directory, or - for standard input; repeatable."),
@@ -57,6 +59,7 @@ def run(
         Path | None, typer.Option(help="Where to write what each worker did when, for a trace viewer.")
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar, and at the end a summary.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Run every item of the input through a runner.
 
@@ -66,13 +69,22 @@ def run(
     Hidden files of a directory are passed over.
     """
     if form not in FORMATS:
-        msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}"
+        meant = did_you_mean(form, FORMATS)
+        msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}{meant}"
+        raise ConfigError(msg)
+    is_stdout = str(output) == "-"
+    if as_json and is_stdout:
+        msg = "--json prints its document where --output - has the results; name a file for these"
+        raise ConfigError(msg)
+    if timeline is not None and (timeline.is_dir() or not timeline.absolute().parent.is_dir()):
+        msg = f"--timeline must be a file in a folder that is there, got {str(timeline)!r}"
         raise ConfigError(msg)
     folder = output if is_folder(output) else None
     if folder is not None and form not in {"images", "files"}:
         msg = f"--output {output} is a folder, which takes one picture for each file: give --format images"
         raise ConfigError(msg)
-    kind = _load(runner)
+    with contextlib.redirect_stdout(sys.stderr):
+        kind = _load(runner)
     if form == "images" or folder is not None:
         kind = _of_images(kind, reads=form == "images", folder=folder, batched=batch is not None)
     file = journal_of(output)
@@ -82,7 +94,11 @@ def run(
     if folder is not None:
         import_extra("PIL.Image")
     records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
-    with Journal(file) as journal, _telling_where(journal, records, output):
+    with (
+        Journal(file) as journal,
+        _kept_stdout() if as_json or is_stdout else contextlib.nullcontext(),
+        _telling_where(journal, records, output),
+    ):
 
         def items() -> Any:
             for record in read(sources):
@@ -108,9 +124,25 @@ def run(
                 typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
     with saving(output):
         write_table(file, output)
-    _report(journal, output)
+    if as_json:
+        typer.echo(json.dumps({"output": str(output), **journal.counts()}, indent=2))
+    else:
+        _report(journal, output)
     if journal.n_failed:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _kept_stdout() -> Iterator[None]:
+    """Keep standard output for the command: what runners print goes to stderr, from workers, too."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager
@@ -131,7 +163,8 @@ def _telling_where(journal: Journal, records: Sequence[Record], output: Path) ->
         msg = f"{where}{error}\n--keep-going has errors stand in place of results, and goes on"
         raise TpError(msg) from error
     except BaseException:
-        _report(journal, output)
+        if journal.n_now:
+            _report(journal, output)
         raise
 
 
@@ -156,12 +189,22 @@ def _load(name: str) -> type[OrderedRunner]:
     if not attribute:
         msg = f"the runner must be given as module:Runner, got {name!r}"
         raise ConfigError(msg)
-    if (here := str(Path.cwd())) not in sys.path:
+    file = Path(module_name)
+    if file.suffix == ".py" and not file.is_file():
+        msg = f"no runner {name!r}: there is no file {module_name!r}{file_meant(file)}"
+        raise ConfigError(msg)
+    # The workers import it, too: a file as the module that it is for those beside it.
+    here = str(file.parent.resolve() if file.suffix == ".py" else Path.cwd())
+    if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(file.stem if file.suffix == ".py" else module_name)
     except ImportError as error:
-        msg = f"no runner {name!r}: {error}; it is looked for from {here}"
+        meant = file_meant(Path(here, f"{module_name}.py")) if error.name == module_name else ""
+        msg = f"no runner {name!r}: {error}; it is looked for from {here}{meant}"
+        raise ConfigError(msg) from error
+    except Exception as error:
+        msg = f"no runner {name!r}: {module_name} cannot be imported: it raised {raised_where(error)}"
         raise ConfigError(msg) from error
     try:
         found = getattr(module, attribute)
@@ -196,5 +239,6 @@ def _devices(text: str) -> Any:
         devices = resolve("auto")
         return None if devices == ("cpu",) else devices
     if text.isdigit():
+        check_process_count("--devices", int(text))
         return int(text)
     return text.split(",") if "," in text else text

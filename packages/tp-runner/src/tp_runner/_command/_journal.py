@@ -110,6 +110,16 @@ class Journal:
 
         write_atomically(write, self._path)
 
+    def counts(self) -> dict[str, int]:
+        """Return what was counted, for ``tp run --json``."""
+        return {
+            "done_before": self.n_before,
+            "done_now": self.n_now,
+            "tried_again": self.n_again,
+            "replaced": self.n_replaced,
+            "failed": self.n_failed,
+        }
+
     def has(self, record: Record) -> bool:
         """Whether the result of a record is in the file."""
         key = _key(record.source, record.line)

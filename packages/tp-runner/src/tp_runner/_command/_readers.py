@@ -119,6 +119,9 @@ def _records_of(path: Path, kind: str) -> Iterator[Record]:
 
 def _expand(name: str) -> list[Path]:
     path = Path(name)
+    if not name:
+        msg = "--input is empty; give a file, a pattern, a directory (. is this one), or - for standard input"
+        raise ConfigError(msg)
     if path.is_dir():
         files = sorted(child for child in path.rglob("*") if child.is_file())
         return [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]

@@ -39,7 +39,7 @@ def _convert(
     ] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     ranks: Annotated[int | None, typer.Option(hidden=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Write the model of a checkpoint, of whatever backend, as safetensors, which any program reads.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from tp_core.errors import TpError
+from tp_core.errors import ConfigError
 
 from tp_trainer._launch._request import LaunchRequest, parse_rdzv_conf
 
@@ -123,6 +123,9 @@ def launch(
     """Run a script on several processes, of this host and of others."""
 
     def body() -> int:
+        if name is not None and not detach:
+            msg = f"--name is for a job in the background, and this one is not: add --detach; got {name!r}"
+            raise ConfigError(msg)
         request = LaunchRequest(
             script=script,
             args=tuple(args or ()),
@@ -158,11 +161,11 @@ def launch(
         report(outcome)
         return outcome.status
 
-    _exit_with("launch", body)
+    _exit_with(body)
 
 
 def jobs(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     clear: Annotated[
         bool, typer.Option("--clear", help="Forget the jobs that have ended, and their logs.")
     ] = False,
@@ -191,7 +194,7 @@ def jobs(
             typer.echo("no jobs; tp launch --detach starts one", err=True)
         return 0
 
-    _exit_with("jobs", body)
+    _exit_with(body)
 
 
 def logs(
@@ -210,7 +213,7 @@ def logs(
             sys.stdout.buffer.flush()
         return 0
 
-    _exit_with("logs", body)
+    _exit_with(body)
 
 
 def stop(
@@ -221,6 +224,7 @@ def stop(
             min=0.0, help="Seconds before all of its processes are killed; as launched if not given."
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """End a detached job and all of its processes."""
 
@@ -231,11 +235,14 @@ def stop(
         found = find_job(job)
         was_running = is_running(found)
         status = end(found, grace_s=grace_s)
+        if as_json:
+            typer.echo(json.dumps({**found.to_dict(), "was_running": was_running}, indent=2))
+            return 0
         said = f"{status.state} ({status.reason})" if status.reason else status.state
         typer.echo(f"{found.id} {'' if was_running else 'was not running: '}{said}")
         return 0
 
-    _exit_with("stop", body)
+    _exit_with(body)
 
 
 def launch_app() -> typer.Typer:
@@ -264,13 +271,10 @@ def _app(command: Callable[..., None], **settings: Any) -> typer.Typer:
     return app
 
 
-def _exit_with(command: str, body: Callable[[], int]) -> None:
-    """Run the body of a command and leave with its status; 2 and one line for a bad request."""
+def _exit_with(body: Callable[[], int]) -> None:
+    """Run the body of a command and leave with its status; ``tp`` says what goes wrong."""
     try:
         status = body()
-    except TpError as error:
-        typer.echo(f"tp {command}: {error}", err=True)
-        status = 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:

@@ -6,10 +6,11 @@ import os
 import sys
 import uuid
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from tp_core.errors import ConfigError
-from tp_core.internal import available_cores, file_meant
+from tp_core.internal import available_cores, check_process_count, did_you_mean, file_meant
 
 from tp_trainer._launch._hosts._addresses import (
     Endpoint,
@@ -170,6 +171,7 @@ def _processes(given: int | str) -> int:
     if count < 1:
         msg = f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {given!r}"
         raise ConfigError(msg)
+    check_process_count("-n/--nproc-per-node", count)
     return count
 
 
@@ -181,6 +183,13 @@ def _backend(request: LaunchRequest) -> str:
         msg = (
             "--node-rank and --master-addr belong to the static rendezvous, and --rdzv-backend c10d "
             "was given; c10d numbers the hosts itself: leave them out, or leave the backend out"
+        )
+        raise ConfigError(msg)
+    known = {"c10d", "etcd", "etcd-v2", "static", *(e.name for e in entry_points(group="torchrun.handlers"))}
+    if request.rdzv_backend not in known:
+        msg = (
+            f"--rdzv-backend must be one of {', '.join(sorted(known))}; got {request.rdzv_backend!r}"
+            f"{did_you_mean(request.rdzv_backend, known)}"
         )
         raise ConfigError(msg)
     return request.rdzv_backend

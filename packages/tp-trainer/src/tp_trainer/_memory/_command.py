@@ -1,14 +1,16 @@
 """``tp estimate``: what training would need on devices that need not be there."""
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from typing import Annotated, Any, cast, get_args
 
 import typer
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import call_builder
+from tp_core.internal import call_builder, did_you_mean
 from tp_core.plugins import Job, Precision, build_deferred, registry
 
 from tp_trainer._checks._objects import check_known
@@ -19,6 +21,7 @@ from tp_trainer._memory._table import resized, table_of
 __all__ = ["estimate_app"]
 
 _KEYS = ("model", "optimizer", "batch", "step")
+_MOST = 100_000  # devices of a job
 
 
 def estimate_app() -> typer.Typer:
@@ -31,14 +34,14 @@ def estimate_app() -> typer.Typer:
 def _estimate(
     builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")],
     *,
-    devices: Annotated[int, typer.Option(min=1, help="How many devices there would be.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many devices there would be.")] = 1,
     memory: Annotated[str, typer.Option(help="What each of them has free: 80GiB.")] = "",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples on each device; as built by default.")
     ] = None,
     precision: Annotated[str, typer.Option(help="As of the trainer.")] = "fp32",
     accumulate: Annotated[int, typer.Option(min=1, help="Batches of one optimizer step.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Print what training a model needs on each device, under every installed backend.
 
@@ -46,17 +49,19 @@ def _estimate(
     and "step". It is built without memory, and nothing is computed. The exit status is 0 if a backend fits.
     """
     if precision not in get_args(Precision):
-        msg = f"--precision is one of {', '.join(get_args(Precision))}, got {precision!r}"
+        known = get_args(Precision)
+        msg = f"--precision is one of {', '.join(known)}, got {precision!r}{did_you_mean(precision, known)}"
         raise ConfigError(msg)
     chosen = cast(Precision, precision)
-    built = _built(builder)
-    model, samples = built["model"], built.get("batch")
-    check_known(builder, model, built.get("optimizer"), built.get("step"))
-    if batch is not None and samples is not None:
-        samples = resized(samples, batch)
-    footprint = measure_footprint(
-        model, built.get("optimizer"), samples, built.get("step", _plain_step), precision=chosen
-    )
+    with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the table
+        built = _built(builder)
+        model, samples = built["model"], built.get("batch")
+        check_known(builder, model, built.get("optimizer"), built.get("step"))
+        if batch is not None and samples is not None:
+            samples = resized(samples, batch)
+        footprint = measure_footprint(
+            model, built.get("optimizer"), samples, built.get("step", _plain_step), precision=chosen
+        )
     job = Job(
         devices=resolve_devices("cpu"),
         environment=LaunchEnvironment(),

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tp_core.internal import check_backend_name, output_console
+from tp_core.internal import check_backend_name, check_process_count, output_console
 from tp_core.plugins import registry
 
 from tp_trainer._self_test._running import Result, run_setup
@@ -31,9 +31,10 @@ def _test(
     backend: Annotated[list[str] | None, typer.Option(help="This one alone; repeatable.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="How many processes where there are several.")] = 2,
     timeout_s: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a training that has not ended is ended.")
+        float,
+        typer.Option(min=1, max=86_400, help="Seconds that each training may take."),
     ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Train a small model on every installed backend, and compare the numbers with one device.
 
@@ -41,6 +42,7 @@ def _test(
     several in one process, with one process for each. One that fails or hangs is named, and the others go
     on. The exit status is 0 only if every one of them trains what one device trains.
     """
+    check_process_count("--ranks", ranks)
     backends = registry.backends()
     for name in backend or ():
         check_backend_name(name, {c.item.name for c in backends})

@@ -63,9 +63,12 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
     parser = _parser_of(target, function)
     try:
         found = parser.parse_args(list(words))
+    except UnicodeDecodeError as error:
+        msg = f"{target}: a file of values is not text in UTF-8: {error}"
+        raise ConfigError(msg) from error
     except argparse.ArgumentError as error:
         meant = _meant(parser, str(error)) or f"; tp train {target} --help lists what it takes"
-        msg = f"{target}: {_in_one_line(error)}{meant}"
+        msg = f"{target}: {_in_our_words(_in_one_line(error))}{meant}"
         raise ConfigError(msg) from error
     found.pop("config")
     plain = json.loads(parser.dump(found, format="json", skip_unset=False))
@@ -104,6 +107,16 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _in_our_words(text: str) -> str:
+    """Return a message of jsonargparse as people write options and types."""
+    text = re.sub(r'^Parser key "([\w.]+)": ?', r"--\1: ", text)
+    text = re.sub(r"<class '(?:builtins\.)?([\w.]+)'>", r"\1", text)
+    text = re.sub(r"Expected an? (\w+)\. Got value: (.+)", r"expected \1, got \2", text)
+    if found := re.fullmatch(r"Unexpected config: ?(.*)", text):
+        return f"--config has to name a file of YAML with a value for each name, got {found[1] or 'nothing'}"
+    return text
 
 
 def _in_one_line(error: Exception) -> str:
