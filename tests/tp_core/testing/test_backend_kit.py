@@ -245,6 +245,14 @@ class WaitsForNobody(TrueSession):
         pass
 
 
+class OnlyTheFirstWaits(TrueSession):
+    def barrier(self):
+        if self.rank == 0:
+            dist.recv(torch.empty(1), src=1)
+        else:
+            self.sent = dist.isend(torch.ones(1), dst=0)
+
+
 class LossInSinglePrecision(TrueSession):
     def run(self, step, model, batch):
         output = super().run(step, model, batch)
@@ -454,6 +462,7 @@ CAUGHT = [
     (ReadsEverythingTwice, "test_ranks_know_who_they_are"),
     (ReadsEverythingTwice, "test_every_sample_counts_once", True),
     (WaitsForNobody, "test_a_barrier_waits_for_every_rank"),
+    (OnlyTheFirstWaits, "test_a_barrier_waits_for_every_rank"),
     (LossInSinglePrecision, "test_evaluation_sees_each_sample_once"),
     (ForgetsWhatWasAdded, "test_accumulation_inside_no_sync_gives_the_gradient_of_the_whole"),
     (EveryoneIsMain, "test_ranks_know_who_they_are"),

@@ -1,19 +1,27 @@
 """The ranks of a backend know their numbers, and exchange what they have."""
 
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tp_core._contracts._session import Session
 from tp_core.errors import DisagreementError
 from tp_core.testing._bodies import make_job, open_session
 from tp_core.testing._kit import PooledKit
 
 __all__ = ["RankChecks"]
 
-ROUNDS = 40
+TURNS = 20  # of a rank that waits, after which the one that comes last comes
+DEADLINE_S = 60.0  # for these turns: a barrier that lets no other thread run is a barrier too
 TYPES = [torch.float64, torch.float32, torch.int64]
 
 
@@ -70,10 +78,8 @@ class RankChecks(PooledKit):
         log = tmp_path / "barrier"
         log.touch()
         self.everywhere(_meet, str(log))
-        lines = [line.split() for line in log.read_text().splitlines()]
-        assert len(lines) == 2 * ROUNDS * self.processes
-        for round_ in map(str, range(ROUNDS)):
-            words = [word for number, word in lines if number == round_]
+        for round_ in range(self.processes):
+            words = [word for number, _, word in _lines(log) if number == round_ and word != "turn"]
             assert words == ["before"] * self.processes + ["after"] * self.processes, (
                 f"in round {round_} a rank went on before all had come"
             )
@@ -159,16 +165,79 @@ def _broadcast(kit: RankChecks) -> list[dict[str, int]]:
 
 
 def _meet(kit: RankChecks, log: str) -> None:
-    """Report before and after each barrier; a rank that does not wait is soon ahead."""
+    """Report before and after each barrier, to which another rank each time comes last, and late.
+
+    How late is not for the clock to say: a second thread of each waiting rank reports its turns, and a
+    machine that keeps the rank from going on keeps that thread from its turns as well.
+    """
     with open_session(kit) as session:
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
         try:
-            for round_ in range(ROUNDS):
-                os.write(file, f"{round_} before\n".encode())
-                session.barrier()
-                os.write(file, f"{round_} after\n".encode())
+            for round_ in range(session.world_size):
+                _meet_once(session, _Log(log, file, round_, session.rank))
         finally:
             os.close(file)
+
+
+def _meet_once(session: Session, log: "_Log") -> None:
+    if log.round_ == session.rank:
+        log.wait_for(session.world_size - 1)
+        log.write("before")
+        session.barrier()
+    else:
+        with log.turns():
+            log.write("before")
+            session.barrier()
+    log.write("after")
+
+
+def _lines(path: Path | str) -> list[tuple[int, int, str]]:
+    """Return round, rank and word of each line of a log."""
+    whole = Path(path).read_text().rpartition("\n")[0]  # of the last line, there may be a part
+    lines = [line.split() for line in whole.splitlines()]
+    return [(int(round_), int(rank), word) for round_, rank, word in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """What one rank reports of one round, in a file of all ranks."""
+
+    path: str
+    file: int
+    round_: int
+    rank: int
+
+    def write(self, word: str) -> None:
+        os.write(self.file, f"{self.round_} {self.rank} {word}\n".encode())
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        """Report the turns of a second thread."""
+        done = threading.Event()
+
+        def report() -> None:
+            for _ in range(TURNS):
+                if done.wait(0.01):
+                    return
+                self.write("turn")
+
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def wait_for(self, others: int) -> None:
+        """Wait until each of the others has gone on, or has had its turns without going on."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            mine = [(rank, word) for number, rank, word in _lines(self.path) if number == self.round_]
+            came = {rank for rank, word in mine if word == "before"}
+            if len([r for r in came if (r, "after") in mine or mine.count((r, "turn")) == TURNS]) == others:
+                return
+            time.sleep(0.005)
 
 
 def _disagreed(kit: RankChecks) -> tuple[bool, str]:
