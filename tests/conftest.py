@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from multiprocessing import util
 from pathlib import Path
@@ -79,10 +80,27 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-def pytest_collection_finish(session):
-    # What is loaded by now stays: the collector, which many tests call, need not look at it each time.
+_looked_over = 0  # how many modules were loaded when the collector last looked at all there is
+
+
+def _freeze():
+    """Spare the collector, which many tests call, what is loaded by now and stays."""
+    global _looked_over  # noqa: PLW0603 - of this process
     gc.collect()
     gc.freeze()
+    _looked_over = len(sys.modules)
+
+
+def pytest_collection_finish(session):
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    result = yield
+    if len(sys.modules) > _looked_over + 100:  # as after the first optimizer step, or for transformers
+        _freeze()
+    return result
 
 
 @pytest.fixture(scope="session")
