@@ -199,12 +199,28 @@ def test_joblib_hands_over_an_initializer_and_calls_a_single_worker_itself(backe
     assert joblib.Parallel(1)([joblib.delayed(os.getpid)()]) == [os.getpid()]
 
 
-def test_joblib_nests_it_by_name():
-    def inner(i):
-        return joblib.Parallel(2, backend="tp")(joblib.delayed(abs)(-i) for i in range(i))
+def test_joblib_hands_over_the_options_of_a_single_call():
+    register_joblib()
+    parent = joblib.delayed(os.getppid)()
+    assert joblib.Parallel(2, backend="tp", start_method="fork")([parent] * 2) == [os.getpid()] * 2
+    with joblib.parallel_config("tp", n_jobs=2, start_method="spawn"):
+        assert joblib.Parallel(start_method="fork")([parent] * 2) == [os.getpid()] * 2
+    with pytest.raises(ConfigError, match="unknown option 'start_methods'"):
+        joblib.Parallel(2, backend="tp", start_methods="fork")([parent] * 2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow)],  # of which each worker starts its own
+)
+def test_joblib_nests_it_by_name(method):
+    def inner(n):
+        return joblib.Parallel(2, backend="tp", start_method=method)(
+            joblib.delayed(abs)(-i) for i in range(n)
+        )
 
     register_joblib()
-    assert joblib.Parallel(2, backend="tp")(joblib.delayed(inner)(i) for i in (1, 2)) == [[0], [0, 1]]
+    assert joblib.Parallel(2, backend="tp")(joblib.delayed(inner)(n) for n in (1, 2)) == [[0], [0, 1]]
 
 
 @pytest.mark.slow

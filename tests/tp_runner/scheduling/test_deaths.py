@@ -154,9 +154,13 @@ def test_threads_share_the_workers_of_one_runner():
     assert results == {"mine": [i * 10 for i in range(10_000)], "other": [i * 10 for i in range(3000)]}
 
 
-def test_a_runner_inside_a_worker_works():
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow)],  # of which each worker starts its own
+)
+def test_a_runner_inside_a_worker_works(method):
     def outer(n):
-        return sum(tp_runner.map(lambda x: x * x, range(n), devices=2))
+        return sum(tp_runner.map(lambda x: x * x, range(n), devices=2, start_method=method))
 
     assert list(tp_runner.map(outer, [3, 10], devices=2)) == [5, 285]
 

@@ -17,9 +17,16 @@ from tp_runner._executor import Executor
 
 __all__ = ["TpBackend"]
 
+# What joblib hands to every backend: how to map large arguments, which travel through shared memory here,
+# and what it looks at itself.
+_OF_JOBLIB = {"context", "max_nbytes", "mmap_mode", "prefer", "require", "temp_folder", "verbose"}
+
 
 class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
-    """Runs joblib's batches of calls on an :class:`Executor`, whose options ``parallel_config`` takes."""
+    """Runs joblib's batches of calls on an :class:`Executor`.
+
+    Its options are given to ``Parallel`` or to ``parallel_config``.
+    """
 
     supports_retrieve_callback = True
     supports_inner_max_num_threads = True
@@ -42,14 +49,15 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
     def configure(self, n_jobs: int = 1, parallel: Any = None, **options: Any) -> int:
         """Start the workers; a single one is the caller, as with joblib's own backends.
 
-        joblib's options about memory-mapped arguments have no use here: ours travel through shared memory.
+        Raises:
+            ConfigError: An option is neither joblib's nor an executor's.
         """
         n_workers = self.effective_n_jobs(n_jobs)
         if n_workers == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel, self._options = parallel, options
-        given = {name: options[name] for name in ("initializer", "initargs") if options.get(name) is not None}
-        given |= {"threads": self.inner_max_num_threads, **self.backend_kwargs}
+        given = {"threads": self.inner_max_num_threads, **self.backend_kwargs}
+        given |= {name: v for name, v in options.items() if name not in _OF_JOBLIB and v is not None}
         self._executor = Executor(n_workers, **given)
         return n_workers
 
