@@ -54,9 +54,8 @@ def _end(tp: Tp, *processes) -> None:
 def test_a_launch_on_one_host_listens_for_that_host_alone_and_keeps_no_pickle(tp, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    process = tp.start("launch", "-n", "2", tp.script(_HELD, gloo=True))
+    process = tp.start("launch", "-n", "1", tp.script(_HELD, gloo=True))
     address, port = tp.wait_for("master0", timeout_s=800).split()
-    tp.wait_for("master1", timeout_s=800)
     places = _listening([process.pid])
     assert (address, int(port)) in places
     assert len(places) > 1  # gloo's are among them

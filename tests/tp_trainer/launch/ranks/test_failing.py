@@ -142,10 +142,10 @@ def test_a_rank_that_holds_sigterm_and_the_children_of_a_dead_one_are_killed(tp,
     ("number", "status"),
     [
         pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 143, id="term"),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_launch_leaves_nobody(tp, gone, number, status):
+def test_a_launch_that_is_stopped_inside_a_collective_leaves_nobody(tp, gone, number, status):
     process = tp.start("launch", "-n", "2", tp.script(_BARRIER, gloo=True))
     assert process.stdout.readline() == "[rank0] in the collective\n"
     process.send_signal(number)

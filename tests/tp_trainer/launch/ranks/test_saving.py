@@ -161,13 +161,14 @@ time.sleep(600)
 """
 
 
-def test_a_launch_that_saves_nothing_says_why(tp):
+def test_a_launch_that_saves_nothing_says_why_and_leaves_nobody(tp, gone):
     process = tp.start("launch", "-n", "2", tp.script(_OUTSIDE))
-    for rank in range(2):
-        tp.wait_for(f"pid{rank}")
+    pids = [int(tp.wait_for(f"pid{rank}")) for rank in range(2)]
     process.terminate()
     _, err = process.communicate(timeout=800)
     assert process.returncode == 143
+    gone(*pids)
+    assert list(tp.tmp.glob("tp-launch-*")) == []
     assert "stopped by SIGTERM; nothing was saved by fit: rank 1 ended with exit code 3\n" in err
 
 
