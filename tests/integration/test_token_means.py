@@ -136,6 +136,7 @@ def _trained_on_ranks():
     return [train(step, accumulate) for step, accumulate in JOBS]
 
 
+@pytest.mark.slow
 def test_tokens_count_alike_on_two_ranks():
     for outcomes in run_ranks(_trained_on_ranks, 2):
         for trained, (step, accumulate) in zip(outcomes, JOBS, strict=True):
