@@ -17,7 +17,7 @@ from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._pool import OpenRun, RunnerPool
 from tp_runner._stats import StageStats
 from tp_runner._stream import ResultStream
-from tp_runner._workers._stages import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
+from tp_runner._workers._program import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
 from tp_runner.errors import ItemError
 
 if TYPE_CHECKING:

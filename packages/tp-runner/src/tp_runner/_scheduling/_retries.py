@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from tp_runner._options import Settings
 from tp_runner._workers._failure import DIED, ITEM, RAISED, RESULT, TIMEOUT, Failure, describe_exit
 from tp_runner._workers._fleet import Chunk, Died
-from tp_runner._workers._pickle_errors import why_not_picklable
+from tp_runner._workers._pickling import why_not_picklable
 
 __all__ = [
     "MOST_FAILED_STARTS",

@@ -21,7 +21,7 @@ from tp_runner._scheduling._retries import (
 from tp_runner._scheduling._source import Source
 from tp_runner._workers._failure import Failure, failure_to_error
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
-from tp_runner._workers._pickle_errors import shortened
+from tp_runner._workers._pickling import shortened
 
 __all__ = ["Run"]
 

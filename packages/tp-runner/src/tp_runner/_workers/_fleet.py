@@ -4,7 +4,8 @@ import abc
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from tp_runner._workers._failure import Failure
+from tp_runner._workers._failure import Failure, failure_to_error
+from tp_runner.errors import ItemError
 
 __all__ = ["Chunk", "Died", "Done", "Event", "Fleet", "Ready", "Timing"]
 
@@ -116,6 +117,10 @@ class Fleet(abc.ABC):
     def size(self) -> int:
         """How many workers there are."""
         return len(self.devices)
+
+    def error(self, worker: int, failure: Failure) -> ItemError:
+        """Return the exception that says why a worker did not start, or not end, as it should."""
+        return failure_to_error(failure, device=self.devices[worker], worker=worker)
 
     @abc.abstractmethod
     def start(self) -> list["Event"]:

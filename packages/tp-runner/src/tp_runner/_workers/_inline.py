@@ -7,38 +7,12 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
+from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import Chunk, Done, Event, Fleet, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as, keep_generators, seed_generators
 from tp_runner._workers._work import run_chunk
 
-__all__ = ["InlineFleet", "finish_work", "start_work"]
-
-
-def start_work(program: Any, device: str, worker: int) -> Any:
-    """Start a program on a device in this process.
-
-    Raises:
-        WorkerError: The program raised in its start.
-    """
-    try:
-        return program(device)
-    except Exception as error:
-        failure = Failure.of(error, INIT)
-        raise failure_to_error(failure, device=device, worker=worker) from error
-
-
-def finish_work(work: Any, device: str, worker: int) -> None:
-    """End a program in this process.
-
-    Raises:
-        WorkerError: The program raised in its end.
-    """
-    try:
-        getattr(work, "close", lambda: None)()
-    except Exception as error:
-        failure = Failure.of(error, END)
-        raise failure_to_error(failure, device=device, worker=worker) from error
+__all__ = ["InlineFleet"]
 
 
 PERIOD_S = 0.01
@@ -62,7 +36,10 @@ class InlineFleet(Fleet):
     def start(self) -> list[Event]:
         for worker in range(len(self._works), self.size):
             with acting_as(self._info(worker)), self._kept(self._settings.seed):
-                self._works.append(start_work(self._program, self.devices[worker], worker))
+                try:
+                    self._works.append(self._program(self.devices[worker]))
+                except Exception as error:
+                    raise self.error(worker, Failure.of(error, INIT)) from error
         return []
 
     def _info(self, worker: int) -> WorkerInfo:
@@ -117,4 +94,7 @@ class InlineFleet(Fleet):
         self._waiting.clear()
         if timeout_s > 0:
             for worker, work in enumerate(works):
-                finish_work(work, self.devices[worker], worker)
+                try:
+                    getattr(work, "close", lambda: None)()
+                except Exception as error:
+                    raise self.error(worker, Failure.of(error, END)) from error

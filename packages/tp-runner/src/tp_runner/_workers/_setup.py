@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from tp_runner._batching import Batching
+from tp_runner._options import Settings
 from tp_runner._workers._identity import WorkerInfo
 
 __all__ = ["RecordForwarder", "Setup", "depth", "handle_record", "limit_torch", "prepare"]
@@ -64,27 +64,19 @@ class Setup:
         device: Its device.
         worker: Its number.
         count: How many workers there are.
-        threads: How many threads it may compute with.
-        timed: Whether it notes when each item began.
-        batching: How items are put together.
-        log_level: The level of the parent's root logger.
-        seed: What the random numbers of items depend on.
+        settings: How the runner is run.
     """
 
     program: Any
     device: str
     worker: int
     count: int
-    threads: int
-    timed: bool
-    batching: Batching | None
-    log_level: int
-    seed: int | None
+    settings: Settings
 
     @property
     def info(self) -> WorkerInfo:
         """What user code may know of it."""
-        return WorkerInfo(self.worker, self.count, self.device, self.seed)
+        return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
 
     def pickled(self) -> bytes:
         """Return this with what a process needs to be like this one before it unpickles it.
@@ -150,18 +142,18 @@ def depth() -> int:
 
 def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
     """Pin this process to its device, limit its threads, send its log records to the parent."""
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.settings.threads)))
     os.environ[DEPTH_VARIABLE] = str(depth() + 1)
     if setup.device.startswith("cuda"):
         import torch
 
         torch.cuda.set_device(setup.device)
-    limit_torch(setup.threads)
+    limit_torch(setup.settings.threads)
     _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]
-    if root.level != setup.log_level:  # to set it looks at every logger there is
-        root.setLevel(setup.log_level)
+    if root.level != setup.settings.log_level:  # to set it looks at every logger there is
+        root.setLevel(setup.settings.log_level)
     logging.captureWarnings(capture=True)
 
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import END, INIT, Failure, failure_to_error
+from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as
 from tp_runner._workers._work import run_chunk
@@ -52,11 +52,10 @@ class ThreadFleet(Fleet):
                 self._stop(timeout_s=0.0)
                 worker = min(unready)
                 failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
-                raise failure_to_error(failure, device=self.devices[worker], worker=worker) from None
+                raise self.error(worker, failure) from None
             if isinstance(event, Died) and event.failure is not None:
                 self._stop(timeout_s=5.0)
-                device = self.devices[event.worker]
-                raise failure_to_error(event.failure, device=device, worker=event.worker)
+                raise self.error(event.worker, event.failure)
             if isinstance(event, Ready):
                 unready.discard(event.worker)
         return []
@@ -111,8 +110,7 @@ class ThreadFleet(Fleet):
         events = self._stop(timeout_s=timeout_s)
         for event in events:
             if isinstance(event, Died) and event.failure is not None:
-                device = self.devices[event.worker]
-                raise failure_to_error(event.failure, device=device, worker=event.worker)
+                raise self.error(event.worker, event.failure)
 
     def _stop(self, *, timeout_s: float) -> list[Event]:
         self._stopping = True

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
-from tp_runner._workers._pickle_errors import pack_what_can_be
+from tp_runner._workers._pickling import pack_what_can_be
 from tp_runner._workers._process import _wire
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
 from tp_runner._workers._process._wire import pack, pack_by_value, unpack

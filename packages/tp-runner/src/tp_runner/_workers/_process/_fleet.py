@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import END, INIT, Failure, describe_exit, failure_to_error
+from tp_runner._workers._failure import END, INIT, Failure, describe_exit
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
@@ -71,8 +71,7 @@ class ProcessFleet(Fleet):
                 self.wait(None)
                 for event in self.poll():
                     if isinstance(event, Died) and event.failure is not None and event.worker in missing:
-                        device = self.devices[event.worker]
-                        raise failure_to_error(event.failure, device=device, worker=event.worker)
+                        raise self.error(event.worker, event.failure)
                     if event.worker not in missing:
                         others.append(event)
         except BaseException:
@@ -162,7 +161,7 @@ class ProcessFleet(Fleet):
             if hasattr(self._poller, "close"):
                 self._poller.close()
         for worker, failure in failures:
-            raise failure_to_error(failure, device=self.devices[worker], worker=worker)
+            raise self.error(worker, failure)
 
     def _kill_all(self) -> None:
         handles = list(self._handles.values())

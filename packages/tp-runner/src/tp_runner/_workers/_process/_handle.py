@@ -73,17 +73,7 @@ class WorkerHandle:
     def _start(
         self, program: Any, device: str, settings: Settings, descriptors: Descriptors, count: int
     ) -> Process:
-        setup = Setup(
-            program,
-            device,
-            self.worker,
-            count,
-            settings.threads,
-            settings.timeout_s is not None,
-            settings.batching,
-            settings.log_level,
-            settings.seed,
-        )
+        setup = Setup(program, device, self.worker, count, settings)
         if settings.start_method == "fork":
 
             def child() -> None:

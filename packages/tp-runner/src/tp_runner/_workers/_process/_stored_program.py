@@ -7,10 +7,10 @@ import sys
 from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
+from tp_runner._workers._pickling import LARGE, dump_program
 from tp_runner._workers._process._inheritance import collect_descriptors
 from tp_runner._workers._process._shared_memory import SharedMemoryPool
 from tp_runner._workers._process._wire import align
-from tp_runner._workers._program import LARGE, dump_program
 
 __all__ = ["PackedProgram", "StoredProgram", "load_program", "pack_program"]
 

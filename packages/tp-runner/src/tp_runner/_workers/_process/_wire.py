@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tp_runner._workers._program import is_plain_memory
+from tp_runner._workers._pickling import is_plain_memory
 
 __all__ = [
     "BYE",

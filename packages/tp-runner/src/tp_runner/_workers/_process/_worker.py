@@ -117,7 +117,7 @@ class WorkerProcess:
                     if isinstance(stored, bytes)
                     else load_program(self._memory_fd, stored)
                 )
-                limit_torch(self._setup.threads)  # it may have been imported just now
+                limit_torch(self._setup.settings.threads)  # it may have been imported just now
             become(self._setup.info)
             if isinstance(program, ClassProgram):
                 program.is_own = True  # a fork's memory is its own, too
@@ -136,8 +136,8 @@ class WorkerProcess:
 
     def _serve(self, work: Callable[[Any], Any]) -> None:
         """Work on chunks until the parent asks for an orderly end."""
-        heartbeat, timed, batching = self._heartbeat, self._setup.timed, self._setup.batching
-        seed = self._setup.seed
+        heartbeat, settings = self._heartbeat, self._setup.settings
+        timed, batching, seed = settings.timeout_s is not None, settings.batching, settings.seed
         replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
         lease: Any
         while True:

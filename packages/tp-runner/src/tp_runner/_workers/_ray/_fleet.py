@@ -11,9 +11,9 @@ from typing import Any
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import INIT, RESULT, Failure, failure_to_error
+from tp_runner._workers._failure import INIT, RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
-from tp_runner._workers._program import dump_program
+from tp_runner._workers._pickling import dump_program
 from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
 from tp_runner._workers._ray._scaling import Scaling
 from tp_runner._workers._ray._worker import RayWorker, packed
@@ -86,8 +86,7 @@ class RayFleet(Fleet):
                 if isinstance(event, Died) and event.worker in missing:
                     self.reset()
                     failure = event.failure or Failure(INIT, "its actor died before it was ready")
-                    device = self.devices[event.worker]
-                    raise failure_to_error(failure, device=device, worker=event.worker)
+                    raise self.error(event.worker, failure)
                 if event.worker not in missing:
                     others.append(event)
         return others
@@ -106,11 +105,9 @@ class RayFleet(Fleet):
         device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
         options = actor_options(self._ray, self._needs(worker), self._group, worker)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
-        s = settings
-        setup = Setup(
-            self._program, device, worker, self.size, s.threads, False, s.batching, s.log_level, s.seed
+        self._actors[worker] = handle = actor.remote(
+            Setup(self._program, device, worker, self.size, settings)
         )
-        self._actors[worker] = handle = actor.remote(setup)
         self._starting[handle.ready.remote()] = worker
         self._deadlines[worker] = time.monotonic() + (settings.start_timeout_s or math.inf)
         self._lost.discard(worker)
@@ -292,4 +289,4 @@ class RayFleet(Fleet):
                 self._ray.util.remove_placement_group(self._group)
                 self._group = None
         for worker, failure in failures:
-            raise failure_to_error(failure, device=self.devices[worker], worker=worker)
+            raise self.error(worker, failure)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._identity import become
-from tp_runner._workers._pickle_errors import pack_what_can_be
+from tp_runner._workers._pickling import pack_what_can_be
 from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import run_chunk
@@ -35,7 +35,7 @@ class RayWorker:
         try:
             prepare(self._setup, self._records.append)
             program = pickle.loads(self._setup.program)
-            limit_torch(self._setup.threads)  # it may have been imported just now
+            limit_torch(self._setup.settings.threads)  # it may have been imported just now
             become(self._setup.info)
             self._work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
@@ -52,9 +52,9 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
             results, failed = [Failure.of(error, ITEM)] * n_items, True
         else:
-            setup = self._setup
+            settings = self._setup.settings
             results, failed = run_chunk(
-                self._work, items, [0, 0, 0], batching=setup.batching, start=start, seed=setup.seed
+                self._work, items, [0, 0, 0], batching=settings.batching, start=start, seed=settings.seed
             )
         worked_s = time.monotonic() - began
         data, _, unpicklable = pack_what_can_be(results, packed)

@@ -1,0 +1,276 @@
+"""Pickling what workers run, large arrays apart; finding what inside an object cannot be pickled."""
+
+import contextlib
+import ctypes
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tp_runner._workers._failure import RESULT, Failure
+from tp_runner.errors import NotPicklableError
+
+__all__ = [
+    "LARGE",
+    "dump_program",
+    "dumps_apart",
+    "is_plain_memory",
+    "pack_what_can_be",
+    "shortened",
+    "why_not_picklable",
+]
+
+
+def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
+    """Pickle what a worker runs; what a fresh interpreter could not import goes by value.
+
+    Args:
+        program: What it runs.
+        buffers: Where to put large arrays and tensors, in order, instead of into the pickle.
+
+    Raises:
+        NotPicklableError: Something that it refers to cannot be pickled.
+    """
+    import cloudpickle
+
+    modules = [module for module in _modules_of(program) if not _importable(module)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        if buffers is None:
+            data: bytes = cloudpickle.dumps(program, protocol=5)
+        else:
+            data = dumps_apart(program, buffers)
+    except Exception as error:
+        parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
+        part = next((part for part in parts if not _can_be_pickled(part)), program)
+        name = getattr(part, "__qualname__", type(part).__qualname__)
+        msg = f"{why_not_picklable(part, name, error)}; it must travel to the workers"
+        raise NotPicklableError(msg) from error
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    return data
+
+
+def _modules_of(program: Any) -> list[types.ModuleType]:
+    names = {type(program).__module__, getattr(program, "__module__", None)}
+    for part in vars(program).values() if hasattr(program, "__dict__") else ():
+        names |= {getattr(part, "__module__", None), type(part).__module__}
+    found = [sys.modules.get(name) for name in names if name not in {None, "__main__", "builtins"}]
+    return [module for module in found if module is not None]
+
+
+def _importable(module: types.ModuleType) -> bool:
+    """Whether a fresh interpreter with our ``sys.path`` would find this very module."""
+    ours = getattr(module, "__spec__", None)
+    if ours is None or ours.origin in {None, "built-in", "frozen"}:
+        return ours is not None
+    try:
+        parent, _, _ = module.__name__.rpartition(".")
+        if parent and parent not in sys.modules:
+            return False
+        # Past sys.modules, where the module is for sure.
+        path = sys.modules[parent].__path__ if parent else None
+        for finder in sys.meta_path:
+            found = finder.find_spec(module.__name__, path)
+            if found is not None:
+                return bool(found.origin == ours.origin)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return False
+
+
+LARGE = 64 << 10
+"""Buffers of at least so many bytes are kept apart."""
+
+
+def dumps_apart(obj: Any, buffers: list[memoryview]) -> bytes:
+    """Pickle an object with cloudpickle; add its large buffers to ``buffers``, in order.
+
+    ``pickle.loads`` undoes it, given buffers that can be written to. Tensors that share their memory
+    share it afterwards, too.
+    """
+    import cloudpickle
+
+    def keep_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < LARGE:
+            return True
+        buffers.append(raw)
+        return False
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_reducers_of_multiprocessing())
+
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is not None:
+        storages: dict[int, _Storage] = {}
+        Pickler.dispatch_table[tensor] = lambda value: _reduce_tensor(value, storages)
+    stream = io.BytesIO()
+    Pickler(stream, protocol=5, buffer_callback=keep_small).dump(obj)
+    return stream.getvalue()
+
+
+def _reducers_of_multiprocessing() -> dict[type, Any]:
+    """Return how its pipes and shared values are pickled; torch adds its tensors there, which are ours."""
+    reduction = sys.modules.get("multiprocessing.reduction")
+    if reduction is None:
+        return {}
+    reducers = reduction.ForkingPickler(io.BytesIO()).dispatch_table
+    # Those of multiprocessing.reduction itself are of methods and partial objects, as cloudpickle's are.
+    ours = {"multiprocessing.connection", "multiprocessing.heap", "multiprocessing.sharedctypes"}
+    return {kind: reduce for kind, reduce in reducers.items() if reduce.__module__ in ours}
+
+
+def is_plain_memory(tensor: Any) -> bool:
+    """Whether a tensor is nothing but values in the host's memory, which a view can stand for."""
+    import torch
+
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not vars(tensor)  # attributes of its own
+    )
+
+
+class _Storage:
+    """The memory of one or more tensors; the pickler meets the same object each time."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        nbytes = self._storage.nbytes()
+        view = (ctypes.c_char * nbytes).from_address(self._storage.data_ptr())
+        view.owner = self._storage  # which must outlive it
+        return _rebuild_storage, (pickle.PickleBuffer(view),)
+
+
+def _reduce_tensor(tensor: Any, storages: dict[int, _Storage]) -> Any:
+    if not is_plain_memory(tensor) or tensor.untyped_storage().nbytes() < LARGE:
+        return tensor.__reduce_ex__(5)
+    storage = tensor.untyped_storage()
+    key = storage.data_ptr()
+    holder = storages.get(key) or storages.setdefault(key, _Storage(storage))
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _rebuild_tensor, (holder, tensor.dtype, *place)
+
+
+def _rebuild_storage(buffer: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _rebuild_tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+_DEEPEST = 12
+_MOST_CHILDREN = 1000
+
+
+def why_not_picklable(obj: Any, name: str, error: BaseException) -> str:
+    """Return a sentence on what inside ``obj`` cannot be pickled.
+
+    Args:
+        obj: The object that could not be pickled.
+        name: What the path begins with, such as ``"item"``.
+        error: What pickling it raised.
+    """
+    path, culprit = find_culprit(obj, name)
+    cause = f"{type(error).__name__}: {error}"
+    where = "" if path == name else f", because of {path} ({_type_name(culprit)})"
+    return f"{name} of type {_type_name(obj)} cannot be pickled{where}: {cause}"
+
+
+def find_culprit(obj: Any, name: str) -> tuple[str, Any]:
+    """Return the path to the innermost part of ``obj`` that cannot be pickled, and that part."""
+    seen = {id(obj)}
+    path, culprit = name, obj
+    for _ in range(_DEEPEST):
+        for step, child in _children(culprit):
+            if id(child) not in seen and not _can_be_pickled(child):
+                seen.add(id(child))
+                path, culprit = path + step, child
+                break
+        else:
+            break
+    return path, culprit
+
+
+def pack_what_can_be(
+    results: list[Any], packer: Callable[[Any], tuple[bytes, list[memoryview]]]
+) -> tuple[bytes, list[memoryview], bool]:
+    """Pack results; put a failure in the place of those that cannot be packed.
+
+    Returns:
+        The pickle, the large buffers, whether there are such failures.
+    """
+    with contextlib.suppress(Exception):  # each one is tried by itself below
+        return *packer(results), False
+    for place, result in enumerate(results):
+        try:
+            packer(result)
+        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
+            results[place] = Failure.of(error, RESULT)
+            results[place].summary = why_not_picklable(result, "result", error)
+    return *packer(results), True
+
+
+def shortened(obj: Any, limit: int = 200) -> str:
+    """Return the ``repr`` of an object, whatever it does, in at most ``limit`` characters."""
+    try:
+        text = repr(obj)
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
+        text = f"<{_type_name(obj)} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _can_be_pickled(obj: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(obj)
+    except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
+        return False
+    return True
+
+
+def _children(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, staticmethod | classmethod):
+        obj = obj.__func__
+    if isinstance(obj, Mapping):
+        parts = [(f"[{shortened(key, 40)}]", value) for key, value in obj.items()]
+    elif isinstance(obj, list | tuple):
+        parts = [(f"[{place}]", value) for place, value in enumerate(obj)]
+    elif callable(obj) and getattr(obj, "__closure__", None):
+        names = obj.__code__.co_freevars
+        cells = [cell.cell_contents for cell in obj.__closure__]
+        parts = [(f".<closure {name}>", value) for name, value in zip(names, cells, strict=True)]
+    else:
+        parts = []
+    if not isinstance(obj, type):
+        parts += [(f".{key}", value) for key, value in getattr(obj, "__dict__", {}).items()]
+        for kind in type(obj).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(obj, slot) and not slot.startswith("__"):
+                    parts.append((f".{slot}", getattr(obj, slot)))
+    else:
+        parts += [(f".{key}", value) for key, value in vars(obj).items() if not key.startswith("__")]
+    yield from parts[:_MOST_CHILDREN]
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
