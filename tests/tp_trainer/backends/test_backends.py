@@ -1,10 +1,12 @@
 """The two backends that tp-trainer brings do what every backend must do."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.errors import ConfigError, DisagreementError
+from tp_core.errors import ConfigError, DisagreementError, StepError
 from tp_core.plugins import Job
 from tp_core.testing import BackendConformance, make_job, run_ranks
 from tp_trainer._backends._ddp import DdpBackend, DdpOptions
@@ -125,6 +127,66 @@ def _no_sync_with_a_static_graph():
 def test_a_static_graph_cannot_accumulate():
     for message in run_ranks(_no_sync_with_a_static_graph, 2):
         assert "static_graph=True does not go with no_sync()" in message
+
+
+class Branches(nn.Module):
+    """Uses one of its branches, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x, *, both):
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def _branches(uses, *, options=None):
+    """Make steps that use both branches or not, by rank; return the message of a refusal, or the weights."""
+    torch.manual_seed(0)
+    named = {} if options is None else {"ddp": options}
+    plain = Branches()
+    with DdpBackend().open(make_job(TestDdp(), model=plain, options=named)) as session:
+        model = session.prepare_model(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.full((2, 1), float(1 + session.rank))
+        for step in uses:
+            optimizer.zero_grad()
+            session.backward(model(x, both=step[session.rank]).square().mean())
+            before = [p.detach().clone() for p in model.parameters()]
+            try:
+                optimizer.step()
+            except StepError as error:
+                same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+                return str(error), same
+        return [p.item() for p in model.parameters()]
+
+
+def test_a_parameter_without_a_gradient_is_an_error_before_the_optimizer_steps():
+    never, last = [(False, False)], [(True, True), (True, True), (False, False)]
+    for uses in (never, last):
+        for rank, (message, is_untouched) in enumerate(run_ranks(partial(_branches, uses), 2)):
+            assert f"the loss on rank {rank} came without 'b.weight', 'b.bias' of the model's 4" in message
+            assert "find_unused_parameters=True" in message
+            assert is_untouched
+
+
+def test_steps_may_differ_in_what_they_use_where_that_was_said():
+    uses = [(True, True), (False, True), (False, False)]
+    body = partial(_branches, uses, options={"find_unused_parameters": True})
+    first, second = run_ranks(body, 2)
+    assert first == second
+
+
+def _hooks_of_optimizers():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    _branches([(True, True)])
+    return len(hooks) - before
+
+
+def test_optimizers_are_left_alone_when_the_session_is_closed():
+    assert run_ranks(_hooks_of_optimizers, 2) == [0, 0]
 
 
 def _different_models():

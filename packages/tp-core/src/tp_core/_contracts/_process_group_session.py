@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
-from tp_core._contracts._stepping import SteppingDataParallel
+from tp_core._contracts._stepping import ReductionWatch, SteppingDataParallel
 from tp_core._data._batches import Share
 from tp_core._steps._backward import backward_of_nothing
 from tp_core.errors import DisagreementError, StepError
@@ -55,6 +55,7 @@ class ProcessGroupSession(Session):
         self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
         self._leave = leave
         self._factor = 1.0
+        self._reductions = ReductionWatch()
 
     @property
     def rank(self) -> int:
@@ -128,12 +129,14 @@ class ProcessGroupSession(Session):
         """
         if self._data_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without gradients
-        return SteppingDataParallel(
+        averaging = SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
             process_group=self._data_group,
             **options,
         )
+        self._reductions.watch(averaging)
+        return averaging
 
     def take_share(self, share: Share | None) -> None:
         """Note the share, and what it makes of a loss whose gradients are averaged."""
@@ -288,6 +291,7 @@ class ProcessGroupSession(Session):
 
     def close(self) -> None:
         """Leave the process group, if it is for this session to do."""
+        self._reductions.close()
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()

@@ -1,13 +1,22 @@
 """DistributedDataParallel whose forward may be a whole step with the user's own module."""
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["SteppingDataParallel"]
+from tp_core.errors import StepError
+
+__all__ = ["ReductionWatch", "SteppingDataParallel"]
 
 R = TypeVar("R")
+
+_MOST_NAMES = 3  # in a message
 
 
 class SteppingDataParallel(DistributedDataParallel):
@@ -39,3 +48,58 @@ class SteppingDataParallel(DistributedDataParallel):
             return output
         finally:
             own.pop("_run_ddp_forward", None)
+
+    def check_reduced(self) -> None:
+        """Make sure that the last backward pass, if there was one, has averaged every gradient.
+
+        DDP averages a bucket of gradients once all of them are there. One that never comes leaves those of
+        its bucket as they are on each rank, which torch tells only in the next forward: after an optimizer
+        step, or never, if that was the last one.
+
+        Raises:
+            StepError: A parameter took no part in the loss.
+        """
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise StepError(self._unused(str(error))) from error
+
+    def _unused(self, message: str) -> str:
+        """Return what to say of parameters without gradients, which torch's message counts."""
+        trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
+        rank, unused = "this rank", "some"
+        if found is not None:
+            rank = f"rank {found[1]}"
+            names = [trained[int(i)] for i in found[2].split()]
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            unused = ", ".join(map(repr, names[:_MOST_NAMES])) + more
+        return (
+            f"the loss on {rank} came without {unused} of the model's {len(trained)} parameters, and the "
+            "ranks wait for the gradients of all of them; use each in every step, freeze what is never "
+            "trained, or give the backend's option find_unused_parameters=True"
+        )
+
+
+class ReductionWatch:
+    """Makes sure, before any optimizer of this process steps, that gradients have been averaged."""
+
+    def __init__(self) -> None:
+        self._models: WeakSet[SteppingDataParallel] = WeakSet()
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, model: SteppingDataParallel) -> None:
+        """Look at the gradients of ``model``, too: `SteppingDataParallel.check_reduced`."""
+        self._models.add(model)
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Look at none any more."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _before_step(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            for model in self._models:
+                model.check_reduced()
