@@ -105,7 +105,7 @@ def after_failures(chunk: Chunk, results: list[Any], settings: Settings) -> Deci
     return Finish(results)
 
 
-def after_pickling_error(chunk: Chunk, error: Exception) -> Decision:
+def after_pickling_error(chunk: Chunk, error: BaseException) -> Decision:
     """Decide about a chunk that could not be sent."""
     if len(chunk.items) > 1:
         return Split(_singles(range(len(chunk.items)), chunk.attempts))

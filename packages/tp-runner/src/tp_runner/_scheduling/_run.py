@@ -201,7 +201,7 @@ class Run:
                 result.worker = done.worker
         self._apply(chunk, after_failures(chunk, done.results, self._settings))
 
-    def on_pickling_error(self, chunk: Chunk, error: Exception) -> None:
+    def on_pickling_error(self, chunk: Chunk, error: BaseException) -> None:
         """Note that a chunk could not be sent."""
         self._apply(chunk, after_pickling_error(chunk, error))
 

@@ -19,6 +19,7 @@ from tp_runner._scheduling._run import Run
 from tp_runner._scheduling._source import Source
 from tp_runner._stats import StatsCollector
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet
+from tp_runner._workers._pickling import USERS_ERRORS
 
 __all__ = ["Scheduler"]
 
@@ -134,7 +135,7 @@ class Scheduler:
         fleet, assignments, runs = self.fleet, self._assignments, self.runs
         most = fleet.most_credits
         idle = 0  # so many runs in a row had nothing to hand out
-        has_ended = False
+        is_news = False  # another thread may wait for what becomes of a run here
         while idle < len(runs) and not self.is_paused:
             run = runs[0]
             runs.rotate(-1)
@@ -144,19 +145,23 @@ class Scheduler:
             worker = assignments.idlest(run.number, min(run.credits(), most))
             had_ended = run.source.exhausted
             chunk = run.next_chunk(self._recycling.left(worker)) if worker is not None else None
-            has_ended |= run.source.exhausted and not had_ended
+            is_news |= run.source.exhausted and not had_ended
             if worker is None or chunk is None:
                 continue
             idle = 0
             before = chunk.nbytes
             try:
                 assignments.send(worker, chunk)
-            except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
+            except USERS_ERRORS as error:
                 run.on_pickling_error(chunk, error)
+                is_news = True
+            except BaseException:
+                run.requeue(chunk)  # an interrupt, which must not lose it
+                raise
             else:
                 run.on_sent(chunk, before)
                 self._recycling.on_sent(worker, len(chunk.items))
-        if has_ended:  # another thread may wait for the results of a run that will have none any more
+        if is_news:
             self.wake_all()
 
     def _wait(self) -> None:

@@ -14,6 +14,7 @@ from tp_runner.errors import NotPicklableError
 
 __all__ = [
     "LARGE",
+    "USERS_ERRORS",
     "dump_program",
     "dumps_apart",
     "is_plain_memory",
@@ -21,6 +22,9 @@ __all__ = [
     "shortened",
     "why_not_picklable",
 ]
+
+USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""What a user's ``__reduce__`` or ``__setstate__`` may raise; an interrupt is about the whole program."""
 
 
 def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
@@ -43,7 +47,7 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
             data: bytes = cloudpickle.dumps(program, protocol=5)
         else:
             data = dumps_apart(program, buffers)
-    except Exception as error:
+    except USERS_ERRORS as error:
         parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
         part = next((part for part in parts if not _can_be_pickled(part)), program)
         name = getattr(part, "__qualname__", type(part).__qualname__)
@@ -216,12 +220,12 @@ def pack_what_can_be(
     Returns:
         The pickle, the large buffers, whether there are such failures.
     """
-    with contextlib.suppress(Exception):  # each one is tried by itself below
+    with contextlib.suppress(*USERS_ERRORS):  # each one is tried by itself below
         return *packer(results), False
     for place, result in enumerate(results):
         try:
             packer(result)
-        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may do anything
+        except USERS_ERRORS as error:
             results[place] = Failure.of(error, RESULT)
             results[place].summary = why_not_picklable(result, "result", error)
     return *packer(results), True
@@ -241,7 +245,7 @@ def _can_be_pickled(obj: Any) -> bool:
 
     try:
         cloudpickle.dumps(obj)
-    except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
+    except USERS_ERRORS:
         return False
     return True
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
-from tp_runner._workers._pickling import pack_what_can_be
+from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
 from tp_runner._workers._process import _wire
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
 from tp_runner._workers._process._wire import pack, pack_by_value, unpack
@@ -99,7 +99,7 @@ class ReplyWriter:
             self.message(_wire.RELEASE, seq=seq)
         try:
             payload, buffers = pack(results)
-        except Exception:  # noqa: BLE001 - whatever it is, a culprit is looked for
+        except USERS_ERRORS:  # a culprit is looked for
             payload, buffers, unpicklable = pack_what_can_be(results, pack_by_value)
             failed = failed or unpicklable
         results.clear()
@@ -221,7 +221,7 @@ class Codec:
                     leased = not reply.flags & HELD and self._memory.leased < self._lease_at_most
                     buffers = self._buffers(block, table, leased=leased)
             results = unpack(blob, buffers)
-        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
+        except USERS_ERRORS as error:
             results, failed = [Failure.of(error, RESULT)] * reply.n_items, True
         self._result_bytes = max(nbytes / reply.n_items, 0.9 * self._result_bytes)
         return results, failed, nbytes, leased

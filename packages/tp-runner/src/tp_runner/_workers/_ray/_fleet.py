@@ -13,7 +13,7 @@ from tp_core.errors import ConfigError
 from tp_runner._options import Settings
 from tp_runner._workers._failure import INIT, RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
-from tp_runner._workers._pickling import dump_program
+from tp_runner._workers._pickling import USERS_ERRORS, dump_program
 from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
 from tp_runner._workers._ray._scaling import Scaling
 from tp_runner._workers._ray._worker import RayWorker, packed
@@ -241,7 +241,7 @@ class RayFleet(Fleet):
         self._log(records)
         try:
             results = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
+        except USERS_ERRORS as error:
             results, failed = [Failure.of(error, RESULT)] * n_items, True
         events.append(Done(worker, seq, results, failed, Timing(*timing), len(data)))
 

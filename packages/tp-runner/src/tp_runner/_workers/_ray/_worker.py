@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._identity import become
-from tp_runner._workers._pickling import pack_what_can_be
+from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
 from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import run_chunk
@@ -49,7 +49,7 @@ class RayWorker:
         waited_s = began - self._waiting
         try:
             items = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - a user's __setstate__ may do anything
+        except USERS_ERRORS as error:
             results, failed = [Failure.of(error, ITEM)] * n_items, True
         else:
             settings = self._setup.settings
