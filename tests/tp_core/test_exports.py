@@ -36,7 +36,7 @@ PUBLIC = {
     tp_core.internal: """
         DIGESTS INDEX KNOWN_BACKENDS LEFT_KEY Container FullyShardedSession NotebookOutput PerType Progress
         SampleRows Sharding Units available_cores backward_of_nothing call_builder check_above_zero
-        check_backend_name check_offload check_process_count containers describe_given device_of_rank
+        check_backend_name check_initialized check_offload check_process_count containers describe_given device_of_rank
         did_you_mean
         exports_of_stub file_meant find_units free_nbytes given_mesh has_left in_notebook is_dtensor
         is_zero_redundancy join_rows kept_generators load_function need_of_shards new_process_group

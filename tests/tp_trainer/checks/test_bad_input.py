@@ -115,6 +115,22 @@ def test_a_validation_loss_that_is_not_finite_says_so():
         fit(val_loader=make_loader(), val_step=nan_step)
 
 
+@pytest.mark.parametrize("empty", [[], DataLoader([], batch_size=4), {"a": [1], "b": []}])
+def test_a_validation_of_nothing_is_refused_before_the_first_step(empty):
+    steps = []
+    with pytest.raises(ConfigError, match="nothing to validate on: val_loader has no batch"):
+        fit(step=lambda model, batch: steps.append(1), val_loader=empty)
+    assert not steps
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(1), nn.Sequential(nn.Linear(1, 1), nn.LazyBatchNorm1d())])
+def test_a_model_without_shapes_is_refused(lazy):
+    with pytest.raises(ModelError, match="has no shape yet: it is of a lazy module"):
+        fit(model=lazy)
+    with Trainer(devices="cpu") as trainer, pytest.raises(ModelError, match="call the model on one before"):
+        trainer.prepare(lazy)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([(torch.ones(1), torch.ones(1))] * 3)

@@ -144,6 +144,7 @@ def test_another_weight_is_refused(wrong, message):
         ((torch.ones(2), 1), r"'more' must be a number or a scalar tensor, .* of shape \(2,\)"),
         (torch.ones(3, 3), r"'more' must be a number or a scalar tensor, .* of shape \(3, 3\)"),
         (torch.ones(0), r"'more' must be a number or a scalar tensor, .* of shape \(0,\)"),
+        (torch.tensor(1 + 1j), r"'more' must be a number or a scalar tensor, .*complex64"),
         ([1.0], r"'more' must be a number or a scalar tensor, .* list: \[1.0\]"),
     ],
 )

@@ -4,13 +4,14 @@ import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tp_core.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["SHARDED_ATTRIBUTE", "check_no_first_fsdp", "is_dtensor", "is_sharded"]
+__all__ = ["SHARDED_ATTRIBUTE", "check_initialized", "check_no_first_fsdp", "is_dtensor", "is_sharded"]
 
 SHARDED_ATTRIBUTE = "tp_sharded"
 """A parameter with this attribute set to true holds one shard of a larger one."""
@@ -24,6 +25,21 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is one rank's shard: a DTensor, or marked with ``tp_sharded``."""
     return bool(getattr(parameter, SHARDED_ATTRIBUTE, False)) or is_dtensor(parameter)
+
+
+def check_initialized(model: torch.nn.Module) -> None:
+    """Make sure that every parameter and buffer has a shape.
+
+    Raises:
+        ModelError: One is of a lazy module that has not seen a batch.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            msg = (
+                f"the model's {name!r} has no shape yet: it is of a lazy module, which takes it from its "
+                "first batch; call the model on one before it is given, and make the optimizer after that"
+            )
+            raise ModelError(msg)
 
 
 def check_no_first_fsdp(model: torch.nn.Module) -> None:

@@ -49,6 +49,7 @@ from tp_core._tensors._digests import DIGESTS as DIGESTS
 from tp_core._tensors._digests import INDEX as INDEX
 from tp_core._tensors._digests import read_digests as read_digests
 from tp_core._tensors._digests import records_of as records_of
+from tp_core._tensors._sharding import check_initialized as check_initialized
 from tp_core._tensors._sharding import is_dtensor as is_dtensor
 from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
 from tp_core.plugins._select import check_backend_name as check_backend_name

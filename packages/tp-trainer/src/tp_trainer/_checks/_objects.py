@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
+from tp_core.internal import check_initialized
 from tp_core.plugins import PreparedLoader
 
 from tp_trainer._checks._values import check_callable
@@ -36,8 +37,10 @@ def check_model(method: str, model: object) -> None:
 
     Raises:
         ConfigError: ``model`` is something else; a list says how several are trained.
+        ModelError: It is lazy, and has not seen a batch.
     """
     if isinstance(model, nn.Module):
+        check_initialized(model)
         return
     if isinstance(model, _SEVERAL):
         msg = (
@@ -138,7 +141,10 @@ def check_preparable(value: object) -> None:
 
     Raises:
         ConfigError: ``value`` is something else, or several of them.
+        ModelError: It is a lazy model that has not seen a batch.
     """
+    if isinstance(value, nn.Module):
+        check_initialized(value)
     if isinstance(value, nn.Module | Optimizer | LRScheduler | ReduceLROnPlateau | PreparedLoader):
         return
     if isinstance(value, _SEVERAL):

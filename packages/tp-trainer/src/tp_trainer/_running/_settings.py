@@ -1,7 +1,7 @@
 """The arguments of one call of ``fit`` or ``loop``, gathered and checked."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,9 @@ class FitSettings(LoopSettings):
         check_callable("step", self.step)
         for loader in self.val_loaders().values():
             check_loader("val_loader", loader)
+            if _has_no_batch(loader):
+                msg = "there is nothing to validate on: val_loader has no batch; leave it out, or give data"
+                raise ConfigError(msg)
         if self.metrics and self.val_loader is None:
             msg = "metrics= are those of a validation, and there is none: give val_loader"
             raise ConfigError(msg)
@@ -206,3 +209,10 @@ class FitSettings(LoopSettings):
             "max_skipped": self.gradients.max_skipped,
             "save_to": self.save_to is not None,
         }
+
+
+def _has_no_batch(loader: Iterable[Any]) -> bool:
+    try:
+        return isinstance(loader, Sized) and not len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset without length
+        return False

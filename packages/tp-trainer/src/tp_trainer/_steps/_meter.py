@@ -224,13 +224,15 @@ class Meter:
         others = self._others
         value, own = split_weight(name, given)
         weight = units if own is None else own if samples else 0.0
-        if isinstance(value, Tensor) and value.numel() == 1:
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             # Kept where it is: nobody looks at it before the end.
             number: Any = value.detach().double().reshape(())
         elif isinstance(value, Real):
             number = float(value)
         else:
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            what = repr(value)
+            if isinstance(value, Tensor):
+                what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
             msg = (
                 f"the step's {name!r} must be a number or a scalar tensor, of which means are made, got "
                 f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight)"

@@ -13,7 +13,7 @@ from tp_core._contracts._session._ranks import RankSession
 from tp_core._data._batches import Share
 from tp_core._data._loader import PreparedLoader
 from tp_core._devices._transfer import recursive_to
-from tp_core._tensors._sharding import check_no_first_fsdp, is_dtensor, is_sharded
+from tp_core._tensors._sharding import check_initialized, check_no_first_fsdp, is_dtensor, is_sharded
 from tp_core.errors import ModelError, StepError
 
 __all__ = ["Session", "StepOutput"]
@@ -203,7 +203,7 @@ class Session(RankSession, GradientSession):
             may_be_split: Whether parameters may be marked as shards; DTensors never pass.
 
         Raises:
-            ModelError: ``model`` is not a module, is wrapped, or has a parameter that is a shard.
+            ModelError: ``model`` is not a module, is wrapped, or has a parameter that is a shard or lazy.
         """
         if not isinstance(model, nn.Module):
             msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
@@ -215,6 +215,7 @@ class Session(RankSession, GradientSession):
             )
             raise ModelError(msg)
         check_no_first_fsdp(model)
+        check_initialized(model)
         for name, parameter in model.named_parameters():
             if is_dtensor(parameter):
                 msg = (
