@@ -1,7 +1,7 @@
 """What a backend does not do is declared by name and reason, and nothing else is left out."""
 
-import subprocess
-import sys
+import contextlib
+import io
 from textwrap import dedent
 
 import pytest
@@ -72,14 +72,10 @@ def test_a_declared_limit_that_is_none_is_an_error(tmp_path):
 
 
 def report(folder, limits):
-    """Run a suite by itself and return what pytest says of it."""
-    (folder / "test_suite.py").write_text(dedent(SUITE).replace("{limits}", repr(limits)))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-q", "-p", "no:cacheprovider", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-        cwd=folder,
-    )
-    return done.stdout + done.stderr
+    """Run a suite beside this one and return what pytest says of it."""
+    # Under a name of its own: what is imported under another one's would not be read.
+    (folder / f"{folder.name}.py").write_text(dedent(SUITE).replace("{limits}", repr(limits)))
+    without = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "timeout", "xdist")]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        pytest.main(["-ra", "-q", "--import-mode=importlib", *without, f"--rootdir={folder}", str(folder)])
+    return out.getvalue()

@@ -10,7 +10,9 @@ from tp_trainer._launch._run import LaunchRequest, run
 from tests.own_words import own_words
 
 
-def test_ranks_get_their_arguments_verbatim_and_their_lines_are_marked(tp):
+def test_ranks_get_their_arguments_verbatim_and_their_lines_are_marked(tp, here, monkeypatch):
+    monkeypatch.chdir(tp.cwd)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tp.script(
         """
         import os, sys
@@ -20,9 +22,9 @@ def test_ranks_get_their_arguments_verbatim_and_their_lines_are_marked(tp):
         """
     )
     args = ["-n", "5", "--detach", "--", "", "${local_rank}", "$$", "a b"]
-    done = tp("launch", "-n", "2", script, *args)
+    done = here("launch", "-n", "2", script, *args)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert sorted(done.stdout.splitlines()) == [
         f"[rank0] {threads} 1 False",
         f"[rank0] args {args}",

@@ -70,15 +70,16 @@ def _saved(tp):
 
 
 @pytest.mark.parametrize(
-    ("number", "method", "kept"),
+    ("number", "ranks", "method", "kept"),
     [
-        pytest.param("SIGTERM", "fork", "anew", id="term"),
-        pytest.param("SIGUSR1", "spawn", "persistent", id="usr1", marks=pytest.mark.slow),
-        pytest.param("SIGQUIT", "forkserver", "anew", id="quit", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 1, "fork", "anew", id="term-1"),
+        pytest.param("SIGTERM", 2, "fork", "anew", id="term-2", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", 2, "spawn", "persistent", id="usr1-2", marks=pytest.mark.slow),
+        pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2", marks=pytest.mark.slow),
     ],
 )
-def test_a_launch_that_is_signalled_saves_and_says_so(tp, until, number, method, kept):
-    process = tp.start("launch", "-n", "2", tp.script(TRAIN), method, kept)
+def test_a_launch_that_is_signalled_saves_and_says_so(tp, until, number, ranks, method, kept):
+    process = tp.start("launch", "-n", str(ranks), tp.script(TRAIN), method, kept)
     _is_training(tp, until)
     process.send_signal(getattr(signal, number))
     _, err = process.communicate(timeout=800)
