@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +16,25 @@ LAUNCHED = [sys.executable, "-m", "tp_core.cli", "launch", "-n", "2", str(DIGITS
 TWO_DEVICES = [*ALONE, "--devices", "cpu,cpu"]
 
 
+def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_per_operation):
+    program = runpy.run_path(str(DIGITS))
+    assert program["main"](["--devices", "cpu", "--epochs", "3", "--out", str(tmp_path)]) >= 0.95
+    shown = capsys.readouterr()
+    assert "backend=single device=cpu accuracy=0.9" in shown.out
+    assert "epoch 3/3" in shown.err
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "digits.pt").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "backend", "asked"),
     [
         pytest.param(ALONE, "single", "auto", id="alone"),
-        pytest.param(LAUNCHED, "ddp", "auto", marks=pytest.mark.slow, id="launched"),
-        pytest.param(TWO_DEVICES, "tuple", "auto", marks=pytest.mark.slow, id="two devices"),
+        pytest.param(LAUNCHED, "ddp", "auto", id="launched"),
+        pytest.param(TWO_DEVICES, "tuple", "auto", id="two devices"),
         pytest.param(
-            [*TWO_DEVICES, "--backend", "dp-gather"],
-            "dp-gather",
-            "asked for",
-            marks=pytest.mark.slow,
-            id="two devices, gathered",
+            [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", "asked for", id="two devices, gathered"
         ),
     ],
 )

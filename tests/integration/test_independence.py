@@ -6,7 +6,7 @@ import pytest
 
 from tests.wheels import CORE, PACKAGES, ROOT, build, problems, project, try_out
 
-FAST = {"tp-trainer"}  # it has the most requirements
+FAST = {"tp-tuple"}
 
 
 @pytest.mark.parametrize(
