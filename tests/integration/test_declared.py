@@ -12,12 +12,12 @@ from tests.wheels import PACKAGES, ROOT, project
 
 # Names that no requirement of a package brings, and why it may import them.
 ELSEWHERE = {
-    "tp-core": {"datasets": "looked at where a user hands one over, who has it then"},
-    "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
-    "tp-trainer": {
-        "IPython": "looked at inside of it",
-        "markupsafe": "jinja2, of the extra report, is made of it",
+    "tp-core": {
+        "IPython": "who is in a notebook has it",
+        "datasets": "looked at where a user hands one over, who has it then",
     },
+    "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
+    "tp-trainer": {"markupsafe": "jinja2, of the extra report, is made of it"},
 }
 DYNAMIC = {"import_module", "__import__"}
 
