@@ -161,6 +161,40 @@ def test_what_cannot_be_run_is_one_sentence(tmp_path, capsys, words, said):
     assert captured.out == ""
 
 
+CHOICES = """
+import enum
+from typing import Literal
+
+class Size(enum.Enum):
+    SMALL = 1
+    LARGE = 2
+
+def main(
+    kind: Literal["sgd", "adam"] = "sgd", size: Size = Size.SMALL, betas: tuple[float, float] = (1, 2)
+): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "adm"], "--kind: expected one of sgd, adam, got adm; did you mean 'adam'?"),
+        (["--size", "LARG"], "--size: expected one of SMALL, LARGE, got LARG; did you mean 'LARGE'?"),
+        (
+            ["--betas", "1", "2"],
+            "--betas: expected tuple, got 1; lists are written [1,2] and dicts {a: 1}, in",
+        ),
+        (["--print_config"], "unrecognized arguments: --print_config; did you mean '--print-config'?"),
+    ],
+)
+def test_a_value_that_was_meant_is_offered(tmp_path, capsys, words, said):
+    script = tmp_path / "choices.py"
+    script.write_text(CHOICES)
+    assert run(["train", f"{script}:main", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
 def test_without_jsonargparse_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert tp_train("main", "--width", "3") == 2

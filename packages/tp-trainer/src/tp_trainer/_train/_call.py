@@ -67,8 +67,10 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
         msg = f"{target}: a file of values is not text in UTF-8: {error}"
         raise ConfigError(msg) from error
     except argparse.ArgumentError as error:
-        meant = _meant(parser, str(error)) or f"; tp train {target} --help lists what it takes"
-        msg = f"{target}: {_in_our_words(_in_one_line(error))}{meant}"
+        said = _in_our_words(_in_one_line(error)) + _meant(parser, str(error))
+        if "did you mean" not in said:
+            said += f"; tp train {target} --help lists what it takes"
+        msg = f"{target}: {said}"
         raise ConfigError(msg) from error
     found.pop("config")
     plain = json.loads(parser.dump(found, format="json", skip_unset=False))
@@ -97,8 +99,8 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
 
 def _meant(parser: "ArgumentParser", message: str) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-    known = (f"--{name}" for name in parser.get_defaults().keys())  # noqa: SIM118 - with those of groups
-    return "" if unknown is None else did_you_mean(unknown[1], known)
+    known = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - with those of groups
+    return "" if unknown is None else did_you_mean(unknown[1], known | {"--help", "--print-config"})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,12 +112,17 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _in_our_words(text: str) -> str:
-    """Return a message of jsonargparse as people write options and types."""
+    """Return a message of jsonargparse as people write options and types, with the value that was meant."""
     text = re.sub(r'^Parser key "([\w.]+)": ?', r"--\1: ", text)
     text = re.sub(r"<class '(?:builtins\.)?([\w.]+)'>", r"\1", text)
-    text = re.sub(r"Expected an? (\w+)\. Got value: (.+)", r"expected \1, got \2", text)
+    text = re.sub(r"Expected (?:an? )?(.+?)\. Got value: (.+)", r"expected \1, got \2", text)
     if found := re.fullmatch(r"Unexpected config: ?(.*)", text):
         return f"--config has to name a file of YAML with a value for each name, got {found[1] or 'nothing'}"
+    if found := re.search(r"(typing\.Literal\[(.+)\]|member of <enum '\w+'>: \{(.+)\}), got (.+)", text):
+        choices = [choice.strip(" '\"") for choice in (found[2] or found[3]).split(",")]
+        return text.replace(found[1], f"one of {', '.join(choices)}") + did_you_mean(found[4], choices)
+    if re.search(r"expected (?:list|tuple|set|dict)", text):
+        text += "; lists are written [1,2] and dicts {a: 1}, in quotes"
     return text
 
 
