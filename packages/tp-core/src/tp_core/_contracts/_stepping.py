@@ -26,6 +26,29 @@ class SteppingDataParallel(DistributedDataParallel):
     module that is wrapped: ``module.encode(x)`` is as good as ``module(x)``.
     """
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a value of the module's own, such as ``config``: scripts read them with one process, too.
+
+        Raises:
+            AttributeError: There is none of the name, or it can be called: what is called past this wrapper
+                would not have its gradients averaged.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_") or not hasattr(module, name):
+                raise
+        value = getattr(module, name)
+        if callable(value):
+            msg = (
+                f"{name!r} of the model is not called from outside of a step where there are several ranks, "
+                "since its gradients would not be averaged; call it in a step for trainer.run(), or, for "
+                f"what needs no gradients, trainer.session.unwrap(model).{name}"
+            )
+            raise AttributeError(msg)
+        return value
+
     def run(self, body: Callable[..., R], *arguments: Any) -> R:
         """Return ``body(module, *arguments)``, run within this wrapper's forward.
 

@@ -1,0 +1,64 @@
+"""What of a model's own can be read from what `prepare` returned, with one rank and with two."""
+
+import copy
+
+import torch
+from torch import nn
+from tp_core.testing import run_ranks
+from tp_trainer import Trainer
+
+
+class Coder(nn.Module):
+    """Has values, a method and a submodule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"width": 2}
+        self.layer = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def encode(self, x):
+        return self.layer(x) * self.scale
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+def _read():
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
+        plain = Coder()
+        model = trainer.prepare(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        values = model.config, model.scale is plain.scale
+        messages = []
+        for name in ("encode", "layer", "missing"):
+            try:
+                getattr(model, name)
+            except AttributeError as error:
+                messages.append(str(error))
+        own = trainer.session.unwrap(model)
+        with torch.no_grad():
+            encoded = tuple(own.encode(torch.ones(1, 2)).shape)
+        rows = torch.full((1, 2), float(trainer.rank))
+        trainer.backward(trainer.run(lambda model, batch: model.encode(batch).sum(), model, rows), weight=1)
+        optimizer.step()
+        copied = copy.deepcopy(own).config
+        return values, messages, encoded, copied, model.scale.tolist()
+
+
+def test_values_are_read_as_from_the_model_itself():
+    one, two = run_ranks(_read, 2)
+    assert one == two
+    (config, same), _, encoded, copied, _ = one
+    assert (config, same, encoded, copied) == ({"width": 2}, True, (1, 2), {"width": 2})
+    (config, same), messages, *_ = _read()
+    assert (config, same) == ({"width": 2}, True)
+    assert len(messages) == 1  # with one rank there is no wrapper, and all but the missing one is there
+
+
+def test_what_can_be_called_is_called_in_a_step_or_from_the_plain_model():
+    (_, (encode, layer, missing), *_), _ = run_ranks(_read, 2)
+    for name, message in (("encode", encode), ("layer", layer)):
+        assert message.startswith(f"'{name}' of the model is not called from outside of a step")
+        assert message.endswith(f"trainer.session.unwrap(model).{name}")
+    assert "has no attribute 'missing'" in missing
