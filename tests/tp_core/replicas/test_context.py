@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from tp_core.errors import ModelError
 from tp_core.replicas import Replicas
 from tp_core.replicas._caller import Caller, on_streams
 
@@ -191,3 +192,37 @@ def test_a_thread_enters_the_callers_side_streams_on_all_devices():
     caller = Caller.capture((cpu,), ("cpu",))._replace(contexts=[partial(on_streams, streams)])
     assert caller.call(lambda replica, part: part, nn.Identity(), 5, device=cpu, rng=nullcontext()) == 5
     assert entered == ["side"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use, once
+def test_transforms_of_torch_func_reach_every_replica_that_shares_memory():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    replicas = Replicas(module, ["cpu"] * 3)
+    x = torch.randn(6, 3)
+
+    def split(rows):
+        return torch.cat(replicas.run(call, rows.chunk(3)))
+
+    transforms = {
+        "grad": lambda f: torch.func.grad(lambda rows: f(rows).square().sum())(x),
+        "jacrev": lambda f: torch.func.jacrev(f)(x),
+        "jacfwd": lambda f: torch.func.jacfwd(f)(x),
+        "jvp": lambda f: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        "vmap": lambda f: torch.func.vmap(f)(x.expand(2, 6, 3)),
+    }
+    for name, transform in transforms.items():
+        expected = transform(module)
+        torch.testing.assert_close(transform(split), expected, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_transforms_of_torch_func_are_refused_before_they_reach_a_copy():
+    module = nn.Linear(3, 2)
+    replicas = Replicas(module, ["cpu"] * 2, force_copies=True)
+    x = torch.randn(4, 3)
+
+    def total(rows):
+        return torch.cat(replicas.run(call, rows.chunk(2))).sum()
+
+    with pytest.raises(ModelError, match=r"torch\.func .* do not follow a module to its copies"):
+        torch.func.grad(total)(x)
+    torch.testing.assert_close(total(x), module(x).sum())

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tp_core.errors import ModelError
 from tp_core.replicas._contents import same_objects
 from tp_core.replicas._mirror import ParameterMirror, expose_to_autograd, refresh, side_stream, versions_of
 from tp_core.replicas._originals import OriginalBuffers
@@ -126,7 +127,17 @@ class ReplicaCache:
         return modules
 
     def _prepare_parameters(self, structure: Structure, count: int, *, grad: bool) -> None:
-        """Bring the mirrors up to date and give their tensors to the modules."""
+        """Bring the mirrors up to date and give their tensors to the modules.
+
+        Raises:
+            ModelError: A transform of torch.func is active; copies that it has seen are of no use after it.
+        """
+        if torch._C._are_functorch_transforms_active():
+            msg = (
+                "transforms of torch.func (grad, vmap, ...) do not follow a module to its copies on other "
+                "devices: transform the module itself, or replicas on one device that share its memory"
+            )
+            raise ModelError(msg)
         keys = [k for k in dict.fromkeys(self._keys[1:count]) if k is not None]
         parameters = structure.parameters()
         if not same_objects(self._parameters, parameters):

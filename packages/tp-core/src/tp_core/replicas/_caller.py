@@ -23,7 +23,7 @@ class Caller(NamedTuple):
         inference: Whether inference mode is on.
         num_threads: Threads of one operation on the CPU.
         variables: The context variables.
-        has_modes: Whether a TorchFunctionMode or TorchDispatchMode is active in this thread.
+        has_modes: Whether a mode or a transform of torch.func is active in this thread: `has_modes`.
         contexts: What returns, for the device of a replica, a context in which it runs; empty where no
             other setting is in use.
     """
@@ -61,13 +61,12 @@ class Caller(NamedTuple):
             if default.type != "cpu":
                 # The caller's own device becomes the replica's; any other stays.
                 contexts.append(lambda device: device if default == devices[0] else default)
-        is_in_modes = has_modes() if has_function_modes or torch._C._len_torch_dispatch_stack() else False
         return cls(
             torch.is_grad_enabled(),
             inference,
             torch.get_num_threads(),
             copy_context(),
-            is_in_modes,
+            has_modes(),
             contexts,
         )
 
@@ -130,11 +129,11 @@ def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Ite
 
 
 def has_modes() -> bool:
-    """Return whether this thread is in a TorchFunctionMode or TorchDispatchMode of other code.
+    """Return whether this thread is in a TorchFunctionMode, a TorchDispatchMode or a transform of torch.func.
 
-    The parts of a call then run one after the other, in this thread.
+    They are those of a thread. The parts of a call then run one after the other, in this one.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
     if not torch._C._len_torch_function_stack():
         return False
