@@ -149,6 +149,20 @@ def test_a_container_cannot_be_a_unit():
         find_units(Model(), nn.ModuleList)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Embedding(4, 2, sparse=True), r"its '1' has sparse gradients"),
+        (lambda: nn.EmbeddingBag(4, 2, sparse=True), "sparse=False, or take backend 'ddp'"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), r"its '1' was made by torch\.jit\.script"),
+    ],
+)
+def test_modules_that_cannot_be_sharded_are_refused(make, words):
+    with pytest.raises(ModelError, match=f"the model cannot be sharded: .*{words}"):
+        find_units(nn.Sequential(nn.Linear(2, 2), make()), "auto")
+
+
 def test_units_that_share_a_parameter_are_refused():
     model = Model()
     model.blocks[2].inner.weight = model.blocks[0].inner.weight

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from tp_core._fully_sharded._options import UnitRule
@@ -51,8 +52,10 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
 
     Raises:
         ConfigError: The rule is something else, or finds no module.
-        ModelError: Units that were asked for share a parameter, or have no forward pass.
+        ModelError: Units that were asked for share a parameter, or have no forward pass; or a module of the
+            model is not one that ``fully_shard`` can train.
     """
+    _check_kinds(model)
     if isinstance(rule, str) and rule == "auto":
         return _without_shared(model, _automatic(model))
     wanted, how = _predicate(rule)
@@ -80,6 +83,23 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
         )
         raise ModelError(msg)
     return Units(found, how)
+
+
+def _check_kinds(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        what = f"its {name!r}" if name else "it"
+        if isinstance(module, torch.jit.ScriptModule):
+            msg = (
+                f"the model cannot be sharded: {what} was made by torch.jit.script or trace, and takes no "
+                "hook that would gather its parameters; give the module as it was written"
+            )
+            raise ModelError(msg)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            msg = (
+                f"the model cannot be sharded: {what} has sparse gradients ({_class_name(module)}), which "
+                "fully_shard does not exchange; make it with sparse=False, or take backend 'ddp'"
+            )
+            raise ModelError(msg)
 
 
 def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
