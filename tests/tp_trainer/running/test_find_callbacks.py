@@ -4,7 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
 from tp_core.testing import fake_distribution
 from tp_trainer import Callback
@@ -72,8 +72,12 @@ def test_an_installed_one_joins_unless_it_is_blocked_by_name(tmp_path):
         assert list(joined.values()) == ["sensor"]
         blocked = PluginRegistry(environ={"TP_DISABLE_PLUGINS": "sensors"})
         assert find_callbacks([], blocked) == ([], {})
-        with pytest.raises(ConfigError, match="no installed plugin brings a callback called 'sensor'"):
+        with pytest.raises(ConfigError, match=r"called 'sensor'; .*TP_DISABLE_PLUGINS blocks sensors \("):
             find_callbacks(["sensor"], blocked)
+        with pytest.raises(
+            PluginError, match=r"plugin sensors \(.*is blocked by TP_DISABLE_PLUGINS; unset it"
+        ):
+            find_callbacks(["sensors"], blocked)
 
 
 def test_each_run_gets_one_of_its_own(plugins):

@@ -104,12 +104,14 @@ def find_adapters(name: str) -> tuple[CollateAdapter, ...]:
 
     Raises:
         ConfigError: No adapter of that name is installed.
+        PluginError: The plugin of that name is broken, or was blocked.
     """
     found = {c.item.name: c.item for c in registry.collate_adapters()}
     found.setdefault(TupleCollateAdapter.name, TupleCollateAdapter())
     if name == "auto":
         return tuple(found[n] for n in sorted(found))
     if name not in found:
+        registry.require(name)
         names = ", ".join(map(repr, sorted(found)))
         msg = f"no collate adapter {name!r} is installed; there are: {names}"
         raise ConfigError(msg)

@@ -28,6 +28,7 @@ def find_callbacks(
     Raises:
         ConfigError: Something given is not a callback, is given twice, or no plugin brings that name; or
             a plugin's callback that the script names cannot be made.
+        PluginError: The plugin of that name is broken, or was blocked.
     """
     if isinstance(given, str | Callback) or not isinstance(given, Iterable):
         msg = f"callbacks must be a list of callbacks or names, got {type(given).__name__}: {given!r}"
@@ -36,7 +37,7 @@ def find_callbacks(
     named: set[str] = set()
     found: list[Callback] = []
     for one in given:
-        callback = _made(installed, one) if isinstance(one, str) else one
+        callback = _made(installed, one, plugins) if isinstance(one, str) else one
         if isinstance(one, str):
             named.add(one)
         if not isinstance(callback, Callback):
@@ -64,10 +65,13 @@ def find_callbacks(
     return found, joined
 
 
-def _made(installed: dict[str, Contribution[NamedCallback]], name: str) -> Callback:
+def _made(installed: dict[str, Contribution[NamedCallback]], name: str, plugins: PluginRegistry) -> Callback:
     if name not in installed:
+        plugins.require(name)
         close = get_close_matches(name, installed, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"installed: {', '.join(installed) or 'none'}"
+        if blocked := plugins.disabled():
+            hint += f"; TP_DISABLE_PLUGINS blocks {', '.join(map(str, blocked))}"
         msg = f"no installed plugin brings a callback called {name!r}; {hint}"
         raise ConfigError(msg)
     contribution = installed[name]
