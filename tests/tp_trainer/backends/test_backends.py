@@ -170,6 +170,24 @@ def test_a_parameter_without_a_gradient_is_an_error_before_the_optimizer_steps()
             assert is_untouched
 
 
+def _thawed():
+    plain = Branches()
+    plain.b.requires_grad_(requires_grad=False)
+    with DdpBackend().open(make_job(TestDdp(), model=plain)) as session:
+        model = session.prepare_model(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain.b.requires_grad_()
+        session.backward(model(torch.ones(2, 1), both=True).square().mean())
+        with pytest.raises(StepError) as caught:
+            optimizer.step()
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_trained_only_since_then_is_an_error():
+    for message in run_ranks(_thawed, 2):
+        assert message.startswith("'b.weight', 'b.bias' of the model were frozen when it was prepared")
+
+
 def test_steps_may_differ_in_what_they_use_where_that_was_said():
     uses = [(True, True), (False, True), (False, False)]
     body = partial(_branches, uses, options={"find_unused_parameters": True})

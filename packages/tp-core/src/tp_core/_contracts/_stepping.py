@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +26,10 @@ class SteppingDataParallel(DistributedDataParallel):
     DDP readies itself for a backward pass in its own forward. So that is where the step runs, with the
     module that is wrapped: ``module.encode(x)`` is as good as ``module(x)``.
     """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
 
     def __getattr__(self, name: str) -> Any:
         """Return a value of the module's own, such as ``config``: scripts read them with one process, too.
@@ -77,11 +82,19 @@ class SteppingDataParallel(DistributedDataParallel):
 
         DDP averages a bucket of gradients once all of them are there. One that never comes leaves those of
         its bucket as they are on each rank, which torch tells only in the next forward: after an optimizer
-        step, or never, if that was the last one.
+        step, or never, if that was the last one. What was frozen when it was made it never looks at again.
 
         Raises:
-            StepError: A parameter took no part in the loss.
+            StepError: A parameter took no part in the loss, or is trained only since the model was prepared.
         """
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            msg = (
+                f"{_listed(thawed)} of the model were frozen when it was prepared for several ranks, and are "
+                "trained now: their gradients are not averaged; prepare the model with all that is trained "
+                "at any time, and keep the rest back as tp_trainer.callbacks.GradualUnfreezing does"
+            )
+            raise StepError(msg)
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -94,14 +107,17 @@ class SteppingDataParallel(DistributedDataParallel):
         rank, unused = "this rank", "some"
         if found is not None:
             rank = f"rank {found[1]}"
-            names = [trained[int(i)] for i in found[2].split()]
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            unused = ", ".join(map(repr, names[:_MOST_NAMES])) + more
+            unused = _listed([trained[int(i)] for i in found[2].split()])
         return (
             f"the loss on {rank} came without {unused} of the model's {len(trained)} parameters, and the "
             "ranks wait for the gradients of all of them; use each in every step, freeze what is never "
             "trained, or give the backend's option find_unused_parameters=True"
         )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
 
 class ReductionWatch:
