@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+from tp_runner import OrderedRunner
 from tp_runner._options import Settings
 from tp_runner._scheduling._scheduler import Scheduler
 from tp_runner._scheduling._source import Direct, Feeder
@@ -11,7 +13,7 @@ DEADLINE_S = 800.0
 
 
 class OneWorker(Fleet):
-    """Answers at once. What wakes a sleeper may be gone before the sleeper has looked, as with a pipe."""
+    """Answers at once. An answer that another thread has taken does not wake who waits for it."""
 
     devices = ("cpu",)
 
@@ -33,11 +35,11 @@ class OneWorker(Fleet):
             self.is_asleep = True
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: self.has_news() and not self.is_slow, DEADLINE_S)
-            self.is_asleep = False
+            self.is_asleep = self.has_word = False
 
     def poll(self):
         with self.changed:
-            self.has_word, answers, self.answers = False, self.answers, []
+            answers, self.answers = self.answers, []
         return answers
 
     def wake(self):
@@ -86,3 +88,25 @@ def test_the_end_of_an_input_that_another_thread_has_noticed_wakes_up_who_waits_
     reader.join(100.0)
     assert not reader.is_alive()
     assert got == []
+
+
+class Same(OrderedRunner):
+    @staticmethod
+    def producer_work(device, cfg, item):
+        return item
+
+
+@pytest.mark.parametrize(
+    "options", [{"start_method": "fork"}, {"engine": "thread"}], ids=["process", "thread"]
+)
+def test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls(options):
+    with Same(n_workers=1, **options) as runner:
+        assert list(runner.stream([1, 2])) == [1, 2]
+        fleet = runner._pool._scheduler.fleet
+        fleet.poll()
+        fleet.wake()
+        assert fleet.poll() == []  # as any thread does that has the lock, before the sleeper is awake
+        sleeper = threading.Thread(target=fleet.wait, args=(None,), daemon=True)
+        sleeper.start()
+        sleeper.join(DEADLINE_S)
+        assert not sleeper.is_alive()

@@ -154,7 +154,7 @@ class Fleet(abc.ABC):
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Make :meth:`wait` return; for other threads."""
+        """Make :meth:`wait` return, or the next one, whoever calls :meth:`poll` before; for other threads."""
 
     @abc.abstractmethod
     def close(self, *, timeout_s: float) -> None:

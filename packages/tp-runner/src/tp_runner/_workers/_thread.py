@@ -94,9 +94,14 @@ class ThreadFleet(Fleet):
 
     def poll(self) -> list[Event]:
         events = [self._waited_for.popleft() for _ in range(len(self._waited_for))]
+        is_woken = False
         with contextlib.suppress(queue.Empty):
             while True:
-                events.append(self._events.get_nowait())
+                event = self._events.get_nowait()
+                is_woken |= event is None
+                events.append(event)
+        if is_woken:  # for who waits alone, who would sleep on where another has taken it
+            self.wake()
         return [event for event in events if event is not None]
 
     def wake(self) -> None:

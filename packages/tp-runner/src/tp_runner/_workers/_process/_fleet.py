@@ -203,17 +203,17 @@ class ProcessFleet(Fleet):
         if self._starting and (due := min(self._starting.values())) < math.inf:
             left_s = max(0.0, due - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        self._poller.poll(None if timeout_s is None else timeout_s * self._second)
+        for fd, _ in self._poller.poll(None if timeout_s is None else timeout_s * self._second):
+            if fd == self._wake[0]:  # read by who waits alone, who would sleep on where another has read it
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
 
     def poll(self) -> list[Event]:
         events: list[Event] = []
         if self._starting:
             self._end_late_starts()
         for fd, _ in self._poller.poll(0):
-            if fd == self._wake[0]:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(fd, 4096)
-            else:
+            if fd != self._wake[0]:
                 self._receive(self._handles[self._by_fd[fd]], events)
         return events
 
