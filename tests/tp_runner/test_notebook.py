@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests.notebooks import outputs_of
+
 CELLS = {
     "bar": """
 import tp_runner
@@ -48,22 +50,7 @@ with tp_runner.map(outer, [1, 2], n_workers=1, start_method="fork", progress=Fal
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """The outputs of the cells, by what they are about."""
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.values()])
-    folder = tmp_path_factory.mktemp("notebook")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-            patch.setenv(name, str(folder / name))
-        nbclient.NotebookClient(
-            notebook,
-            timeout=800,
-            startup_timeout=800,
-            allow_errors=True,
-            resources={"metadata": {"path": str(folder)}},
-        ).execute()
-    return dict(zip(CELLS, (cell["outputs"] for cell in notebook.cells), strict=True))
+    return outputs_of(CELLS, tmp_path_factory.mktemp("notebook"))
 
 
 pytestmark = [

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.notebooks import outputs_of
+
 FIT = """
 import os
 import torch
@@ -37,20 +39,9 @@ launch(fail, 2)
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """The outputs of the cells, by what they are about."""
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
     pytest.importorskip("cloudpickle")
     cells = {"fit": FIT, "history": "history", "plot": "history.plot()", "ranks": RANKS, "failure": FAILURE}
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells.values()])
-    folder = tmp_path_factory.mktemp("notebook")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-            patch.setenv(name, str(folder / name))
-        nbclient.NotebookClient(
-            notebook, timeout=800, allow_errors=True, resources={"metadata": {"path": str(folder)}}
-        ).execute()
-    return dict(zip(cells, (cell["outputs"] for cell in notebook.cells), strict=True))
+    return outputs_of(cells, tmp_path_factory.mktemp("notebook"))
 
 
 pytestmark = [
