@@ -18,6 +18,7 @@ class OneWorker(Fleet):
     devices = ("cpu",)
 
     def __init__(self):
+        super().__init__(self.devices)
         self.is_asleep, self.is_slow, self.has_word = False, False, False
         self.answers = []
         self.changed = threading.Condition()

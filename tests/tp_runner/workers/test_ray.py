@@ -181,6 +181,24 @@ def test_results_are_those_of_map_on_both_nodes(cluster, tmp_path):
         assert sorted(runner.stream(i for i in range(500))) == list(range(1000, 1500))
 
 
+def test_what_their_ends_return_comes_back_in_the_order_of_their_numbers(cluster, tmp_path):
+    class Counts(Ordered):
+        @staticmethod
+        def producer_end(device, cfg):
+            return "ended", worker().number
+
+    with Counts(3, engine="ray") as runner:
+        list(runner.stream(range(9)))
+        assert runner.exit_results == []
+    assert runner.exit_results == [("ended", 0), ("ended", 1), ("ended", 2)]
+    with Counts(2, engine="ray", max_restarts=1) as runner:
+        assert list(runner.stream([("die-once", str(tmp_path / "died"))])) == ["survived"]
+    results = runner.exit_results  # the one in its place may have been starting still, and had no end
+    assert results.count(None) == 1  # the one that died
+    assert {result[1] for result in results if result} <= {0, 1}
+    assert any(results)
+
+
 def test_errors_name_their_item_and_the_runner_stays_usable(cluster):
     with Ordered(2, engine="ray") as runner:
         got = []

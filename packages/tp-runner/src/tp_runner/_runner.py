@@ -96,8 +96,8 @@ class _Runner:
         return data
 
     @staticmethod
-    def producer_end(device: str, cfg: Any) -> None:
-        """Finish a worker, before its process ends."""
+    def producer_end(device: str, cfg: Any) -> Any:
+        """Finish a worker, before its process ends; what it returns is in :attr:`exit_results`."""
 
     @staticmethod
     def consumer_init(cfg: Any) -> None:
@@ -202,6 +202,21 @@ class _Runner:
             RunnerClosedError: The runner is closed.
         """
         return self._running().stats()
+
+    @property
+    def exit_results(self) -> list[Any]:
+        """What ``producer_end`` returned in each worker that has ended: after :meth:`close`, in all of them.
+
+        They are in the order of the workers' numbers; of a worker that was replaced there is one for each
+        that took its place, oldest first. One that was killed or stopped has ``None``, as ``producer_end``
+        did not run to its end there.
+
+        Raises:
+            NotPicklableError: What one of them returned cannot travel to the caller.
+            ConfigError: The engine, one of a plugin, knows nothing of it.
+        """
+        results: list[Any] = self._pool.exit_results() if self._pool is not None else []
+        return results
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what each worker did when, for a viewer of Chrome's trace format such as Perfetto.

@@ -193,6 +193,10 @@ class RunnerPool:
         """Return what the workers did so far."""
         return self._scheduler.collector.snapshot(self.fleet.where)
 
+    def exit_results(self) -> list[Any]:
+        """Return what the ends of the workers returned that have ended so far, by worker."""
+        return self.fleet.exit_results()
+
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what each worker did when, in the Chrome trace format.
 

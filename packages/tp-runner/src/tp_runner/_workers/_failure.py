@@ -21,6 +21,7 @@ from tp_runner.errors import (
 __all__ = [
     "DIED",
     "END",
+    "ENDING",
     "INIT",
     "ITEM",
     "RAISED",
@@ -38,6 +39,7 @@ DIED = "died"  # the worker died with it
 TIMEOUT = "timeout"  # it took too long
 _DEEPEST = 20  # exceptions of one chain
 INIT, END = "init", "end"  # a worker's start or end raised; no item is to blame
+ENDING = "ending"  # what its end returned cannot be pickled
 
 
 class Failure:
@@ -216,6 +218,7 @@ _KINDS: dict[str, type[ItemError]] = {
     TIMEOUT: ItemTimeoutError,
     ITEM: NotPicklableError,
     RESULT: NotPicklableError,
+    ENDING: NotPicklableError,
 }
 _MESSAGES = {
     RAISED: "the work on item {index} ({item}) raised on {device}, worker {worker}: {summary}",
@@ -225,6 +228,7 @@ _MESSAGES = {
     TIMEOUT: "item {index} ({item}) {summary} on {device}; worker {worker} was replaced",
     INIT: "worker {worker} did not start on {device}: {summary}",
     END: "the end of worker {worker} on {device} raised: {summary}",
+    ENDING: "the end of worker {worker} on {device} returned what cannot travel: {summary}",
 }
 
 

@@ -111,7 +111,21 @@ class Fleet(abc.ABC):
     most_items: int | None = None
     """How many items, or one batch, a chunk may have at most; ``None`` for as many as are worth it."""
 
-    devices: tuple[str, ...]
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.devices = devices
+        self._endings: list[list[Any]] = [[] for _ in devices]
+
+    def exit_results(self) -> list[Any]:
+        """Return what the end of each worker returned, by number; of one that was replaced, of each in turn.
+
+        Raises:
+            NotPicklableError: One of them could not travel here.
+        """
+        for worker, results in enumerate(self._endings):
+            for result in results:
+                if isinstance(result, Failure):
+                    raise self.error(worker, result)
+        return [result for results in self._endings for result in results]
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import Chunk, Done, Event, Fleet, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as, keep_generators, seed_generators
-from tp_runner._workers._work import run_chunk
+from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = ["InlineFleet"]
 
@@ -26,7 +26,7 @@ class InlineFleet(Fleet):
     most_credits = 1
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
-        self.devices = devices
+        super().__init__(devices)
         self._program = program
         self._settings = settings
         self._works: list[Any] = []
@@ -92,9 +92,15 @@ class InlineFleet(Fleet):
     def close(self, *, timeout_s: float) -> None:
         works, self._works = self._works, []
         self._waiting.clear()
-        if timeout_s > 0:
-            for worker, work in enumerate(works):
-                try:
-                    getattr(work, "close", lambda: None)()
-                except Exception as error:
-                    raise self.error(worker, Failure.of(error, END)) from error
+        failures: list[tuple[int, Failure]] = []
+        for worker, work in enumerate(works):
+            result = None
+            try:
+                if timeout_s > 0:
+                    with acting_as(self._info(worker)), self._kept():
+                        result = end_work(work)
+            except Exception as error:  # noqa: BLE001 - raised when all have ended
+                failures.append((worker, Failure.of(error, END)))
+            self._endings[worker].append(result)
+        for worker, failure in failures:
+            raise self.error(worker, failure)

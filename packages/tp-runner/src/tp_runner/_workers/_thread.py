@@ -12,7 +12,7 @@ from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as
-from tp_runner._workers._work import run_chunk
+from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = ["ThreadFleet"]
 
@@ -21,23 +21,25 @@ class ThreadFleet(Fleet):
     """One thread for each device. Items and results are handed over as they are."""
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
-        self.devices = devices
+        super().__init__(devices)
         self._program = program
         self._settings = settings
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._waited_for: collections.deque[Event | None] = collections.deque()
         self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []
         self._threads: list[threading.Thread] = []
-        self._stopping = False
+        self._returned: dict[int, Any] = {}  # what the end of each one returned that was ready
+        self._stopping = self._ends_at_once = False
 
     def start(self) -> list[Event]:
         if self._threads:
             return []
-        self._stopping = False
+        self._stopping = self._ends_at_once = False
         for worker, device in enumerate(self.devices):
             inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+            arguments = worker, device, inbox, self._returned
             thread = threading.Thread(
-                target=self._work, args=(worker, device, inbox), name=f"tp-worker-{worker}", daemon=True
+                target=self._work, args=arguments, name=f"tp-worker-{worker}", daemon=True
             )
             self._inboxes.append(inbox)
             self._threads.append(thread)
@@ -60,17 +62,29 @@ class ThreadFleet(Fleet):
                 unready.discard(event.worker)
         return []
 
-    def _work(self, worker: int, device: str, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
+    def _work(
+        self,
+        worker: int,
+        device: str,
+        inbox: "queue.SimpleQueue[Chunk | None]",
+        returned: dict[int, Any],
+    ) -> None:
         with acting_as(WorkerInfo(worker, self.size, device, None)):
-            self._work_as(worker, device, inbox)
+            try:
+                work = self._program(device)
+            except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
+                self._events.put(Died(worker, None, failure=Failure.of(error, INIT)))
+                return
+            returned[worker] = None
+            self._events.put(Ready(worker))
+            self._serve(worker, work, inbox)
+            try:
+                returned[worker] = None if self._ends_at_once else end_work(work)
+            except BaseException as error:  # noqa: BLE001 - as above
+                self._events.put(Died(worker, None, failure=Failure.of(error, END)))
 
-    def _work_as(self, worker: int, device: str, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
-        try:
-            work = self._program(device)
-        except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
-            self._events.put(Died(worker, None, failure=Failure.of(error, INIT)))
-            return
-        self._events.put(Ready(worker))
+    def _serve(self, worker: int, work: Any, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
+        """Work on chunks until there shall be no more."""
         waiting = time.monotonic()
         while (chunk := inbox.get()) is not None and not self._stopping:
             began = time.monotonic()
@@ -80,10 +94,6 @@ class ThreadFleet(Fleet):
             self._events.put(Done(worker, chunk.seq, results, failed, timing))
             waiting = now
             chunk, results = None, []
-        try:
-            getattr(work, "close", lambda: None)()
-        except BaseException as error:  # noqa: BLE001 - as above
-            self._events.put(Died(worker, None, failure=Failure.of(error, END)))
 
     def send(self, worker: int, chunk: Chunk) -> None:
         self._inboxes[worker].put(chunk)
@@ -118,12 +128,16 @@ class ThreadFleet(Fleet):
                 raise self.error(event.worker, event.failure)
 
     def _stop(self, *, timeout_s: float) -> list[Event]:
-        self._stopping = True
+        self._stopping, self._ends_at_once = True, timeout_s == 0
         for inbox in self._inboxes:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        # Those that have not ended write into what nobody looks at any more.
+        returned, self._returned = dict(self._returned), {}
+        for worker, result in returned.items():
+            self._endings[worker].append(result)
         self._inboxes, self._threads = [], []
         return self.poll()

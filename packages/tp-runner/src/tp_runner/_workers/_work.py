@@ -10,13 +10,18 @@ from tp_runner._batching import Batching
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._identity import seed_generators
 
-__all__ = ["ENDING", "IDLE", "run_chunk"]
+__all__ = ["ENDING", "IDLE", "end_work", "run_chunk"]
 
 IDLE = -1
 """In the first word of a worker's board: no chunk is being worked on."""
 
 ENDING = -2
 """There, too: the worker was told to end, and does."""
+
+
+def end_work(work: Any) -> Any:
+    """Call the ``close`` attribute of a worker's work, where it has one; return what that returns."""
+    return getattr(work, "close", lambda: None)()
 
 
 def run_chunk(

@@ -12,6 +12,7 @@ from typing import Any
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure, describe_exit
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
+from tp_runner._workers._pickling import loads_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._handle import WorkerHandle
@@ -35,7 +36,7 @@ class ProcessFleet(Fleet):
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         check_start(devices, settings)
         packed = pack_program(program, devices, settings)
-        self.devices = devices
+        super().__init__(devices)
         self._settings = packed.settings
         self._passed = packed.descriptors
         self._memory = SharedMemoryPool()
@@ -175,6 +176,8 @@ class ProcessFleet(Fleet):
         self._poller.unregister(handle.replies)
         del self._by_fd[handle.replies], self._handles[handle.worker]
         self._starting.pop(handle.worker, None)
+        if handle.ready:
+            self._endings[handle.worker].append(handle.returned)
         handle.close()
         for block in (*handle.inflight.values(), *handle.held.values()):
             self._memory.free(block)
@@ -233,6 +236,7 @@ class ProcessFleet(Fleet):
                 handle.failure = pickle.loads(blob)
             elif reply.kind == _wire.BYE:
                 handle.left = True
+                handle.returned = loads_ending(blob)
         if handle.ended:
             events.append(self._on_end(handle))
 

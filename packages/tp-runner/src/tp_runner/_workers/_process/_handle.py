@@ -30,6 +30,7 @@ class WorkerHandle:
         ended: Whether its pipe has come to its end.
         retiring: Whether it was told to end while others go on.
         left: Whether it said goodbye before that.
+        returned: What its end returned.
         failure: Why its start or end failed.
     """
 
@@ -53,6 +54,7 @@ class WorkerHandle:
         self.ended = False
         self.left = False
         self.retiring = False
+        self.returned: Any = None
         self.failure: Failure | None = None
         self._partial = bytearray()
         self._wanted = 0

@@ -15,6 +15,7 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import Timing
 from tp_runner._workers._identity import become
+from tp_runner._workers._pickling import dumps_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._inheritance import take_over
@@ -22,7 +23,7 @@ from tp_runner._workers._process._shared_memory import Heartbeats, MappedMemory
 from tp_runner._workers._process._stored_program import StoredProgram, load_program
 from tp_runner._workers._program import ClassProgram
 from tp_runner._workers._setup import Setup, limit_torch, prepare
-from tp_runner._workers._work import ENDING, IDLE, run_chunk
+from tp_runner._workers._work import ENDING, IDLE, end_work, run_chunk
 
 __all__ = ["Descriptors", "WorkerProcess", "die_with_parent", "main"]
 
@@ -128,11 +129,11 @@ class WorkerProcess:
         self._replies.message(_wire.READY)
         try:
             self._serve(work)
-            getattr(work, "close", lambda: None)()
+            returned = end_work(work)
         except BaseException as error:  # noqa: BLE001 - as above
             self._replies.failure(Failure.of(error, END))
             return
-        self._replies.message(_wire.BYE)
+        self._replies.message(_wire.BYE, dumps_ending(returned))
 
     def _serve(self, work: Callable[[Any], Any]) -> None:
         """Work on chunks until the parent asks for an orderly end."""

@@ -13,7 +13,7 @@ from tp_core.errors import ConfigError
 from tp_runner._options import Settings
 from tp_runner._workers._failure import INIT, RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
-from tp_runner._workers._pickling import USERS_ERRORS, dump_program
+from tp_runner._workers._pickling import USERS_ERRORS, dump_program, loads_ending
 from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
 from tp_runner._workers._ray._scaling import Scaling
 from tp_runner._workers._ray._worker import RayWorker, packed
@@ -46,7 +46,7 @@ class RayFleet(Fleet):
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         self._ray = import_ray()
-        self.devices = devices
+        super().__init__(devices)
         self._program = dump_program(program)
         self._settings = settings
         if settings.timeout_s is not None:
@@ -134,13 +134,13 @@ class RayFleet(Fleet):
             self._ray.kill(actor)
 
     def _ended(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
-        """Return why the orderly end of a worker failed, if it did."""
+        """Note what the orderly end of a worker returned; return why it failed, if it did."""
+        failure = returned = b""
         with contextlib.suppress(self._ray.exceptions.RayError):
-            data, records = self._ray.get(reference)
+            failure, returned, records = self._ray.get(reference)
             self._log(records)
-            if data:
-                return [(worker, pickle.loads(data))]
-        return []
+        self._endings[worker].append(loads_ending(returned))
+        return [(worker, pickle.loads(failure))] if failure else []
 
     def revive(self, worker: int) -> None:
         try:
@@ -250,6 +250,8 @@ class RayFleet(Fleet):
             return
         del self._actors[worker]
         self._lost.add(worker)
+        if was_ready:
+            self._endings[worker].append(None)
         mine = [(r, e) for r, e in self._inflight.items() if e[0] == worker]
         for reference, _ in mine:
             del self._inflight[reference]
@@ -266,8 +268,10 @@ class RayFleet(Fleet):
         self._woken.set()
 
     def reset(self) -> None:
-        for actor in (*self._actors.values(), *(actor for _, actor in self._leaving.values())):
+        for worker, actor in (*self._actors.items(), *self._leaving.values()):
             self._ray.kill(actor)
+            if worker not in self._starting.values():
+                self._endings[worker].append(None)
         self._leaving.clear()
         self._actors.clear()
         self._starting.clear()
@@ -283,6 +287,8 @@ class RayFleet(Fleet):
             done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
             for reference in done:
                 failures += self._ended(ends[reference], reference)
+                _, leaving = self._leaving.pop(reference, (0, None))
+                self._ray.kill(leaving or self._actors.pop(ends[reference]))
         if self._ray.is_initialized():
             self.reset()
             if self._group is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._identity import become
-from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
+from tp_runner._workers._pickling import USERS_ERRORS, dumps_ending, pack_what_can_be
 from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
-from tp_runner._workers._work import run_chunk
+from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = ["Answer", "RayWorker", "packed"]
 
@@ -61,14 +61,14 @@ class RayWorker:
         self._waiting = time.monotonic()
         return data, failed or unpicklable, (began, waited_s, worked_s), self._taken_records()
 
-    def end(self) -> tuple[bytes, list[logging.LogRecord]]:
-        """End the program; return its failure, if there is one, and log records."""
-        failure = b""
+    def end(self) -> tuple[bytes, bytes, list[logging.LogRecord]]:
+        """End the program; return its failure, if there is one, what it returned, and log records."""
+        failure = returned = b""
         try:
-            getattr(self._work, "close", lambda: None)()
+            returned = dumps_ending(end_work(self._work))
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, END), 5)
-        return failure, self._taken_records()
+        return failure, returned, self._taken_records()
 
     def _taken_records(self) -> list[logging.LogRecord]:
         records = self._records[:]
