@@ -51,7 +51,7 @@ def test_attributes_that_change_in_any_way_are_followed(force_copies):
         change()
         (first, *one), (second, *two_) = replicas.run(look, [0, 1])
         assert one == two_
-        own = {"_modules", "_parameters", "_buffers", "_is_replica", "zero_grad"}
+        own = {"_modules", "_parameters", "_buffers", "_is_replica", "zero_grad", "extra"}
         assert first.keys() | own == second.keys() | own
         assert all(first[name] is second[name] for name in first.keys() - own)
 

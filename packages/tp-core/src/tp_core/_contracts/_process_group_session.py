@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from tp_core._contracts._job import Job
+from tp_core._contracts._reductions import ReductionWatch
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
-from tp_core._contracts._stepping import ReductionWatch, SteppingDataParallel
+from tp_core._contracts._stepping import SteppingDataParallel
 from tp_core._data._batches import Share
 from tp_core._steps._backward import backward_of_nothing
-from tp_core.errors import DisagreementError, StepError
+from tp_core._tensors._written import check_no_max_norm
+from tp_core.errors import DisagreementError
 
 __all__ = ["ProcessGroupSession"]
 
@@ -125,10 +128,17 @@ class ProcessGroupSession(Session):
             model: The plain module, on its device.
             **options: As DistributedDataParallel takes them.
 
+        Raises:
+            ModelError: An embedding writes its weight in the forward pass (``max_norm``).
+
         Collectives: a broadcast of the weights of the group's first rank.
         """
-        if self._data_size == 1 or not any(p.requires_grad for p in model.parameters()):
+        if self._data_size == 1:
+            return model
+        if not any(p.requires_grad for p in model.parameters()):
+            self._reductions.listen()
             return model  # torch refuses to wrap a model without gradients
+        check_no_max_norm(model, "each rank")
         averaging = SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -137,6 +147,11 @@ class ProcessGroupSession(Session):
         )
         self._reductions.watch(averaging)
         return averaging
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, which has to step what is averaged alone."""
+        self._reductions.add_optimizer(optimizer)
+        return optimizer
 
     def take_share(self, share: Share | None) -> None:
         """Note the share, and what it makes of a loss whose gradients are averaged."""
@@ -193,26 +208,15 @@ class ProcessGroupSession(Session):
 
         Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
-        factor = self._factor
-        retain_graph = retain_graph or create_graph
-        try:
-            if factor == 1.0:
-                loss.backward(None, retain_graph, create_graph)
-            elif factor:
-                (loss * factor).backward(None, retain_graph, create_graph)
+        factor, retain_graph = self._factor, retain_graph or create_graph
+
+        def go_back() -> None:
+            if factor:
+                (loss if factor == 1.0 else loss * factor).backward(None, retain_graph, create_graph)
             else:
-                backward_of_nothing(
-                    loss, lambda nothing: (nothing * 0.0).backward(None, retain_graph, create_graph)
-                )
-        except RuntimeError as error:
-            if "mark a variable ready only once" not in str(error):  # torch has no class for it
-                raise
-            msg = (
-                "a second backward pass came to a parameter within one step of several ranks, which average "
-                "each gradient once; add the losses and go back once, trainer.backward(first + second), or "
-                "run the step for each of them"
-            )
-            raise StepError(msg) from error
+                backward_of_nothing(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
+
+        self._reductions.go_back(go_back)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context that leaves the gradients on the ranks."""
@@ -275,10 +279,8 @@ class ProcessGroupSession(Session):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module of a prepared model."""
-        if isinstance(model, DistributedDataParallel):
-            inner: nn.Module = model.module
-            return inner
-        return model
+        inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        return inner
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give the data group its first rank's buffers, such as batch norm's running statistics.

@@ -3,17 +3,14 @@
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import StepError
 
-__all__ = ["ReductionWatch", "SteppingDataParallel"]
+__all__ = ["SteppingDataParallel"]
 
 R = TypeVar("R")
 
@@ -30,6 +27,34 @@ class SteppingDataParallel(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+        self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
+        # Whether the next backward pass averages, which one does for each forward pass; `None` before any.
+        self.is_ready: bool | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, or the step, and be ready to average the gradients of one backward pass."""
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.is_ready = True
+        return output
+
+    def seen_gradients(self) -> list[tuple[int, int]] | None:
+        """Return what a backward pass changes that comes now and averages nothing; ``None`` if it does."""
+        if self.is_ready is not False or not self.require_backward_grad_sync:
+            return None
+        return [(id(g), g._version) for _, p, _ in self._trained if (g := p.grad) is not None]
+
+    def note_backward(self) -> None:
+        """Note that a backward pass is over: the next one averages nothing if this one has."""
+        if self.is_ready and self._is_reduced():
+            self.is_ready = False
+
+    def _is_reduced(self) -> bool:
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
 
     def __getattr__(self, name: str) -> Any:
         """Return a value of the module's own, such as ``config``: scripts read them with one process, too.
@@ -85,8 +110,16 @@ class SteppingDataParallel(DistributedDataParallel):
         step, or never, if that was the last one. What was frozen when it was made it never looks at again.
 
         Raises:
-            StepError: A parameter took no part in the loss, or is trained only since the model was prepared.
+            StepError: A parameter took no part in the loss, is trained only since the model was prepared, or
+                has another type since then.
         """
+        for name, parameter, dtype in self._trained:
+            if parameter.dtype is not dtype:
+                msg = (
+                    f"{name!r} of the model was {dtype} when it was prepared for several ranks, and is "
+                    f"{parameter.dtype} now: its gradients are not averaged; convert the model before that"
+                )
+                raise StepError(msg)
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             msg = (
@@ -118,27 +151,3 @@ class SteppingDataParallel(DistributedDataParallel):
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(repr, names[:_MOST_NAMES])) + more
-
-
-class ReductionWatch:
-    """Makes sure, before any optimizer of this process steps, that gradients have been averaged."""
-
-    def __init__(self) -> None:
-        self._models: WeakSet[SteppingDataParallel] = WeakSet()
-        self._handle: RemovableHandle | None = None
-
-    def watch(self, model: SteppingDataParallel) -> None:
-        """Look at the gradients of ``model``, too: `SteppingDataParallel.check_reduced`."""
-        self._models.add(model)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
-
-    def close(self) -> None:
-        """Look at none any more."""
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _before_step(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            for model in self._models:
-                model.check_reduced()

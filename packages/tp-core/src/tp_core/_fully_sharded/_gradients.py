@@ -73,7 +73,7 @@ class WholeParameters:
         self.reduces = True
         self._group = group
         for parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.numel():
                 parameter.register_post_accumulate_grad_hook(self._average)
 
     def _average(self, parameter: Tensor) -> None:

@@ -40,6 +40,8 @@ class FullyShardedSession(ProcessGroupSession):
         Collectives: a broadcast of each parameter and buffer, an all-gather of what lies in no unit.
         """
         self.sharding.shard(model)
+        if self._data_size > 1:
+            self._reductions.know(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -16,6 +16,7 @@ from tp_core._fully_sharded._given import sharded_modules
 from tp_core._fully_sharded._gradients import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
+from tp_core._fully_sharded._writes import WriteWatch
 from tp_core._tensors._deferred import initial_value, materialize
 from tp_core._tensors._sharding import is_dtensor
 
@@ -61,6 +62,7 @@ class Sharding:
         self._group = group
         self._share = share
         self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
+        self._writes: dict[int, WriteWatch] = {}
         # Which shard has taken the place of a parameter, by its identity. Weakly: to hold the parameters
         # would be to hold their memory.
         self._shards: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
@@ -114,11 +116,16 @@ class Sharding:
                 yield module
 
     def _shard_unit(self, module: nn.Module, *, is_root: bool) -> list[nn.Parameter]:
-        """Shard what no unit within it has; return the parameters of other types, which stay whole."""
+        """Shard what no unit within it has; return the parameters that stay whole."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self._share_weights(module)
-        odd = _of_other_types(module)
+        odd = _kept_whole(module)
+        writes = WriteWatch(module)
+        if is_root:
+            self._writes[id(module)] = writes
+        else:
+            writes.hook(module)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         fully_shard(
             module,
@@ -133,6 +140,8 @@ class Sharding:
             offload_policy=CPUOffloadPolicy() if self._options.offload else OffloadPolicy(),
             ignored_params=set(odd),
         )
+        if not is_root:
+            writes.hook_begin(module)
         return odd
 
     @torch.no_grad()
@@ -176,8 +185,18 @@ class Sharding:
 
     def run(self, model: nn.Module, call: Callable[[], StepOutput]) -> StepOutput:
         """Return ``call()`` of a step on a sharded model."""
+        writes = self._writes.get(id(model))
+
+        def watched() -> StepOutput:
+            if writes is None:
+                return call()
+            writes.begin()
+            output = call()
+            writes.after()
+            return output
+
         try:
-            output: StepOutput = getattr(model, _RUN)(call)
+            output: StepOutput = getattr(model, _RUN)(watched)
         except BaseException:
             # In torch since 2.13: otherwise the next forward pass would go on in the middle of this one.
             reset = getattr(model, "reset_iter_state", None)
@@ -226,13 +245,15 @@ def _call(call: Callable[[], StepOutput]) -> StepOutput:
     return output
 
 
-def _of_other_types(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters of another type than most, which torch cannot gather with them."""
+def _kept_whole(module: nn.Module) -> list[nn.Parameter]:
+    """Return what torch cannot gather with the others: scalars, what is empty, and trained other types."""
     elements: dict[torch.dtype, int] = {}
-    parameters = [p for p in module.parameters() if p.requires_grad and not is_dtensor(p)]
-    for parameter in parameters:
+    parameters = [p for p in module.parameters() if not is_dtensor(p)]
+    tiny = [p for p in parameters if not (p.dim() and p.numel())]
+    trained = [p for p in parameters if p.requires_grad and p.dim() and p.numel()]
+    for parameter in trained:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     if len(elements) < 2:
-        return []
+        return tiny
     most = max(elements, key=elements.__getitem__)
-    return [parameter for parameter in parameters if parameter.dtype != most]
+    return [*tiny, *(parameter for parameter in trained if parameter.dtype != most)]

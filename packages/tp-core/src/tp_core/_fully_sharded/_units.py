@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_core._fully_sharded._options import UnitRule
+from tp_core._tensors._written import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
 
 __all__ = ["Units", "find_units"]
@@ -86,6 +87,7 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
 
 
 def _check_kinds(model: nn.Module) -> None:
+    check_no_max_norm(model, "each rank")
     for name, module in model.named_modules():
         what = f"its {name!r}" if name else "it"
         if isinstance(module, torch.jit.ScriptModule):

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tp_core._tensors._written import check_no_max_norm
 from tp_core.errors import ModelError
 from tp_core.replicas._contents import same_objects
 from tp_core.replicas._mirror import ParameterMirror, expose_to_autograd, refresh, side_stream, versions_of
@@ -91,6 +92,8 @@ class ReplicaCache:
         structure = self._structure
         if structure is None or not structure.is_current():
             structure = self._structure = Structure(self._module, self._devices[0])
+            if self._copies:
+                check_no_max_norm(self._module, "each device")
             plain = [o.module for o in structure.originals if not is_scripted(o.module)]
             self._buffers = OriginalBuffers(plain)
             self._modules.clear()

@@ -1,10 +1,9 @@
 """The modules of a replica: shallow copies of the real ones."""
 
-import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from tp_core.errors import ModelError
 from tp_core.replicas._buffers import OwnBuffers
 from tp_core.replicas._contents import Contents, same_objects
+from tp_core.replicas._marks import marks_of
 from tp_core.replicas._originals import OriginalBuffers
+from tp_core.replicas._own_containers import OwnContainers, is_container
 from tp_core.replicas._structure import Original, Structure, is_scripted
 
-__all__ = ["ReplicaModules", "call_as_replica"]
-
-R = TypeVar("R")
+__all__ = ["ReplicaModules"]
 
 
 class _ReplicaModule:
@@ -29,9 +28,10 @@ class _ReplicaModule:
         own: The attributes in which the copy differs.
         version: The version of the original when its attributes were copied.
         tensors: The attributes of the original that were moved, with their versions then.
+        containers: The attributes of the original of which the copy has its own.
     """
 
-    __slots__ = ("_compiled", "module", "original", "own", "tensors", "version")
+    __slots__ = ("_compiled", "containers", "module", "original", "own", "tensors", "version")
 
     def __init__(self, original: Original, *, copies: bool) -> None:
         real = original.module
@@ -42,15 +42,21 @@ class _ReplicaModule:
             self.own["_parameters"] = {}
         self.version = -1
         self.tensors: list[tuple[Tensor, int]] = []
+        self.containers: list[Any] = []
         self._compiled: Any = (None, None)
 
     def copy_attributes(
-        self, replica_of: Mapping[int, nn.Module], device: torch.device, home: torch.device
+        self,
+        replica_of: Mapping[int, nn.Module],
+        containers: OwnContainers,
+        device: torch.device,
+        home: torch.device,
     ) -> None:
         """Copy the attributes of the real module.
 
         Args:
             replica_of: The copies of all modules, by the ``id`` of the real ones.
+            containers: The replica's own lists, dicts and sets.
             device: The replica's device.
             home: The real module's device.
         """
@@ -58,6 +64,9 @@ class _ReplicaModule:
         found = {
             name: own for name, value in real.items() if (own := _own_version(value, replica_of)) is not None
         }
+        self.containers = [value for name, value in real.items() if is_container(name, value)]
+        if self.containers:
+            found |= {n: containers.own(v) for n, v in real.items() if is_container(n, v)}
         self.tensors = []
         if device != home:
             self._move_tensors(real, found, device, home)
@@ -156,8 +165,10 @@ class ReplicaModules:
             )
         self.root = self._replica_of[id(structure.root)]
         self._buffers = OwnBuffers(buffers, [t.own["_buffers"] for t in self._replicas], device)
+        self._containers = OwnContainers(self._replica_of)
         for replica in reversed(self._replicas):  # children first: parents wrap their calls
-            replica.copy_attributes(self._replica_of, device, structure.home)
+            self._copy_attributes(replica)
+        self._containers.refill()
         if compile_options is not None:
             # Its children may be compiled, too: it comes last.
             self.root.compile(**compile_options)
@@ -168,6 +179,7 @@ class ReplicaModules:
     def sync(self, *, force: bool = False) -> None:
         """Copy the attributes and buffers that the real modules have now."""
         self._buffers.sync(force=force)
+        self._containers.refill()
         if not self._are_untouched():
             behind = self._replicas  # some were changed from outside: all are copied from the real ones
         elif self._version != self._structure.version or self._moved:
@@ -175,10 +187,15 @@ class ReplicaModules:
         else:
             return
         for replica in behind:
-            replica.copy_attributes(self._replica_of, self.device, self._structure.home)
+            self._copy_attributes(replica)
         if behind:
+            self._containers.keep(value for replica in self._replicas for value in replica.containers)
+            self._containers.refill()
             self._watch()
         self._version = self._structure.version
+
+    def _copy_attributes(self, replica: _ReplicaModule) -> None:
+        replica.copy_attributes(self._replica_of, self._containers, self.device, self._structure.home)
 
     def _watch(self) -> None:
         """Remember the attributes of the replica's modules."""
@@ -217,7 +234,7 @@ class ReplicaModules:
         self.give_parameters(copies)
         for replica in self._replicas:
             if isinstance(replica.module, nn.RNNBase):
-                replica.copy_attributes(self._replica_of, self.device, self._structure.home)
+                self._copy_attributes(replica)
                 replica.module.flatten_parameters()
         self.given = None
         self._watch()
@@ -250,38 +267,4 @@ def _no_script(module: nn.Module, device: torch.device) -> str:
     return (
         f"a TorchScript module ({type(module).__name__}) cannot be replicated on {device}: its "
         "parameters cannot be replaced from Python; give the module that was scripted, or torch.compile"
-    )
-
-
-def marks_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that make a replica of ``module`` leave gradients alone.
-
-    ``_is_replica`` is torch's own mark, for classes whose ``zero_grad`` ends in that of ``nn.Module``. By
-    itself it warns and then clears the gradients of whatever the replica shares with the module.
-    """
-    marks: dict[str, Any] = {"_is_replica": True}
-    if type(module).zero_grad is nn.Module.zero_grad:
-        marks["zero_grad"] = _zero_grad
-    return marks
-
-
-def call_as_replica(module: nn.Module, function: Callable[..., R], *args: Any) -> R:
-    """Return ``function(*args)``; meanwhile the module itself counts as a replica, the first of several."""
-    attributes = vars(module)
-    marks = marks_of(module) if "zero_grad" not in attributes else {}
-    attributes.update(marks)
-    try:
-        return function(*args)
-    finally:
-        for name in marks:
-            attributes.pop(name, None)
-
-
-def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT002, RUF100 - torch's signature
-    # The beginning is that of torch's own warning, so that filters written for it go on working.
-    warnings.warn(
-        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect: inside of forward "
-        "a replica's parameters collect no gradients of their own; call it on the wrapper, before forward, "
-        "or use torch.autograd.grad",
-        stacklevel=2,
     )

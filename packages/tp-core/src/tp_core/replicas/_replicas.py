@@ -14,9 +14,9 @@ from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
 from tp_core.replicas._caller import Caller, has_modes, on_device
+from tp_core.replicas._marks import call_as_replica
 from tp_core.replicas._outcome import raise_first
 from tp_core.replicas._random import Streams
-from tp_core.replicas._replica_modules import call_as_replica
 from tp_core.replicas._threads import ReplicaThreads
 from tp_core.replicas._untraced import untraced
 

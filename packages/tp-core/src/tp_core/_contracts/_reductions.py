@@ -1,0 +1,120 @@
+"""Whether ranks step with gradients that have been averaged: asked before anything parts them."""
+
+import logging
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from tp_core._contracts._stepping import SteppingDataParallel
+from tp_core.errors import StepError
+
+__all__ = ["ReductionWatch"]
+
+log = logging.getLogger("tp_core")
+
+_MOST_SHAPES = 3  # in a message
+
+_TWICE = (
+    "a second backward pass came to a parameter within one step of several ranks, which average each "
+    "gradient once; add the losses and go back once, trainer.backward(first + second), or run the step for "
+    "each of them"
+)
+
+
+class ReductionWatch:
+    """Makes sure, before any optimizer of this process steps, that gradients have been averaged."""
+
+    def __init__(self) -> None:
+        self._models: WeakSet[SteppingDataParallel] = WeakSet()
+        self._known: set[int] = set()  # the identities of parameters whose gradients are averaged
+        self._prepared: WeakSet[Optimizer] = WeakSet()
+        self._fine: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, model: SteppingDataParallel) -> None:
+        """Look at the gradients of ``model``, too: `SteppingDataParallel.check_reduced`."""
+        self._models.add(model)
+        self.know(model)
+
+    def know(self, model: nn.Module) -> None:
+        """Note that gradients of the parameters that ``model`` has now are averaged."""
+        self._known.update(map(id, model.parameters()))
+        self.listen()
+
+    def listen(self) -> None:
+        """Look at optimizers before they step, from now on."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Note that all that ``optimizer`` steps has to be averaged."""
+        self._prepared.add(optimizer)
+
+    def close(self) -> None:
+        """Look at none any more."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def go_back(self, run: Callable[[], None]) -> None:
+        """Run a backward pass, which has to average all gradients that it adds.
+
+        Raises:
+            StepError: It came to a parameter whose gradient has been averaged since the forward pass.
+        """
+        seen = [(model, model.seen_gradients()) for model in self._models]
+        try:
+            run()
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):  # torch has no class for it
+                raise
+            raise StepError(_TWICE) from error
+        # Where all of them have been averaged torch says nothing, and each rank adds its own.
+        if any(before is not None and model.seen_gradients() != before for model, before in seen):
+            raise StepError(_TWICE)
+        for model in self._models:
+            model.note_backward()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for model in self._models:
+            model.check_reduced()
+        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        if self._fine.get(optimizer) != lists:
+            self._check_known(optimizer)
+            self._fine[optimizer] = lists
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Make sure that an optimizer steps parameters of prepared models alone, if it steps any.
+
+        Raises:
+            StepError: A parameter with a gradient is of none, and would part the ranks.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = [p for p in parameters if id(p) not in self._known]
+        if len(others) == len(parameters) and optimizer not in self._prepared:
+            log.warning(
+                "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
+                "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "
+                "train them together",
+                type(optimizer).__name__,
+            )
+            return
+        shapes: list[tuple[int, ...]] = [tuple(p.shape) for p in others if _has_gradient(p)]
+        if shapes:
+            listed = ", ".join(map(str, shapes[:_MOST_SHAPES])) + ", ..." * (len(shapes) > _MOST_SHAPES)
+            msg = (
+                f"the optimizer has {len(shapes)} parameter(s) that no prepared model has (shape {listed}), "
+                "so on several ranks their gradients are not averaged; make what they belong to a submodule "
+                "of the model before trainer.prepare(model, ...)"
+            )
+            raise StepError(msg)
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None

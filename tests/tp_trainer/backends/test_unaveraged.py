@@ -1,0 +1,168 @@
+"""What would let ranks part without a word is refused before the optimizer steps."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ModelError, SelectionError, StepError
+from tp_core.testing import RankPool
+from tp_trainer import Trainer
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def loader():
+    x = torch.randn(11, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+def step(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def refused(body, backend):
+    """Return the message of the error in which a loop ends, and whether it came before a step."""
+    model = make_model()
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        prepared, optimizer, batches = trainer.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(StepError) as caught:
+            body(trainer, model, prepared, optimizer, batches)
+        same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=False))
+    return str(caught.value), same
+
+
+def two_passes(trainer, _model, prepared, optimizer, batches):
+    for batch in batches:
+        loss = trainer.run(step, prepared, batch)
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(0.5 * loss)
+        optimizer.step()
+
+
+def another_type(trainer, model, prepared, optimizer, batches):
+    model.float()
+    for x, y in batches:
+        trainer.backward(trainer.run(step, prepared, (x.float(), y.float())))
+        optimizer.step()
+
+
+def one_more_parameter(trainer, _model, prepared, optimizer, batches):
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer.add_param_group({"params": [scale]})
+    for batch in batches:
+        trainer.backward(trainer.run(lambda m, b: step(m, b) * scale, prepared, batch))
+        optimizer.step()
+
+
+def one_more_layer(trainer, model, prepared, optimizer, batches):
+    model.append(nn.Linear(1, 1).double())
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+    for batch in batches:
+        trainer.backward(trainer.run(step, prepared, batch))
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2, timeout_s=120.0) as pool:
+        yield pool
+
+
+def test_a_second_pass_through_gradients_that_have_been_averaged_is_refused(ranks):
+    for message, _ in ranks.run(partial(refused, two_passes, "ddp")):
+        assert message.startswith("a second backward pass came to a parameter within one step")
+
+
+def test_a_model_of_another_type_than_when_it_was_prepared_is_refused(ranks):
+    for message, _ in ranks.run(partial(refused, another_type, "ddp")):
+        assert message.startswith("'0.weight' of the model was torch.float64 when it was prepared")
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("body", [one_more_parameter, one_more_layer])
+def test_an_optimizer_with_parameters_of_no_prepared_model_is_refused(ranks, body, backend):
+    for message, is_untouched in ranks.run(partial(refused, body, backend)):
+        assert "parameter(s) that no prepared model has (shape (" in message
+        assert is_untouched
+
+
+def _of_its_own():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_core").addHandler(handler)
+    model, probe = make_model(), nn.Linear(2, 1).double()
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        prepared, batches = trainer.prepare(model, loader())
+        optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for batch in batches:
+            trainer.backward(trainer.run(step, prepared, batch))
+            step(probe, batch).backward()
+            optimizer.step()
+    logging.getLogger("tp_core").removeHandler(handler)
+    return lines
+
+
+def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_once(ranks):
+    for lines in ranks.run(_of_its_own):
+        assert len(lines) == 1
+        assert "SGD, was not prepared, and steps parameters of no prepared model" in lines[0]
+
+
+def _several_losses_of_two_models():
+    """Return weights after steps in which each model has a forward pass for each backward pass."""
+    first, second = make_model(), make_model()
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        a, b, batches = trainer.prepare(first, second, loader())
+        one = torch.optim.SGD(first.parameters(), lr=0.1)
+        two = torch.optim.SGD(second.parameters(), lr=0.1)
+        for batch in batches:
+            for model, optimizer in ((a, one), (b, two), (a, one)):
+                optimizer.zero_grad()
+                trainer.backward(trainer.run(step, model, batch))
+                trainer.backward(trainer.run(step, model, batch))
+                optimizer.step()
+    return [p.detach() for model in (first, second) for p in model.parameters()]
+
+
+def test_several_passes_with_a_forward_pass_each_are_those_of_one_device(ranks):
+    alone = _several_losses_of_two_models()
+    for found in ranks.run(_several_losses_of_two_models):
+        torch.testing.assert_close(found, alone)
+
+
+def _max_norm(backend):
+    model = nn.Sequential(nn.EmbeddingBag(9, 2, max_norm=0.5), nn.Linear(2, 1))
+    with (
+        Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer,
+        pytest.raises((ModelError, SelectionError)) as caught,
+    ):
+        trainer.prepare(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_an_embedding_that_scales_its_rows_is_refused(ranks, backend):
+    for message in ranks.run(partial(_max_norm, backend)):
+        assert "the model's '0' (EmbeddingBag) has max_norm=0.5" in message
+        assert "torch.renorm(weight.data, 2, 0, 0.5)" in message
+
+
+def _frozen_with_max_norm():
+    model = nn.Sequential(nn.Embedding(9, 2, max_norm=0.5), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        return trainer.prepare(model) is not None
+
+
+def test_one_that_is_not_trained_is_taken(ranks):
+    assert ranks.run(_frozen_with_max_norm) == [True, True]
