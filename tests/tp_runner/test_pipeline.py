@@ -182,6 +182,10 @@ def test_a_table_shows_the_stages(capsys):
     [
         (lambda: Pipeline(batch=2), "batch=2 is given to the stage"),
         (lambda: Pipeline(engine="thread").map(abs, batch=0), "batch must be a whole number"),
+        (
+            lambda: Pipeline(engine="thread").map(abs, collate=list),
+            "collate is about batches; give batch= too",
+        ),
         (lambda: Pipeline(engine="thread").stream([1]), "a pipeline needs a stage"),
         (lambda: Pipeline(engine="thread", timeout_s=1).map(abs).stream([1]), "no use for timeout_s"),
     ],

@@ -74,3 +74,31 @@ def test_classes_of_a_notebook(method):
     done = run(["-c", textwrap.dedent(kernel)], "")
     assert done.stdout.splitlines() == ["[0, 10, 20]", "[1, 101, 201]"]
     assert not done.stderr
+
+
+def test_what_makes_batches_of_a_program_travels(run_script):
+    out = run_script(
+        """
+        import threading
+        import tp_runner
+
+        def total(items):
+            return {"total": [sum(items)] * len(items)}
+
+        def same(batch):
+            return batch
+
+        if __name__ == "__main__":
+            options = {"n_workers": 1, "batch": 2}
+            print([row["total"] for row in tp_runner.map(same, range(4), collate=total, **options)])
+            print(list(tp_runner.map(same, range(4), collate=lambda items: items[::-1], **options)))
+            lock = threading.Lock()
+            try:
+                list(tp_runner.map(same, [1], collate=lambda items: lock, **options))
+            except tp_runner.NotPicklableError as error:
+                print(error)
+        """
+    ).splitlines()
+    assert out[:2] == ["[1, 1, 5, 5]", "[1, 0, 3, 2]"]
+    assert "collate of type function cannot be pickled" in out[2]
+    assert "it must travel to the workers" in out[2]

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import tp_runner
 from tp_core.errors import ConfigError
 from tp_core.testing import EngineConformance
 from tp_runner import (
@@ -197,6 +198,17 @@ def test_what_their_ends_return_comes_back_in_the_order_of_their_numbers(cluster
     assert results.count(None) == 1  # the one that died
     assert {result[1] for result in results if result} <= {0, 1}
     assert any(results)
+
+
+def test_workers_have_the_variables_that_they_are_given(cluster, monkeypatch):
+    monkeypatch.setenv("SIZE", "7")
+
+    def read(names):
+        return [os.environ.get(name) for name in names]
+
+    env = {"COLOR": "red", "RAY_CLIENT_MODE": None, "SIZE": None}
+    results = tp_runner.map(read, [["COLOR", "SIZE", *env]], n_workers=1, engine="ray", env=env)
+    assert list(results) == [["red", None, "red", None, None]]
 
 
 def test_errors_name_their_item_and_the_runner_stays_usable(cluster):

@@ -1,9 +1,13 @@
 """Handing several items to a worker's function at once, and taking its answer apart again."""
 
+import functools
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from tp_core.errors import ConfigError
 
 __all__ = ["Batching", "collate", "separate"]
 
@@ -20,6 +24,36 @@ class Batching:
     size: int
     collate: Callable[[list[Any]], Any] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            msg = f"batch must be a whole number of at least 1, got {self.size!r}"
+            raise ConfigError(msg)
+        if self.collate is not None and not callable(self.collate):
+            msg = f"collate must be a function of a list of items, got {self.collate!r}"
+            raise ConfigError(msg)
+
+    @classmethod
+    def of(cls, size: Any, collate: Any, max_wait_s: Any = None) -> Self | None:
+        """Return how items are put together, where they are.
+
+        Raises:
+            ConfigError: A value is wrong, or is about batches where there are none.
+        """
+        if size is not None:
+            return cls(size, collate)
+        for name, value in (("collate", collate), ("max_wait_s", max_wait_s)):
+            if value is not None:
+                msg = f"{name} is about batches; give batch= too, how many items make one"
+                raise ConfigError(msg)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.collate is None:
+            return Batching, (self.size,)
+        import cloudpickle
+
+        return Batching, (self.size, _Travelled(cloudpickle.dumps(self.collate)))
+
     def join(self, items: list[Any]) -> Any:
         """Make a batch of ``items``."""
         return (self.collate or collate)(items)
@@ -27,6 +61,21 @@ class Batching:
     def split(self, answer: Any, n_items: int) -> list[Any]:
         """Take the answer to a batch apart into one result for each item."""
         return separate(answer, n_items)
+
+
+class _Travelled:
+    """A function of the program in a worker: loaded by its first call, whose failure is an item's."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @functools.cached_property
+    def _function(self) -> Callable[[list[Any]], Any]:
+        function: Callable[[list[Any]], Any] = pickle.loads(self._data)
+        return function
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self._function(items)
 
 
 def collate(items: list[Any]) -> Any:

@@ -1,12 +1,15 @@
-"""Which devices the workers are on; plain CPU workers need no torch."""
+"""Which devices, and which cores, the workers are on; plain CPU workers need no torch."""
 
-from collections.abc import Sequence
+import itertools
+import os
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from tp_core.errors import DeviceError
+from tp_core.errors import ConfigError, DeviceError
 from tp_core.internal import available_cores
 
-__all__ = ["resolve"]
+__all__ = ["cores_of_workers", "resolve"]
 
 
 def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = False) -> tuple[str, ...]:
@@ -63,3 +66,43 @@ def _checked(name: str, count: Any) -> int:
         msg = f"{name} must be a whole number of at least 1, got {count!r}"
         raise DeviceError(msg)
     return count
+
+
+def cores_of_workers(cpus: Any, n_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the cores that each worker is pinned to.
+
+    Args:
+        cpus: A number or a set of numbers for each worker; ``"split"`` for an even share of those that this
+            process may use: several each, or one that several workers share.
+        n_workers: How many workers there are.
+
+    Raises:
+        ConfigError: This is not such a value, the system pins nobody, or this process may not use a core.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        msg = f"cpus={cpus!r} pins workers to cores, which {sys.platform} has no call for; leave it out"
+        raise ConfigError(msg)
+    there = sorted(os.sched_getaffinity(0))
+    if cpus == "split":
+        first = [worker * len(there) // n_workers for worker in range(n_workers + 1)]
+        return tuple(tuple(there[start : max(end, start + 1)]) for start, end in itertools.pairwise(first))
+    if not isinstance(cpus, Sequence) or isinstance(cpus, str | bytes):
+        msg = f"cpus must be 'split', or cores for each worker such as [{{0, 1}}, {{2, 3}}], got {cpus!r}"
+        raise ConfigError(msg)
+    if len(cpus) != n_workers:
+        msg = f"cpus={cpus!r} has cores for {len(cpus)} workers, and there are {n_workers}; give each its own"
+        raise ConfigError(msg)
+    return tuple(_cores(worker, own, there) for worker, own in enumerate(cpus))
+
+
+def _cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
+    cores = tuple(own) if isinstance(own, Collection) and not isinstance(own, str | bytes) else (own,)
+    if not cores or not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
+        msg = f"cpus must have at least one core, by its number, for worker {worker}, got {own!r}"
+        raise ConfigError(msg)
+    for core in cores:
+        if core not in there:
+            known = ", ".join(map(str, there))
+            msg = f"cpus has core {core} for worker {worker}, and this process may use {known} alone"
+            raise ConfigError(msg)
+    return tuple(sorted(set(cores)))

@@ -42,6 +42,7 @@ class EngineSpec:
 _RAY_ONLY = "only Ray places workers by them"
 _PROCESSES_ONLY = "only processes are replaced"
 _RAY = dict.fromkeys(("min_workers", "placement", "resources"), _RAY_ONLY)
+_SURROUNDINGS = ("cpus", "env")
 _NOT_REPLACED = {"max_items_per_worker": _PROCESSES_ONLY, "max_memory_per_worker": _PROCESSES_ONLY}
 
 ENGINES = {
@@ -54,6 +55,7 @@ ENGINES = {
             "one item after the other, in the caller's thread",
             unfit=_RAY
             | _NOT_REPLACED
+            | dict.fromkeys(_SURROUNDINGS, "there is no worker; it is the caller's own process")
             | {
                 "log_level": "there is no worker",
                 "max_restarts": "there is no worker",
@@ -77,7 +79,9 @@ ENGINES = {
             "tp_runner._workers._ray._fleet:RayFleet",
             20,
             "one actor on a Ray cluster for each device",
-            unfit=_NOT_REPLACED | dict.fromkeys(("preload", "start_method"), "Ray starts the workers"),
+            unfit=_NOT_REPLACED
+            | dict.fromkeys(("preload", "start_method"), "Ray starts the workers")
+            | {"cpus": "Ray places the workers; resources={'num_cpus': 2} says how many cores one takes"},
         ),
         EngineSpec(
             "thread",
@@ -87,6 +91,7 @@ ENGINES = {
             remedy="engine='process' for work in Python",
             unfit=_RAY
             | _NOT_REPLACED
+            | dict.fromkeys(_SURROUNDINGS, "threads share those of their process")
             | {
                 "log_level": "records of threads are the parent's own",
                 "max_restarts": "threads do not die",

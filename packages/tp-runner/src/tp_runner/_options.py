@@ -5,14 +5,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from tp_core.errors import ConfigError
-from tp_core.internal import available_cores
+from tp_core.internal import available_cores, did_you_mean
 
 from tp_runner._batching import Batching
+from tp_runner._devices import cores_of_workers
 
 __all__ = ["START_METHODS", "RunnerOptions", "Settings", "make_settings"]
 
@@ -28,6 +29,11 @@ class RunnerOptions(TypedDict, total=False):
         batch: How many items the work gets at once; the last batch may be smaller.
         collate: Makes a batch of a list of items; by default tensors and arrays of one shape are stacked,
             and anything else stays a list.
+        cpus: Which cores each worker is pinned to: one number or set of numbers for each worker, or
+            ``"split"`` for an even share of those that this process may use. A worker computes with as many
+            threads then, where neither ``threads`` nor ``OMP_NUM_THREADS`` says otherwise.
+        env: Variables of the workers' environment, on top of the caller's; ``None`` removes one. They are set
+            before anything of the user's is imported there, and with a fork server before what it preloads.
         log_level: Which log records of workers reach the caller; by default those of the root logger's level.
         max_bytes: How many bytes of items and results may be on their way; 256 MiB by default.
         max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
@@ -44,6 +50,8 @@ class RunnerOptions(TypedDict, total=False):
         preload: Modules that the fork server imports once, before it forks workers, instead of each worker;
             none that starts threads or touches a CUDA device when it is imported.
         resources: What one Ray actor takes of its cluster, by Ray's names.
+        retry_delay_s: After how many seconds a failed item is tried again, twice as many each time up to
+            16 times as many; others go on meanwhile. By default at once.
         seed: Makes the random numbers of each item (Python's, numpy's and torch's) depend on it and the
             item's place alone, whatever worker takes it; of each batch, on its first item's place. By
             default no two workers have the same.
@@ -59,6 +67,8 @@ class RunnerOptions(TypedDict, total=False):
 
     batch: int | None
     collate: Callable[[list[Any]], Any] | None
+    cpus: Literal["split"] | Sequence[int | Collection[int]] | None
+    env: Mapping[str, str | None] | None
     log_level: int | str | None
     max_bytes: int | None
     max_items_per_worker: int | None
@@ -71,6 +81,7 @@ class RunnerOptions(TypedDict, total=False):
     placement: Literal["pack", "spread", "strict_pack", "strict_spread"] | None
     preload: Sequence[str] | None
     resources: Mapping[str, float] | None
+    retry_delay_s: float | None
     seed: int | None
     start_method: Literal["forkserver", "spawn", "fork"] | None
     start_timeout_s: float | None
@@ -78,6 +89,14 @@ class RunnerOptions(TypedDict, total=False):
     timeline: bool | None
     timeout_s: float | None
 
+
+_OF_OTHERS = {
+    **dict.fromkeys(("maxtasksperchild", "max_tasks_per_child", "worker_lifespan"), "max_items_per_worker"),
+    "cpu_ids": "cpus",
+    "mp_context": "start_method",
+    "task_timeout": "timeout_s",
+}
+"""What other libraries call our options."""
 
 OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
 
@@ -90,17 +109,22 @@ class Settings:
         ordered: Whether results come in the order of the items.
         queue_scale: How many items may be on their way for each worker; ``None`` to adapt.
         batching: How items are put together: ``batch`` and ``collate``.
+        cpus: The cores of each worker.
+        threads: How many threads each worker may compute with; ``None`` for as many as it has of ``cpus``.
     """
 
     start_method: str = "forkserver"
     preload: tuple[str, ...] = ()
-    threads: int = 1
+    threads: int | None = 1
+    cpus: tuple[tuple[int, ...], ...] | None = None
+    env: Mapping[str, str | None] = field(default_factory=dict)
     ordered: bool = True
     queue_scale: float | None = None
     max_bytes: int = 256 << 20
     on_error: str = "raise"
     max_retries: int = 0
     max_restarts: int = 0
+    retry_delay_s: float = 0.0
     timeout_s: float | None = None
     batching: Batching | None = None
     max_wait_s: float | None = None
@@ -131,16 +155,18 @@ def make_settings(
     """
     for name, value in options.items():
         if name not in OPTIONS:
-            msg = f"unknown option {name!r} of engine {engine!r}; there are: {', '.join(OPTIONS)}"
+            meant = _OF_OTHERS.get(name)
+            hint = f"; it is {meant!r} here" if meant else did_you_mean(name, OPTIONS)
+            msg = f"unknown option {name!r} of engine {engine!r}{hint}; there are: {', '.join(OPTIONS)}"
             raise ConfigError(msg)
         reason = unfit.get(name)
         if reason is not None and value is not None and value != 0:
             msg = f"engine {engine!r} has no use for {name}={value!r}: {reason}"
             raise ConfigError(msg)
     given = {name: value for name, value in options.items() if value is not None}
-    batching = _batching(given)
+    batching = Batching.of(given.pop("batch", None), given.pop("collate", None), given.get("max_wait_s"))
     values: dict[str, Any] = {
-        "threads": _default_threads(n_workers),
+        "threads": _default_threads(n_workers, given),
         "log_level": logging.getLogger().getEffectiveLevel(),
         **({"start_method": "spawn"} if sys.platform == "darwin" and not given.get("preload") else {}),
         **({} if engine == "ray" else {"start_timeout_s": START_TIMEOUT_S}),
@@ -150,38 +176,31 @@ def make_settings(
     _check_choice(values, "on_error", ("raise", "return"))
     _check_choice(values, "placement", PLACEMENTS)
     _check_fewest(given, n_workers)
-    for name in ("max_retries", "max_restarts"):
+    for name in ("max_retries", "max_restarts", "seed"):
         _check_whole(values, name, 0)
-    _check_whole(values, "seed", 0)
     for name in ("threads", "max_bytes", "max_items_per_worker", "max_memory_per_worker"):
-        _check_whole(values, name, 1)
-    for name in ("timeout_s", "max_wait_s", "queue_scale", "start_timeout_s"):
+        _check_whole({name: v for name, v in values.items() if v is not None}, name, 1)
+    for name in ("timeout_s", "max_wait_s", "queue_scale", "start_timeout_s", "retry_delay_s"):
         _check_positive(values, name)
+    if "retry_delay_s" in given and not values.get("max_retries"):
+        msg = "retry_delay_s is about items that are tried again; give max_retries= too, how often"
+        raise ConfigError(msg)
+    _check_env(given)
+    if "cpus" in given:
+        values["cpus"] = cores_of_workers(given["cpus"], n_workers)
     values["log_level"] = _log_level(values["log_level"])
     values["preload"] = _preload(given.get("preload", ()), given.get("start_method"))
     _check_resources(given.get("resources", {}))
     return Settings(**values, batching=batching)
 
 
-def _default_threads(n_workers: int) -> int:
+def _default_threads(n_workers: int, given: Mapping[str, Any]) -> int | None:
     """Return what the user has set for every process, or a worker's share of the cores."""
-    own = os.environ.get("OMP_NUM_THREADS", "")
-    return int(own) if own.isdigit() and int(own) else max(1, available_cores() // n_workers)
-
-
-def _batching(given: dict[str, Any]) -> Batching | None:
-    size, collate = given.pop("batch", None), given.pop("collate", None)
-    if size is None:
-        for name, value in (("collate", collate), ("max_wait_s", given.get("max_wait_s"))):
-            if value is not None:
-                msg = f"{name} is about batches; give batch= too, how many items make one"
-                raise ConfigError(msg)
-        return None
-    _check_whole({"batch": size}, "batch", 1)
-    if collate is not None and not callable(collate):
-        msg = f"collate must be a function of a list of items, got {collate!r}"
-        raise ConfigError(msg)
-    return Batching(size, collate)
+    env = given.get("env")
+    own = {**os.environ, **(env if isinstance(env, Mapping) else {})}.get("OMP_NUM_THREADS")
+    if isinstance(own, str) and own.isdigit() and int(own):
+        return int(own)
+    return None if "cpus" in given else max(1, available_cores() // n_workers)
 
 
 def _check_fewest(given: Mapping[str, Any], n_workers: int) -> None:
@@ -247,6 +266,24 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it would be in
         return False
+
+
+def _check_env(given: Mapping[str, Any]) -> None:
+    env = given.get("env", {})
+    if not isinstance(env, Mapping):
+        msg = f"env must map names of variables to their values, such as {{'TZ': 'UTC'}}, got {env!r}"
+        raise ConfigError(msg)
+    for name, value in env.items():
+        if not isinstance(name, str) or not name or not {"=", "\0"}.isdisjoint(name):
+            msg = f"env has {name!r}, which cannot be the name of a variable"
+            raise ConfigError(msg)
+        if value is not None and (not isinstance(value, str) or "\0" in value):
+            msg = f"env[{name!r}] must be a string, or None to remove the variable, got {value!r}"
+            raise ConfigError(msg)
+    own = env.get("OMP_NUM_THREADS")
+    if "threads" in given and own is not None:
+        msg = f"threads={given['threads']!r} and env's OMP_NUM_THREADS={own!r} say one thing; give one"
+        raise ConfigError(msg)
 
 
 def _check_resources(value: Any) -> None:

@@ -109,13 +109,7 @@ class Pipeline:
             n_workers: How many CPU workers of its own, in place of ``devices``.
             name: What it is called; by default like the function.
         """
-        batching = None
-        if batch is not None:
-            if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-                msg = f"batch must be a whole number of at least 1, got {batch!r}"
-                raise ConfigError(msg)
-            batching = Batching(batch, collate)
-        return self._with(MAP, function, init, batching, devices, n_workers, name)
+        return self._with(MAP, function, init, Batching.of(batch, collate), devices, n_workers, name)
 
     def flat_map(
         self,

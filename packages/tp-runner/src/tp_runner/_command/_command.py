@@ -50,6 +50,9 @@ def run(
     ] = "auto",
     batch: Annotated[int | None, typer.Option(help="Items that the runner gets at once.")] = None,
     max_retries: Annotated[int, typer.Option(help="How often a failed item is tried again.")] = 0,
+    retry_delay_s: Annotated[
+        float | None, typer.Option(help="Seconds before that, twice as many each time.")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="How often dead workers are started again.")] = 10,
     timeout_s: Annotated[float | None, typer.Option(help="The most time for one item.")] = None,
     keep_going: Annotated[
@@ -110,6 +113,7 @@ def run(
             _devices(devices),
             batch=batch,
             max_retries=max_retries,
+            retry_delay_s=retry_delay_s,
             max_restarts=max_restarts,
             on_error="return" if keep_going else "raise",
             timeout_s=timeout_s,

@@ -146,8 +146,9 @@ class Bounds:
         self.chunking = Chunking(whole=self.whole, most=max(most, self.whole))
 
     def into(self, chunk: Chunk) -> None:
-        """Count a new chunk, whose size in bytes nobody knows yet."""
+        """Count a new chunk, whose size in bytes nobody knows yet, as a rule."""
         self._n_items += len(chunk.items)
+        self.nbytes += chunk.nbytes
         self.n_chunks += 1
 
     def out(self, chunk: Chunk) -> Chunk:

@@ -56,6 +56,7 @@ class Submissions(Source):
     Attributes:
         is_finishing: Whether nothing more may be submitted.
         on_end: Called in its thread when the last future is done.
+        hurry: Has what rests before it is tried again go at once.
     """
 
     def __init__(self, max_wait_s: float | None) -> None:
@@ -67,6 +68,7 @@ class Submissions(Source):
         self._thread: threading.Thread | None = None
         self.is_finishing = False
         self.on_end: Callable[[], None] | None = None
+        self.hurry: Callable[[], None] = lambda: None
 
     def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":
         """Put an item in line."""

@@ -146,6 +146,7 @@ class RunnerPool:
             if submissions is None or submissions.is_finishing:
                 submissions = Submissions(self.settings.max_wait_s)
                 run = self._new_run(submissions, ordered=False, numbered=True, on_error="return")
+                submissions.hurry = run.again.hurry
                 self._submissions = submissions  # now that somebody will settle its futures
                 submissions.serve(self._scheduler.steps(lambda: run))
             future = submissions.submit(item, raise_original=raise_original)
@@ -272,6 +273,7 @@ class RunnerPool:
     def _finish(self, submissions: Submissions) -> None:
         with self._lock:
             submissions.is_finishing = True
+            submissions.hurry()
             submissions.exhausted = not submissions.has_line()
             self._scheduler.is_paused = False
             self._scheduler.dispatch()

@@ -1,18 +1,30 @@
-"""What becomes of a chunk that did not come back whole: facts in, a decision out, and no state."""
+"""What becomes of a chunk that did not come back whole: facts in, a decision out; and what goes out when."""
 
-from collections.abc import Sequence
+import collections
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import DIED, ITEM, RAISED, RESULT, TIMEOUT, Failure, describe_exit
+from tp_runner._workers._failure import (
+    DIED,
+    ITEM,
+    RAISED,
+    RESULT,
+    TIMEOUT,
+    Failure,
+    describe_exit,
+    failure_to_error,
+)
 from tp_runner._workers._fleet import Chunk, Died
-from tp_runner._workers._pickling import why_not_picklable
+from tp_runner._workers._pickling import shortened, why_not_picklable
 
 __all__ = [
     "MOST_FAILED_STARTS",
     "Death",
     "Decision",
     "Finish",
+    "Line",
     "Part",
     "Resend",
     "Split",
@@ -20,10 +32,14 @@ __all__ = [
     "after_failures",
     "after_pickling_error",
     "death_failure",
+    "outcome_of",
 ]
 
 MOST_DEATHS = 3
 """An item that was being worked on in so many deaths is not tried again."""
+
+MOST_DELAYS = 16
+"""An item rests so many times as long as ``retry_delay_s`` says, at most."""
 
 MOST_FAILED_STARTS = 3
 """A worker that ended so often in a row before it was ready is not started again."""
@@ -38,6 +54,7 @@ class Part(NamedTuple):
         attempts: How many of the attempts that ``retries`` counts its items have had.
         deaths: How many workers its first item has killed.
         failure: Why it is not tried again; ``None`` when it is.
+        delay_s: After how many seconds it is.
     """
 
     start: int
@@ -45,6 +62,7 @@ class Part(NamedTuple):
     attempts: int = 0
     deaths: int = 0
     failure: Failure | None = None
+    delay_s: float = 0.0
 
 
 class Finish(NamedTuple):
@@ -101,7 +119,7 @@ def after_failures(chunk: Chunk, results: list[Any], settings: Settings) -> Deci
     if chunk.attempts < settings.max_retries:
         again = [i for i, r in enumerate(results) if isinstance(r, Failure) and r.kind == RAISED]
         if again:
-            return Split(_singles(again, chunk.attempts + 1), results)
+            return Split(_singles(again, chunk.attempts + 1, _delay_s(chunk, settings)), results)
     return Finish(results)
 
 
@@ -142,7 +160,14 @@ def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
     attempts = chunk.attempts + death.is_timeout
     parts = [
         Part(0, start, attempts if is_tried_again else chunk.attempts),
-        Part(start, stop, attempts, deaths if is_tried_again else 0, failure),
+        Part(
+            start,
+            stop,
+            attempts,
+            deaths if is_tried_again else 0,
+            failure,
+            _delay_s(chunk, settings) if death.is_timeout else 0.0,
+        ),
         Part(stop, n_items, attempts if is_tried_again else chunk.attempts),
     ]
     return Split([part for part in parts if part.start < part.stop])
@@ -160,5 +185,81 @@ def death_failure(death: Death) -> Failure:
     return failure
 
 
-def _singles(places: Sequence[int], attempts: int) -> list[Part]:
-    return [Part(i, i + 1, attempts) for i in places]
+def outcome_of(
+    chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
+) -> tuple[list[Any], BaseException | None]:
+    """Return what to give for a finished chunk, and what to raise after it.
+
+    Args:
+        chunk: The chunk.
+        devices: Those of the workers.
+        raises: Whether its first failure is raised, or each one given in its item's place.
+        numbered: Whether to give each result as the place of its item, the result and its error.
+    """
+    results, error = chunk.results, None
+    errors: dict[int, BaseException] = {}
+    for place, result in enumerate(results) if chunk.failed else ():
+        if isinstance(result, Failure):
+            problem = failure_to_error(
+                result,
+                index=chunk.start + place,
+                item=shortened(chunk.items[place]),
+                device=devices[result.worker],
+                worker=result.worker,
+            )
+            if raises:
+                results, error = results[:place], problem
+                break
+            results[place] = errors[place] = problem
+    if numbered:
+        results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
+    return results, error
+
+
+def _singles(places: Sequence[int], attempts: int, delay_s: float = 0.0) -> list[Part]:
+    return [Part(i, i + 1, attempts, delay_s=delay_s) for i in places]
+
+
+def _delay_s(chunk: Chunk, settings: Settings) -> float:
+    """Return how long an item rests before its next attempt."""
+    return settings.retry_delay_s * min(2.0**chunk.attempts, MOST_DELAYS)
+
+
+class Line:
+    """Chunks that are to be handed out again: some at once, others when they have rested.
+
+    Args:
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ready: collections.deque[Chunk] = collections.deque()
+        self._resting: list[tuple[float, int, Chunk]] = []
+        self._is_hurried = False
+
+    def append(self, chunk: Chunk, delay_s: float = 0.0) -> None:
+        """Put a chunk in line, for when ``delay_s`` seconds have passed."""
+        if delay_s and not self._is_hurried:
+            heapq.heappush(self._resting, (self._clock() + delay_s, chunk.seq, chunk))
+        else:
+            self._ready.append(chunk)
+
+    def take(self) -> Chunk | None:
+        """Return the next one that is ready."""
+        while self._resting and (self._is_hurried or self._resting[0][0] <= self._clock()):
+            self._ready.append(heapq.heappop(self._resting)[2])
+        return self._ready.popleft() if self._ready else None
+
+    def due_in(self) -> float | None:
+        """Return in how many seconds the next one has rested; ``None`` if none does."""
+        return max(0.0, self._resting[0][0] - self._clock()) if self._resting else None
+
+    def hurry(self) -> None:
+        """Let none rest any more."""
+        self._is_hurried = True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ready.clear()
+        self._resting.clear()

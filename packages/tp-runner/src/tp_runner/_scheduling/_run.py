@@ -1,6 +1,8 @@
 """One pass over an input: makes chunks of its items and puts their results in order."""
 
 import collections
+import time
+from dataclasses import replace
 from typing import Any
 
 from tp_core.errors import TpError
@@ -12,16 +14,18 @@ from tp_runner._scheduling._retries import (
     Death,
     Decision,
     Finish,
+    Line,
+    Part,
     Split,
     after_death,
     after_failures,
     after_pickling_error,
     death_failure,
+    outcome_of,
 )
 from tp_runner._scheduling._source import Source
 from tp_runner._workers._failure import Failure, failure_to_error
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
-from tp_runner._workers._pickling import shortened
 
 __all__ = ["Run"]
 
@@ -38,6 +42,9 @@ class Run:
         ordered: Whether results come in the order of the items.
         numbered: Whether to give each result as the place of its item, the result and its error.
         on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
+
+    Attributes:
+        again: What is to be handed out again.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Run:
         self._ordered = ordered
         self._numbered = numbered
         self._on_error = on_error
-        self._retry: collections.deque[Chunk] = collections.deque()
+        self.again = Line(time.monotonic)
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
         self._bounds = Bounds(settings, fleet)
@@ -120,28 +127,8 @@ class Run:
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
         """Return what to give for a finished chunk, and what to raise after it."""
-        results, error = chunk.results, None
-        errors: dict[int, BaseException] = {}
-        if chunk.failed:
-            for place, result in enumerate(results):
-                if isinstance(result, Failure):
-                    problem = self._error(chunk, place, result)
-                    if self._on_error == "raise":
-                        results, error = results[:place], problem
-                        break
-                    results[place] = errors[place] = problem
-        if self._numbered:
-            results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
-        return results, error
-
-    def _error(self, chunk: Chunk, place: int, failure: Failure) -> BaseException:
-        return failure_to_error(
-            failure,
-            index=chunk.start + place,
-            item=shortened(chunk.items[place]),
-            device=self._fleet.devices[failure.worker],
-            worker=failure.worker,
-        )
+        raises = self._on_error == "raise"
+        return outcome_of(chunk, self._fleet.devices, raises=raises, numbered=self._numbered)
 
     def end(self, reason: TpError | None = None) -> None:
         """Stop; what the workers still do is thrown away when it comes."""
@@ -149,7 +136,7 @@ class Run:
             self._ended_by = reason
         self.is_stopping = True
         self._queue.clear()
-        self._retry.clear()
+        self.again.clear()
         self.source.close()
 
     # -- the workers' side ---------------------------------------------------------------------
@@ -164,7 +151,7 @@ class Run:
         Args:
             most: How many items it should have at most, if they have not been sent before.
         """
-        return self._retry.popleft() if self._retry else self._new_chunk(most)
+        return self.again.take() or self._new_chunk(most)
 
     def _new_chunk(self, most: int | None) -> Chunk | None:
         if self.source.exhausted:
@@ -226,10 +213,6 @@ class Run:
             self._apply(chunk, Finish([failure] * len(chunk.items)))
         self._fail(failure, index=None)
 
-    def requeue(self, chunk: Chunk) -> None:
-        """Hand a chunk out again that was taken away from its worker."""
-        self._retry.append(chunk)
-
     def _fail(self, failure: Failure, *, index: int | None) -> None:
         self.is_stopping = True
         if self._fatal is None:
@@ -244,10 +227,13 @@ class Run:
         elif isinstance(decision, Split):
             self._split(chunk, decision)
         else:
-            self._retry.append(chunk)
+            self.again.append(chunk)
 
     def _split(self, chunk: Chunk, split: Split) -> None:
         """Put parts of a chunk in line again; parts of parts belong to the whole chunk."""
+        if not self._ordered:
+            self._scatter(chunk, split)
+            return
         whole, base = (chunk, 0) if chunk.parent is None else (chunk.parent, chunk.offset)
         if chunk.parent is None:
             whole.results = split.results or [None] * len(chunk.items)
@@ -261,20 +247,36 @@ class Run:
             isinstance(result, Failure) and i not in again for i, result in enumerate(split.results or ())
         )
         for part in split.parts:
-            piece = Chunk(
-                self._assignments.next_seq(),
-                chunk.start + part.start,
-                chunk.items[part.start : part.stop],
-                chunk.run,
-                parent=whole,
-                offset=base + part.start,
-                attempts=part.attempts,
-                deaths=part.deaths,
-            )
-            if part.failure is None:
-                self._retry.append(piece)
-            else:
-                self._finish(piece, [part.failure] * len(piece.items), failed=True)
+            self._go_on(replace(self._piece(chunk, part), parent=whole, offset=base + part.start), part)
+
+    def _scatter(self, chunk: Chunk, split: Split) -> None:
+        """Make chunks of their own of all parts: where there is no order, none waits for another one."""
+        self._bounds.out(chunk)
+        at = 0
+        for part in (*split.parts, Part(len(chunk.items), len(chunk.items))):
+            if at < part.start and split.results is not None:
+                results = split.results[at : part.start]
+                done = self._piece(chunk, Part(at, part.start))
+                done.nbytes = chunk.nbytes * len(results) // len(chunk.items)
+                self._bounds.into(done)
+                self._finish(done, results, failed=any(isinstance(result, Failure) for result in results))
+            if part.start < part.stop:
+                piece = self._piece(chunk, part)
+                self._bounds.into(piece)
+                self._go_on(piece, part)
+            at = part.stop
+
+    def _piece(self, chunk: Chunk, part: Part) -> Chunk:
+        seq, items = self._assignments.next_seq(), chunk.items[part.start : part.stop]
+        return Chunk(
+            seq, chunk.start + part.start, items, chunk.run, attempts=part.attempts, deaths=part.deaths
+        )
+
+    def _go_on(self, piece: Chunk, part: Part) -> None:
+        if part.failure is None:
+            self.again.append(piece, part.delay_s)
+        else:
+            self._finish(piece, [part.failure] * len(piece.items), failed=True)
 
     def _finish(self, chunk: Chunk, results: list[Any], *, failed: bool) -> None:
         """Note the results of a chunk, or of a part of one."""

@@ -156,7 +156,7 @@ class Scheduler:
                 run.on_pickling_error(chunk, error)
                 is_news = True
             except BaseException:
-                run.requeue(chunk)  # an interrupt, which must not lose it
+                run.again.append(chunk)  # an interrupt, which must not lose it
                 raise
             else:
                 run.on_sent(chunk, before)
@@ -238,7 +238,7 @@ class Scheduler:
 
     def _due_in(self) -> float | None:
         """Return in how many seconds somebody must look, whatever happens."""
-        waits = [run.source.due_in() for run in self.runs]
+        waits = [wait for run in self.runs for wait in (run.source.due_in(), run.again.due_in())]
         limit = self.settings.timeout_s
         if limit is not None and (busy := self._assignments.busy()):
             now = time.monotonic()
@@ -269,7 +269,7 @@ class Scheduler:
             chunks = self._assignments.all_lost()
             for run in self.runs:
                 for chunk in _of(run, chunks):
-                    run.requeue(chunk)
+                    run.again.append(chunk)
             self._needs_start = True
             self.wake_all()
 

@@ -6,14 +6,16 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from tp_runner._options import Settings
 from tp_runner._workers._identity import WorkerInfo
+from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
+from tp_runner.errors import NotPicklableError
 
-__all__ = ["RecordForwarder", "Setup", "depth", "handle_record", "limit_torch", "prepare"]
+__all__ = ["RecordForwarder", "Setup", "depth", "handle_record", "limit_torch", "prepare", "with_changes"]
 
 
 def handle_record(record: logging.LogRecord) -> None:
@@ -78,12 +80,29 @@ class Setup:
         """What user code may know of it."""
         return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
 
+    @property
+    def threads(self) -> int:
+        """How many threads it may compute with."""
+        settings = self.settings
+        if settings.threads is None and settings.cpus is not None:
+            return len(settings.cpus[self.worker])
+        return settings.threads or 1
+
     def pickled(self) -> bytes:
         """Return this with what a process needs to be like this one before it unpickles it.
 
         A fork server is as old as the first runner: its directory and environment are those of then.
+
+        Raises:
+            NotPicklableError: The function that makes batches cannot be pickled.
         """
-        return pickle.dumps((Surroundings.of_this_process(), pickle.dumps(self, 5)), 5)
+        surroundings = Surroundings.of_this_process(self.settings.env)
+        try:
+            return pickle.dumps((surroundings, pickle.dumps(self, 5)), 5)
+        except USERS_ERRORS as error:  # all else in it is plain, or bytes
+            collate = self.settings.batching and self.settings.batching.collate
+            msg = f"{why_not_picklable(collate, 'collate', error)}; it must travel to the workers"
+            raise NotPicklableError(msg) from error
 
 
 class Surroundings(NamedTuple):
@@ -106,13 +125,13 @@ class Surroundings(NamedTuple):
     authkey: bytes | None
 
     @classmethod
-    def of_this_process(cls) -> Self:
-        """Return those of the caller."""
+    def of_this_process(cls, env: Mapping[str, str | None]) -> Self:
+        """Return those of the caller, with changes of its environment."""
         process = sys.modules.get("multiprocessing.process")
         return cls(
             sys.path,
             os.getcwd(),  # noqa: PTH109 - a string travels lighter
-            dict(os.environ),
+            with_changes(env),
             sys.argv,
             getattr(sys.modules.get("__main__"), "__file__", None),
             None if process is None else bytes(process.current_process().authkey),
@@ -140,15 +159,28 @@ def depth() -> int:
     return int(value) if value.isdigit() else 0
 
 
+def with_changes(env: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment with some variables of others values, or without those that are ``None``."""
+    changed = {**os.environ, **env}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
 def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
-    """Pin this process to its device, limit its threads, send its log records to the parent."""
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.settings.threads)))
+    """Pin this process to its device and cores, limit its threads, send its log records to the parent."""
+    if setup.settings.cpus is not None:
+        os.sched_setaffinity(0, setup.settings.cpus[setup.worker])
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
+    for name, value in setup.settings.env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     os.environ[DEPTH_VARIABLE] = str(depth() + 1)
     if setup.device.startswith("cuda"):
         import torch
 
         torch.cuda.set_device(setup.device)
-    limit_torch(setup.settings.threads)
+    limit_torch(setup.threads)
     _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]

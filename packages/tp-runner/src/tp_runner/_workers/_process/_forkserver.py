@@ -10,7 +10,8 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_runner._at_exit import watch
@@ -25,10 +26,11 @@ _MOST_DESCRIPTORS = 250  # a little less than the kernel's own limit
 class ForkServer:
     """The parent's side of one server."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str | None]) -> None:
+        self._owner = 0  # nobody's, until it is there
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload))
-        self._process = spawn(code, [theirs.fileno()])
+        self._process = spawn(code, [theirs.fileno()], env)
         theirs.close()
         self._socket = ours
         self._lock = threading.Lock()
@@ -61,13 +63,18 @@ class ForkServer:
         """Whether it can start more workers, in this process."""
         return self._owner == os.getpid() and self._process.wait(0) is None
 
+    def forget(self) -> None:
+        """Close what this process has of the server, which goes on for the one that it belongs to."""
+        self._owner = 0
+        self._socket.close()
+
     def stop(self) -> None:
-        """End the server."""
-        if self._owner == os.getpid():
-            self._socket.close()
+        """End the server; again, it does nothing."""
+        if self._owner and self._owner == os.getpid():
+            self.forget()
             self._process.wait(5)
 
-    at_exit = stop
+    at_exit = __del__ = stop
 
     def _receive(self) -> tuple[int, int]:
         data = b""
@@ -110,32 +117,50 @@ class _Grandchild(Process):
 
 
 _STARTED = -1000  # in the place of an exit status: this one was just started
-_servers: dict[tuple[str, ...], ForkServer] = {}  # of this process, by what they have imported
-_servers_lock = threading.Lock()
+# Those of this process, by what they have imported and by changes of the environment. One with such changes
+# lives as long as workers that came from it: a program may have any number of environments.
+_servers: weakref.WeakValueDictionary[tuple[Any, ...], ForkServer] = weakref.WeakValueDictionary()
+_servers_lock = threading.RLock()
 
 
-def fork_by_server(preload: Sequence[str], descriptors: Sequence[int]) -> Process:
+def fork_by_server(
+    preload: Sequence[str], env: Mapping[str, str | None], descriptors: Sequence[int]
+) -> Process:
     """Fork a worker from a server that has imported ``preload``; start the server if need be.
 
     Raises:
         ConnectionError: The server has ended, and so has the one that took its place.
     """
-    server = _server(preload)
+    server = _server(preload, env)
     try:
         return server.fork(descriptors)
     except ConnectionError:  # somebody has killed it: a new one does as well
         server.stop()
-        return _server(preload).fork(descriptors)
+        return _server(preload, env).fork(descriptors)
 
 
-def _server(preload: Sequence[str]) -> ForkServer:
-    key = tuple(sorted(preload))
+def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer:
+    key = tuple(sorted(preload)), tuple(sorted(env.items()))
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.is_alive():
-            server = _servers[key] = ForkServer(key)
-            watch(server, last=True)
+            server = _servers[key] = ForkServer(key[0], env)
+            watch(server, last=not env)
         return server
+
+
+def _forget_all() -> None:
+    """In a copy of this process: the servers are the parent's, and end when it does."""
+    for server in list(_servers.values()):
+        server.forget()
+    _servers.clear()
+    _servers_lock.release()
+
+
+# Not while another thread is about to start one, whose end nobody here would close.
+os.register_at_fork(
+    before=_servers_lock.acquire, after_in_parent=_servers_lock.release, after_in_child=_forget_all
+)
 
 
 def serve(fd: int, preload: Sequence[str]) -> None:

@@ -94,8 +94,8 @@ class WorkerHandle:
             *self._passed,
         )
         if settings.start_method == "spawn":
-            return spawn(bootstrap(main.__module__, main.__name__, *fds), fds)
-        return fork_by_server(settings.preload, fds)
+            return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
+        return fork_by_server(settings.preload, settings.env, fds)
 
     def send_setup(self) -> None:
         """Send what a fresh process must know first; it may be large, so all are started before."""

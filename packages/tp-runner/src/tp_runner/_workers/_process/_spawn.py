@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from tp_runner._workers._setup import with_changes
 
 __all__ = ["Process", "bootstrap", "end_with", "fork", "spawn"]
 
@@ -113,12 +115,13 @@ def end_with(child: Callable[[], None]) -> NoReturn:
             os._exit(status)
 
 
-def spawn(code: str, descriptors: Sequence[int]) -> Process:
-    """Run ``code`` in a new interpreter that shares ``descriptors``."""
+def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) -> Process:
+    """Run ``code`` in a new interpreter that shares ``descriptors``, with changes of the environment."""
     process = subprocess.Popen(
         [sys.executable, *_flags(), "-c", code],
         pass_fds=tuple(descriptors),
         stdin=subprocess.DEVNULL,
+        env=with_changes(env) if env else None,
     )
     process.returncode = 0  # this module waits for it; Popen shall neither wait nor complain
     return _Child(process.pid)

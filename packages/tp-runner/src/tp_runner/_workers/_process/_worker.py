@@ -118,7 +118,7 @@ class WorkerProcess:
                     if isinstance(stored, bytes)
                     else load_program(self._memory_fd, stored)
                 )
-                limit_torch(self._setup.settings.threads)  # it may have been imported just now
+                limit_torch(self._setup.threads)  # it may have been imported just now
             become(self._setup.info)
             if isinstance(program, ClassProgram):
                 program.is_own = True  # a fork's memory is its own, too

@@ -103,7 +103,7 @@ class RayFleet(Fleet):
     def _launch(self, worker: int) -> None:
         settings = self._settings
         device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
-        options = actor_options(self._ray, self._needs(worker), self._group, worker)
+        options = actor_options(self._ray, self._needs(worker), self._group, worker, settings.env)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
         self._actors[worker] = handle = actor.remote(
             Setup(self._program, device, worker, self.size, settings)

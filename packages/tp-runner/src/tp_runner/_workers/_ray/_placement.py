@@ -32,10 +32,12 @@ def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
     return needs | {names.get(name, name): n for name, n in resources.items()}
 
 
-def actor_options(ray: Any, needs: Needs, group: Any, index: int) -> dict[str, Any]:
-    """Return what Ray is told of an actor: what it takes, and its place in a group, if there is one."""
+def actor_options(
+    ray: Any, needs: Needs, group: Any, index: int, env: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """Return what Ray is told of an actor: what it takes, its place in a group, its variables."""
     rest = {name: n for name, n in needs.items() if name not in {"CPU", "GPU", "memory"}}
-    options = {
+    options: dict[str, Any] = {
         "num_cpus": needs["CPU"],
         "num_gpus": needs["GPU"],
         "memory": needs.get("memory"),
@@ -44,6 +46,8 @@ def actor_options(ray: Any, needs: Needs, group: Any, index: int) -> dict[str, A
     if group is not None:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
+    if known := {name: value for name, value in env.items() if value is not None}:
+        options["runtime_env"] = {"env_vars": known}  # what is None the worker itself removes
     return options
 
 

@@ -35,7 +35,7 @@ class RayWorker:
         try:
             prepare(self._setup, self._records.append)
             program = pickle.loads(self._setup.program)
-            limit_torch(self._setup.settings.threads)  # it may have been imported just now
+            limit_torch(self._setup.threads)  # it may have been imported just now
             become(self._setup.info)
             self._work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is

@@ -1,0 +1,229 @@
+"""Workers have the variables and the cores that they are given, before anything else happens there."""
+
+import gc
+import os
+import signal
+import sys
+
+import pytest
+import tp_runner
+from tp_core.errors import ConfigError
+from tp_runner import Executor, OrderedRunner, Pipeline, _devices
+from tp_runner._devices import cores_of_workers
+from tp_runner._options import make_settings
+from tp_runner._workers._process import _forkserver
+
+METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+pins = pytest.mark.skipif(not HERE, reason="the system pins nobody")
+
+
+def _read(names):
+    return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_variables_are_set_and_removed_before_the_users_modules_are_imported(method, tmp_path, monkeypatch):
+    (tmp_path / "reads_at_import.py").write_text(
+        "import os\nCOLOR, SIZE = os.environ.get('COLOR'), os.environ.get('SIZE')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SIZE", "7")
+    env = {"COLOR": "red", "SIZE": None}
+
+    def init(device):
+        import reads_at_import  # here, as a fork has what the program has imported
+
+        return reads_at_import.COLOR, reads_at_import.SIZE
+
+    def work(state, names):
+        return state, _read(names)
+
+    options = {"n_workers": 1, "init": init, "start_method": method, "env": env}
+    assert list(tp_runner.map(work, [("COLOR", "SIZE")], **options)) == [(("red", None), ["red", None])]
+    assert os.environ["SIZE"] == "7"
+    assert "COLOR" not in os.environ
+
+
+def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_path, monkeypatch):
+    (tmp_path / "imported_once.py").write_text("import os\nCOLOR = os.environ.get('COLOR')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def seen(_):
+        import imported_once
+
+        return imported_once.COLOR
+
+    options = {"n_workers": 1, "preload": ["imported_once"]}
+    assert list(tp_runner.map(seen, [0], env={"COLOR": "red"}, **options)) == ["red"]
+    assert list(tp_runner.map(seen, [0], **options)) == [None]
+
+
+def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running):
+    with OrderedRunner(1, env={"COLOR": "blue"}) as runner:
+        runner.submit(1).result()
+        (server,) = [s for (_, env), s in _forkserver._servers.items() if env]
+        pid = server._process.pid
+        assert is_running(pid)
+        del server
+    del runner
+    gc.collect()
+    assert not is_running(pid)
+
+
+@pytest.mark.slow
+def test_a_new_interpreter_starts_with_them():
+    options = {"n_workers": 1, "start_method": "spawn", "env": {"PYTHONHASHSEED": "0"}}
+    hashes = [next(tp_runner.map(hash, ["a word"], **options)) for _ in range(2)]
+    assert hashes[0] == hashes[1]
+
+
+def test_executors_and_pipelines_hand_them_on():
+    options = {"env": {"COLOR": "green"}, "start_method": "fork"}
+    with Executor(1, **options) as executor:
+        assert executor.submit(_read, ["COLOR"]).result() == ["green"]
+    with Pipeline(n_workers=1, **options).map(_read) as pipeline:
+        assert list(pipeline.stream([["COLOR"]])) == [["green"]]
+
+
+def test_threads_follow_the_variable():
+    assert make_settings("process", 1, {"env": {"OMP_NUM_THREADS": "3"}}, {}).threads == 3
+    settings = make_settings("process", 1, {"env": {"OMP_NUM_THREADS": None}}, {})
+    assert settings.threads == tp_runner._options.available_cores()
+    (seen,) = tp_runner.map(
+        _read, [["OMP_NUM_THREADS"]], n_workers=1, start_method="fork", env={"OMP_NUM_THREADS": "3"}
+    )
+    assert seen == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "message"),
+    [
+        ("A=1", {}, r"env must map names of variables to their values, such as \{'TZ': 'UTC'\}, got 'A=1'"),
+        ({"A": 1}, {}, r"env\['A'\] must be a string, or None to remove the variable, got 1"),
+        ({"A": "\0"}, {}, r"env\['A'\] must be a string"),
+        ({"A=B": "1"}, {}, "env has 'A=B', which cannot be the name of a variable"),
+        ({1: "1"}, {}, "env has 1, which cannot be the name"),
+        (
+            {"OMP_NUM_THREADS": "2"},
+            {"threads": 2},
+            "threads=2 and env's OMP_NUM_THREADS='2' say one thing; give one",
+        ),
+        ({"A": "1"}, {"engine": "thread"}, r"engine 'thread' has no use for env=.*those of their process"),
+        ({"A": "1"}, {"engine": "inline"}, r"engine 'inline' has no use for env=.*there is no worker"),
+    ],
+)
+def test_a_wrong_environment_is_refused(env, options, message):
+    with pytest.raises(ConfigError, match=message):
+        OrderedRunner(1, env=env, **options)
+
+
+# -- cores -------------------------------------------------------------------------------------
+
+
+@pins
+@pytest.mark.parametrize("method", METHODS)
+def test_each_worker_is_on_its_cores_and_computes_with_as_many_threads(method, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    class Where(OrderedRunner):
+        @staticmethod
+        def producer_end(device, cfg):
+            threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+            return os.sched_getaffinity(0), os.environ["OMP_NUM_THREADS"], threads
+
+    with Where(2, start_method=method, cpus=[set(HERE), HERE[-1]]) as runner:
+        pass
+    assert [cores for cores, _, _ in runner.exit_results] == [set(HERE), {HERE[-1]}]
+    for cores, variable, threads in runner.exit_results:
+        assert variable == str(len(cores))
+        assert threads in {None, len(cores)}
+    assert os.sched_getaffinity(0) == set(HERE)  # the program's own
+
+
+@pins
+def test_a_worker_that_is_started_again_has_the_same_cores():
+    class Mortal(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            if item == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return os.sched_getaffinity(0)
+
+    with Mortal(1, cpus=[HERE[-1]], start_method="fork", max_restarts=9, on_error="return") as runner:
+        assert list(runner.stream([0, "die", 1]))[::2] == [{HERE[-1]}] * 2
+
+
+@pins
+def test_threads_are_what_the_user_says_before_they_are_the_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert make_settings("process", 1, {"cpus": "split"}, {}).threads == 5
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert make_settings("process", 1, {"cpus": "split", "threads": 4}, {}).threads == 4
+    assert make_settings("process", 1, {"cpus": "split"}, {}).threads is None  # as many as there are cores
+
+
+def test_split_shares_the_cores_that_the_process_may_use_evenly(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 4, 5, 7, 6}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None, raising=False)
+    assert cores_of_workers("split", 2) == ((4, 5), (6, 7, 9))
+    assert cores_of_workers("split", 5) == ((4,), (5,), (6,), (7,), (9,))
+    shared = cores_of_workers("split", 10)
+    assert sorted(shared) == sorted([(4,), (5,), (6,), (7,), (9,)] * 2)
+
+
+@pins
+@pytest.mark.parametrize(
+    ("cpus", "options", "message"),
+    [
+        (
+            "all",
+            {},
+            r"cpus must be 'split', or cores .* such as \[\{0, 1\}, \{2, 3\}\], got 'all'",
+        ),
+        (3, {}, "cpus must be 'split', or cores for each worker"),
+        ([{0}], {}, r"cpus=\[\{0\}\] has cores for 1 workers, and there are 2; give each its own"),
+        ([set(), {0}], {}, r"cpus must have at least one core, by its number, for worker 0, got set\(\)"),
+        ([{HERE[0]}, "a"] if HERE else [], {}, "at least one core, by its number, for worker 1, got 'a'"),
+        ([[HERE[0]], [True]] if HERE else [], {}, r"for worker 1, got \[True\]"),
+        ([{4000}, {0}], {}, "cpus has core 4000 for worker 0, and this process may use .* alone"),
+        ("split", {"engine": "thread"}, "engine 'thread' has no use for cpus='split': threads share"),
+        ("split", {"engine": "inline"}, "engine 'inline' has no use for cpus='split': there is no worker"),
+    ],
+)
+def test_wrong_cores_are_refused(cpus, options, message):
+    with pytest.raises(ConfigError, match=message):
+        OrderedRunner(2, cpus=cpus, **options)
+
+
+def test_a_system_that_pins_nobody_is_told(monkeypatch):
+    monkeypatch.delattr(_devices.os, "sched_setaffinity", raising=False)
+    with pytest.raises(ConfigError, match=r"cpus='split' pins workers to cores, which \w+ has no call for"):
+        OrderedRunner(2, cpus="split")
+
+
+# -- the fork server's socket ------------------------------------------------------------------
+
+
+def test_a_copy_of_the_program_does_not_keep_its_fork_server_alive(start_script, is_running, wait_until):
+    process = start_script(
+        """
+        import os, time
+        import tp_runner
+        from tp_runner._workers._process import _forkserver
+
+        if __name__ == "__main__":
+            runner = tp_runner.OrderedRunner(1)
+            (server,) = _forkserver._servers.values()
+            child = os.fork()
+            if not child:
+                assert list(tp_runner.map(abs, [-1], n_workers=1)) == [1]  # from a server of its own
+                print(server._process.pid, os.getpid(), flush=True)
+            time.sleep(600)
+        """
+    )
+    server, child = map(int, process.stdout.readline().split())
+    process.kill()
+    process.wait(800)
+    wait_until(lambda: not is_running(server))
+    assert is_running(child)
