@@ -14,6 +14,7 @@ from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import MetricSet
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._meter import Meter
+from tp_trainer._steps._modes import modes_kept
 from tp_trainer._steps._precision import RunStep, Step
 
 __all__ = ["evaluate", "evaluating", "named_loaders"]
@@ -85,12 +86,8 @@ def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
 
     Collectives: the buffers' broadcasts.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         with torch.no_grad():
             session.sync_buffers(model)
         yield
-    finally:
-        for module, training in modes:
-            module.training = training

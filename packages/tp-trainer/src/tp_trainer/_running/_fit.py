@@ -14,6 +14,7 @@ from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._loss import loss_of
+from tp_trainer._steps._modes import modes_kept
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._precision import RunStep
 
@@ -85,14 +86,13 @@ def fit(loop: Loop, work: Fit) -> History:
         LoaderError: The loader ended before the last batch of the epoch.
     """
     model, events = work.optimizer_step.model, work.settings.events
-    was_training = model.training
     if events.has("on_optimizer_step"):
         work.optimizer_step.tell(lambda norm: events.send("on_optimizer_step", loop, norm))
-    model.train()
-    with loop:
-        for batches in loop.by_epoch():
-            _train_epoch(loop, batches, work)
-    model.train(was_training)
+    with modes_kept(model):
+        model.train()  # before the run begins: who takes part in it may freeze modules
+        with loop:
+            for batches in loop.by_epoch():
+                _train_epoch(loop, batches, work)
     return loop.history
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._steps._modes import modes_kept
 from tp_trainer._trainer import Trainer
 
 __all__ = ["traceless"]
@@ -24,14 +25,14 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().to("cpu", copy=True) for t in tensors]
     gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
     state = {parameter: _on_cpu(kept) for parameter, kept in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaler = trainer._scaler
     scale = None if scaler is None else scaler.state_dict()
     kept_generators = generators.capture(trainer.session.job.devices)
     try:
-        yield
+        with modes_kept(model):
+            yield
     finally:
         optimizer.state.clear()
         for parameter, kept in state.items():
@@ -45,8 +46,6 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
                 tensor.copy_(value)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        for module, training in modes:
-            module.training = training
         if scaler is not None and scale is not None:
             scaler.load_state_dict(scale)
         generators.restore(kept_generators)
