@@ -133,11 +133,20 @@ def test_it_is_told_before_the_first_step(case):
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no"):
+    with pytest.raises(
+        FileNotFoundError, match=r"save_to=.*model\.pt', but no file can be made in .*no: No such"
+    ):
         fit(save_to=tmp_path / "no" / "model.pt")
     with pytest.raises(IsADirectoryError, match=r"is a folder; save_to names a file"):
         fit(save_to=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_folder_for_checkpoints_is_told_before_the_first_step(tmp_path):
+    (tmp_path / "taken").write_text("kept")
+    with pytest.raises(FileExistsError, match=r"taken cannot be made, or is no folder for checkpoints"):
+        fit(checkpoint=tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "kept"
 
 
 def good_step(model, batch):

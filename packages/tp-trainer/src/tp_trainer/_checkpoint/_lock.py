@@ -76,7 +76,11 @@ class FolderLock:
         self._acquire()
 
     def _acquire(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            msg = f"{self._folder} cannot be made, or is no folder for checkpoints: {error.strerror}"
+            raise OSError(error.errno, msg) from None
         deadline = time.monotonic() + GRACE_S
         while not self._try():
             if time.monotonic() > deadline:

@@ -69,8 +69,13 @@ def check_place(session: Session, path: str | os.PathLike[str]) -> None:
         if Path(path).is_dir():
             msg = f"{os.fspath(path)} is a folder; save_to names a file, such as model.pt in it"
             raise IsADirectoryError(msg)
-        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".probe-"):
-            pass
+        folder = Path(path).parent
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
+                pass
+        except OSError as error:
+            msg = f"save_to={os.fspath(path)!r}, but no file can be made in {folder}: {error.strerror}"
+            raise OSError(error.errno, msg) from None
 
     write_on_main(session, path, probe)
 
