@@ -12,8 +12,8 @@ from tp_core.errors import ConfigError, StateError
 from tp_runner._command import _journal
 from tp_runner._command._command import app
 from tp_runner._command._journal import Journal
+from tp_runner._command._outputs import write_table
 from tp_runner._command._readers import Record, find, read
-from tp_runner._command._tables import write_table
 from typer.testing import CliRunner
 
 MODULE = """

@@ -24,7 +24,7 @@ The way of an item, and the files that it passes::
             Request -> pipe, shared memory   _wire, _shared_memory
                |  ^
                |  ^                          _spawn, _forkserver: how the process came to be; _setup
-               v  |                          _stored_program: what it runs, there once for all
+               v  |                          _shared_memory: what it runs, there once for all
             WorkerProcess                    _worker;  what it runs: ../_program, ../_work, ../_batching
             ReplyWriter                      _codec: results, log records, failures
         |  ^
@@ -47,6 +47,6 @@ from tp_core.internal import exports_of_stub
 __getattr__, __dir__, __all__ = exports_of_stub(__name__)
 
 if sys.platform == "win32":
-    from tp_runner._platform import warn_of_platform
+    from tp_runner._devices import warn_of_platform
 
     warn_of_platform()

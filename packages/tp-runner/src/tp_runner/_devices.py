@@ -1,15 +1,16 @@
-"""Which devices, and which cores, the workers are on; plain CPU workers need no torch."""
+"""Which devices and cores the workers are on, and where there can be any; CPU workers need no torch."""
 
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from tp_core.errors import ConfigError, DeviceError
 from tp_core.internal import available_cores
 
-__all__ = ["cores_of_workers", "resolve"]
+__all__ = ["cores_of_workers", "require_processes", "resolve", "warn_of_platform"]
 
 
 def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = False) -> tuple[str, ...]:
@@ -106,3 +107,25 @@ def _cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
             msg = f"cpus has core {core} for worker {worker}, and this process may use {known} alone"
             raise ConfigError(msg)
     return tuple(sorted(set(cores)))
+
+
+_ON_WINDOWS = (
+    "tp-runner's worker processes need Linux or macOS; on Windows give engine='thread', engine='inline' or "
+    "engine='ray', or work in WSL"
+)
+
+
+def warn_of_platform() -> None:
+    """Warn at import of what does not work on this platform."""
+    if sys.platform == "win32":
+        warnings.warn(_ON_WINDOWS, RuntimeWarning, stacklevel=3)
+
+
+def require_processes() -> None:
+    """Refuse worker processes where there can be none.
+
+    Raises:
+        ConfigError: This is Windows.
+    """
+    if sys.platform == "win32":
+        raise ConfigError(_ON_WINDOWS)

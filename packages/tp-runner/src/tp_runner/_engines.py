@@ -10,8 +10,8 @@ from typing import Any
 
 from tp_core.errors import ConfigError
 
+from tp_runner._devices import require_processes
 from tp_runner._options import Settings, make_settings
-from tp_runner._platform import require_processes
 from tp_runner._scheduling._pool import OpenRun, RunnerPool
 from tp_runner._stream import ResultStream
 

@@ -15,10 +15,9 @@ import typer
 from tp_core.errors import ConfigError, TpError
 from tp_core.internal import check_process_count, did_you_mean, file_meant, raised_where
 
-from tp_runner._command._images import with_images
 from tp_runner._command._journal import Journal, saving
+from tp_runner._command._outputs import is_folder, journal_of, with_images, write_table
 from tp_runner._command._readers import FORMATS, Record, find, import_extra, read
-from tp_runner._command._tables import is_folder, journal_of, write_table
 from tp_runner._devices import resolve
 from tp_runner._runner import OrderedRunner, UnorderedRunner
 from tp_runner.errors import ItemError

@@ -16,10 +16,8 @@ from tp_runner._workers._pickling import loads_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._handle import WorkerHandle
-from tp_runner._workers._process._limits import check_start
-from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool
-from tp_runner._workers._process._stored_program import pack_program
-from tp_runner._workers._process._vitals import OomKills, private_memory
+from tp_runner._workers._process._limits import OomKills, check_start, private_memory
+from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool, pack_program
 from tp_runner._workers._setup import handle_record
 from tp_runner._workers._work import ENDING, IDLE
 

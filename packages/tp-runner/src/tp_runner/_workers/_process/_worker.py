@@ -19,8 +19,12 @@ from tp_runner._workers._pickling import dumps_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._inheritance import take_over
-from tp_runner._workers._process._shared_memory import Heartbeats, MappedMemory
-from tp_runner._workers._process._stored_program import StoredProgram, load_program
+from tp_runner._workers._process._shared_memory import (
+    Heartbeats,
+    MappedMemory,
+    StoredProgram,
+    load_program,
+)
 from tp_runner._workers._program import ClassProgram
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import ENDING, IDLE, end_work, run_chunk

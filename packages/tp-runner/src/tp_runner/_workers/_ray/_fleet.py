@@ -14,8 +14,14 @@ from tp_runner._options import Settings
 from tp_runner._workers._failure import INIT, RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program, loads_ending
-from tp_runner._workers._ray._placement import actor_options, import_ray, needs_of, require_room, reserve
-from tp_runner._workers._ray._scaling import Scaling
+from tp_runner._workers._ray._placement import (
+    Scaling,
+    actor_options,
+    import_ray,
+    needs_of,
+    require_room,
+    reserve,
+)
 from tp_runner._workers._ray._worker import RayWorker, packed
 from tp_runner._workers._setup import Setup, handle_record
 
