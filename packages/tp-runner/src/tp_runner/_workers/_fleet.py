@@ -1,13 +1,15 @@
 """Workers of every kind: what goes to them, what comes back, and what they can do."""
 
 import abc
+import pickle
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from tp_runner._workers._failure import Failure, failure_to_error
+from tp_runner._workers._failure import ENDING, Failure, failure_to_error
+from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
 from tp_runner.errors import ItemError
 
-__all__ = ["Chunk", "Died", "Done", "Event", "Fleet", "Ready", "Timing"]
+__all__ = ["Chunk", "Died", "Done", "Event", "Fleet", "Ready", "Timing", "dumps_ending", "loads_ending"]
 
 
 @dataclass(slots=True, eq=False)
@@ -213,3 +215,26 @@ class Fleet(abc.ABC):
         """Whether a worker runs, or is about to."""
         del worker
         return True
+
+
+def dumps_ending(returned: Any) -> bytes:
+    """Pickle what the end of a worker returned, or why it cannot be pickled."""
+    import cloudpickle
+
+    if returned is None:  # as a rule
+        return b""
+    try:
+        data: bytes = cloudpickle.dumps(returned, protocol=5)
+    except USERS_ERRORS as error:
+        failure = Failure.of(error, ENDING)
+        failure.summary = why_not_picklable(returned, "what it returned", error)
+        return pickle.dumps(failure, 5)
+    return data
+
+
+def loads_ending(data: Any) -> Any:
+    """Undo :func:`dumps_ending`; return a :class:`Failure` where that is not possible."""
+    try:
+        return pickle.loads(data) if data else None
+    except USERS_ERRORS as error:
+        return Failure.of(error, ENDING)

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tp_runner._workers._failure import ENDING, RESULT, Failure
+from tp_runner._workers._failure import RESULT, Failure
 from tp_runner.errors import NotPicklableError
 
 __all__ = [
@@ -17,9 +17,7 @@ __all__ = [
     "USERS_ERRORS",
     "dump_program",
     "dumps_apart",
-    "dumps_ending",
     "is_plain_memory",
-    "loads_ending",
     "pack_what_can_be",
     "shortened",
     "why_not_picklable",
@@ -231,29 +229,6 @@ def pack_what_can_be(
             results[place] = Failure.of(error, RESULT)
             results[place].summary = why_not_picklable(result, "result", error)
     return *packer(results), True
-
-
-def dumps_ending(returned: Any) -> bytes:
-    """Pickle what the end of a worker returned, or why it cannot be pickled."""
-    import cloudpickle
-
-    if returned is None:  # as a rule
-        return b""
-    try:
-        data: bytes = cloudpickle.dumps(returned, protocol=5)
-    except USERS_ERRORS as error:
-        failure = Failure.of(error, ENDING)
-        failure.summary = why_not_picklable(returned, "what it returned", error)
-        return pickle.dumps(failure, 5)
-    return data
-
-
-def loads_ending(data: Any) -> Any:
-    """Undo :func:`dumps_ending`; return a :class:`Failure` where that is not possible."""
-    try:
-        return pickle.loads(data) if data else None
-    except USERS_ERRORS as error:
-        return Failure.of(error, ENDING)
 
 
 def shortened(obj: Any, limit: int = 200) -> str:

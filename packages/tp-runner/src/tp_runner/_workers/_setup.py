@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -15,14 +15,15 @@ from tp_runner._workers._identity import WorkerInfo
 from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
 from tp_runner.errors import NotPicklableError
 
-__all__ = ["RecordForwarder", "Setup", "depth", "handle_record", "limit_torch", "prepare", "with_changes"]
+__all__ = ["RecordForwarder", "Setup", "depth", "handle_records", "limit_torch", "prepare", "with_changes"]
 
 
-def handle_record(record: logging.LogRecord) -> None:
-    """Give a worker's record to the parent's logger of that name."""
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
+def handle_records(records: Iterable[logging.LogRecord]) -> None:
+    """Give a worker's records to the parent's loggers of their names."""
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
 
 
 class RecordForwarder(logging.Handler):

@@ -11,14 +11,13 @@ from typing import Any
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure, describe_exit
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
-from tp_runner._workers._pickling import loads_ending
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing, loads_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._handle import WorkerHandle
 from tp_runner._workers._process._limits import OomKills, check_start, private_memory
 from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool, pack_program
-from tp_runner._workers._setup import handle_record
+from tp_runner._workers._setup import handle_records
 from tp_runner._workers._work import ENDING, IDLE
 
 __all__ = ["ProcessFleet"]
@@ -225,7 +224,7 @@ class ProcessFleet(Fleet):
             elif reply.kind == _wire.RELEASE:
                 self._memory.free(handle.held.pop(reply.seq))
             elif reply.kind == _wire.LOG:
-                handle_record(pickle.loads(blob))
+                handle_records([pickle.loads(blob)])
             elif reply.kind == _wire.READY:
                 handle.ready = True
                 self._starting.pop(handle.worker, None)

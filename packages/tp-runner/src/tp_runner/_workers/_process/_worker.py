@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
-from tp_runner._workers._fleet import Timing
+from tp_runner._workers._fleet import Timing, dumps_ending
 from tp_runner._workers._identity import become
-from tp_runner._workers._pickling import dumps_ending
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._inheritance import take_over

@@ -12,8 +12,8 @@ from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import INIT, RESULT, Failure
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
-from tp_runner._workers._pickling import USERS_ERRORS, dump_program, loads_ending
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing, loads_ending
+from tp_runner._workers._pickling import USERS_ERRORS, dump_program
 from tp_runner._workers._ray._placement import (
     Scaling,
     actor_options,
@@ -23,7 +23,7 @@ from tp_runner._workers._ray._placement import (
     reserve,
 )
 from tp_runner._workers._ray._worker import RayWorker, packed
-from tp_runner._workers._setup import Setup, handle_record
+from tp_runner._workers._setup import Setup, handle_records
 
 __all__ = ["RayFleet"]
 
@@ -97,19 +97,18 @@ class RayFleet(Fleet):
                     others.append(event)
         return others
 
-    def _needs(self, worker: int) -> dict[str, float]:
-        return needs_of(self.devices[worker], self._settings.resources or {})
-
     def _all_needs(self) -> list[dict[str, float]]:
-        return [self._needs(worker) for worker in range(self._scaling.fewest)]
+        resources = self._settings.resources or {}
+        return [needs_of(device, resources) for device in self.devices[: self._scaling.fewest]]
 
     def _require_room(self) -> None:
         require_room(self._ray.nodes(), self._all_needs(), self._settings.placement)
 
     def _launch(self, worker: int) -> None:
         settings = self._settings
+        needs = needs_of(self.devices[worker], settings.resources or {})
         device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
-        options = actor_options(self._ray, self._needs(worker), self._group, worker, settings.env)
+        options = actor_options(self._ray, needs, self._group, worker, settings.env)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
         self._actors[worker] = handle = actor.remote(
             Setup(self._program, device, worker, self.size, settings)
@@ -144,7 +143,7 @@ class RayFleet(Fleet):
         failure = returned = b""
         with contextlib.suppress(self._ray.exceptions.RayError):
             failure, returned, records = self._ray.get(reference)
-            self._log(records)
+            handle_records(records)
         self._endings[worker].append(loads_ending(returned))
         return [(worker, pickle.loads(failure))] if failure else []
 
@@ -226,7 +225,7 @@ class RayFleet(Fleet):
             except self._ray.exceptions.RayError:
                 self._on_death(worker, events, was_ready=False)
                 return
-            self._log(records)
+            handle_records(records)
             if failure is None:
                 events.append(Ready(worker))
             else:
@@ -244,7 +243,7 @@ class RayFleet(Fleet):
             return
         del self._inflight[reference]
         self._begun.pop(worker, None)
-        self._log(records)
+        handle_records(records)
         try:
             results = pickle.loads(data)
         except USERS_ERRORS as error:
@@ -264,11 +263,6 @@ class RayFleet(Fleet):
         current = (mine[0][1][1], 0) if mine else None
         _, began = self._begun.pop(worker, (0, 0.0))
         events.append(Died(worker, None, current, began=began, was_ready=was_ready))
-
-    @staticmethod
-    def _log(records: list[logging.LogRecord]) -> None:
-        for record in records:
-            handle_record(record)
 
     def wake(self) -> None:
         self._woken.set()

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
+from tp_runner._workers._fleet import dumps_ending
 from tp_runner._workers._identity import become
-from tp_runner._workers._pickling import USERS_ERRORS, dumps_ending, pack_what_can_be
+from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
 from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import end_work, run_chunk
