@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 from tp_core.errors import ConfigError, TpError
 
-from tp_runner._at_exit import watch
 from tp_runner._options import Settings
 from tp_runner._scheduling._futures import Submissions, Ticket, settle
 from tp_runner._scheduling._run import Run
@@ -19,7 +18,7 @@ from tp_runner._scheduling._scheduler import Scheduler
 from tp_runner._scheduling._source import Source, open_source
 from tp_runner._stats import RunnerStats, StatsCollector
 from tp_runner._stream import ResultStream
-from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._fleet import Fleet, watch
 from tp_runner.errors import RunCancelledError, RunnerClosedError
 
 __all__ = ["OpenRun", "RunnerPool"]

@@ -1,7 +1,10 @@
-"""Workers of every kind: what goes to them, what comes back, and what they can do."""
+"""Workers of every kind: what goes to them, what comes back, what they can do, how a program ends them."""
 
 import abc
+import atexit
+import os
 import pickle
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,7 +12,18 @@ from tp_runner._workers._failure import ENDING, Failure, failure_to_error
 from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
 from tp_runner.errors import ItemError
 
-__all__ = ["Chunk", "Died", "Done", "Event", "Fleet", "Ready", "Timing", "dumps_ending", "loads_ending"]
+__all__ = [
+    "Chunk",
+    "Died",
+    "Done",
+    "Event",
+    "Fleet",
+    "Ready",
+    "Timing",
+    "dumps_ending",
+    "loads_ending",
+    "watch",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -238,3 +252,30 @@ def loads_ending(data: Any) -> Any:
         return pickle.loads(data) if data else None
     except USERS_ERRORS as error:
         return Failure.of(error, ENDING)
+
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_last: list[Any] = []
+_owner = 0
+
+
+def watch(closable: Any, *, last: bool = False) -> None:
+    """Have ``closable.at_exit()`` called at the end of this process, if it still exists then.
+
+    Args:
+        closable: What to end.
+        last: Whether to do so when all others have been; such a one is kept until then.
+    """
+    global _owner  # noqa: PLW0603 - it is about the process
+    if _owner != os.getpid():  # a forked worker has none of its parent's, and may start runners, too
+        _owner = os.getpid()
+        atexit.register(_end_all)
+    if last:
+        _last.append(closable)
+    else:
+        _open.add(closable)
+
+
+def _end_all() -> None:
+    for closable in [*_open, *_last]:
+        closable.at_exit()

@@ -1,6 +1,7 @@
 """Items and results on their way through shared memory: the side of the parent, and that of a worker."""
 
 import collections
+import contextlib
 import pickle
 import threading
 import time
@@ -11,6 +12,7 @@ from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
 from tp_runner._workers._process import _wire
+from tp_runner._workers._process._definitions import Definitions, Told, key_in_worker
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
 from tp_runner._workers._process._wire import pack, pack_by_value, unpack
 
@@ -59,6 +61,7 @@ class ReplyWriter:
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._sent_s = 0.0
+        self._key_of: Any = None  # where results are of classes that came from the parent
 
     def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
         """Send something that is not about a chunk's results."""
@@ -98,7 +101,7 @@ class ReplyWriter:
             self._kept.pop(seq, None)
             self.message(_wire.RELEASE, seq=seq)
         try:
-            payload, buffers = pack(results)
+            payload, buffers = self._pack(results)
         except USERS_ERRORS:  # a culprit is looked for
             payload, buffers, unpicklable = pack_what_can_be(results, pack_by_value)
             failed = failed or unpicklable
@@ -142,6 +145,13 @@ class ReplyWriter:
             _wire.write_all(self._fd, b"".join((header, *blob)))
         self._sent_s = time.monotonic() - started
 
+    def _pack(self, results: list[Any]) -> tuple[bytes, list[memoryview]]:
+        if self._key_of is None:
+            with contextlib.suppress(*USERS_ERRORS):
+                return pack(results)
+        self._key_of = key_in_worker  # those to come are like these
+        return pack(results, self._key_of)
+
 
 class Codec:
     """Makes requests of chunks and results of replies.
@@ -157,8 +167,11 @@ class Codec:
         self._same_main = same_main
         self._lease_at_most = lease_at_most
         self._result_bytes = 0.0  # the most that a result took lately
+        self._definitions = Definitions()
+        self._looks = False  # for what items refer to in the main module
+        self.forget = self._definitions.forget
 
-    def encode(self, chunk: Chunk) -> tuple[Block, bytes]:
+    def encode(self, worker: int, chunk: Chunk) -> tuple[Block, bytes]:
         """Put a chunk's items into shared memory; set its ``nbytes``.
 
         Returns:
@@ -167,7 +180,7 @@ class Codec:
         Raises:
             Exception: An item cannot be pickled; nothing was placed.
         """
-        payload, buffers = self._pack(chunk.items)
+        payload, buffers = self._pack(worker, chunk.items)
         length, inputs = _sizes(payload, buffers)
         # Memory that nobody touches costs nothing, so the first guess is a generous one.
         expected = self._result_bytes * len(chunk.items) * 1.25 if self._result_bytes else 2.0 * inputs
@@ -189,13 +202,22 @@ class Codec:
         chunk.nbytes = inputs if at >= 0 else inputs + length
         return block, b"".join((_wire.REQUEST.pack(*request), *blob))
 
-    def _pack(self, items: list[Any]) -> tuple[bytes, list[memoryview]]:
+    def _pack(self, worker: int, items: list[Any]) -> tuple[bytes, list[memoryview]]:
         try:
-            payload, buffers = pack(items)
+            if not self._looks:
+                payload, buffers = pack(items)
+                if self._same_main or b"__main__" not in payload:
+                    return payload, buffers
+            found: dict[str, Any] = {}
+            payload, buffers = pack(items, self._definitions.key_of(found))
+            self._looks = bool(found)  # those to come are like these, as a rule
+            if b"__main__" in payload:
+                return pack_by_value(items)  # it is neither a class nor a function
+            if news := self._definitions.news(worker, found):
+                payload, buffers = pack((Told(news), items), self._definitions.key_of(found))
         except Exception:  # noqa: BLE001 - cloudpickle may still be able to, or says why not
             return pack_by_value(items)
-        if not self._same_main and b"__main__" in payload:
-            return pack_by_value(items)
+        self._definitions.tell(worker, news, found)
         return payload, buffers
 
     def decode(self, block: Block, reply: _wire.Reply, blob: Any) -> tuple[list[Any], bool, int, bool]:

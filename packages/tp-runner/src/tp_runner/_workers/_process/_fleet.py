@@ -173,6 +173,7 @@ class ProcessFleet(Fleet):
         self._poller.unregister(handle.replies)
         del self._by_fd[handle.replies], self._handles[handle.worker]
         self._starting.pop(handle.worker, None)
+        self._codec.forget(handle.worker)
         if handle.ready:
             self._endings[handle.worker].append(handle.returned)
         handle.close()
@@ -182,7 +183,7 @@ class ProcessFleet(Fleet):
     # -- sending --------------------------------------------------------------------------------
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        block, message = self._codec.encode(chunk)
+        block, message = self._codec.encode(worker, chunk)
         handle = self._handles[worker]
         handle.inflight[chunk.seq] = block
         handle.write(message)
@@ -283,6 +284,8 @@ class ProcessFleet(Fleet):
     def _done(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
         block = handle.inflight.pop(reply.seq)
         results, failed, nbytes, leased = self._codec.decode(block, reply, blob)
+        if failed:  # maybe for want of what it was told
+            self._codec.forget(handle.worker)
         if reply.flags & HELD:
             handle.held[reply.seq] = block
         elif not leased:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tp_runner._at_exit import watch
+from tp_runner._workers._fleet import watch
 from tp_runner._workers._process._spawn import Process, bootstrap, end_with, spawn
 
 __all__ = ["ForkServer", "fork_by_server", "serve"]

@@ -13,10 +13,12 @@ import os
 import pickle
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tp_runner._workers._pickling import is_plain_memory
+from tp_runner._workers._process._definitions import find
 
 __all__ = [
     "BYE",
@@ -168,16 +170,22 @@ def write_all(fd: int, data: Any) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def pack(obj: Any) -> tuple[bytes, list[memoryview]]:
+def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj``; return the pickle and the large buffers that it refers to, in order.
 
     Numpy arrays and dense CPU tensors are not copied: their buffers are views of them.
+
+    Args:
+        obj: What to pickle.
+        key_of: Gives classes and functions keys to travel by.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     if not _Pickler.knows_torch and "torch" in sys.modules:
         _learn_torch()
-    _Pickler(stream, 5, buffer_callback=_collector(buffers)).dump(obj)
+    pickler = (_Pickler if key_of is None else _KeyPickler)(stream, 5, buffer_callback=_collector(buffers))
+    pickler.key_of = key_of
+    pickler.dump(obj)
     return stream.getvalue(), buffers
 
 
@@ -211,6 +219,21 @@ class _Pickler(pickle.Pickler):
     # A table of its own: the C pickler looks into it without calling back into Python.
     dispatch_table = copyreg.dispatch_table.copy()
     knows_torch = False
+    key_of: Callable[[Any], str | None] | None
+
+
+class _KeyPickler(_Pickler):
+    """Costs a call for each object that is not of Python's own types."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _NAMED) and self.key_of is not None:
+            key = self.key_of(obj)
+            if key is not None:
+                return find, (key,)
+        return NotImplemented
+
+
+_NAMED = (type, types.FunctionType)
 
 
 def _learn_torch() -> None:

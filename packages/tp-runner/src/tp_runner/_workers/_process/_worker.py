@@ -17,6 +17,7 @@ from tp_runner._workers._fleet import Timing, dumps_ending
 from tp_runner._workers._identity import become
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
+from tp_runner._workers._process._definitions import remember_program
 from tp_runner._workers._process._inheritance import take_over
 from tp_runner._workers._process._shared_memory import (
     Heartbeats,
@@ -121,6 +122,7 @@ class WorkerProcess:
                     if isinstance(stored, bytes)
                     else load_program(self._memory_fd, stored)
                 )
+                remember_program()
                 limit_torch(self._setup.threads)  # it may have been imported just now
             become(self._setup.info)
             if isinstance(program, ClassProgram):
@@ -184,10 +186,14 @@ class WorkerProcess:
         if request.blob_at >= 0:
             blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
         if not request.n_buffers:
-            return _wire.unpack(blob, ()), None
+            return _items_of(_wire.unpack(blob, ())), None
         table, payload = _wire.split_blob(blob, request.n_buffers)
         start, (last_at, last_nbytes) = table[0][0], table[-1]
         lease = self._memory.lease(start, last_at + last_nbytes - start)
         view = memoryview(lease).cast("B")
         buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
-        return _wire.unpack(payload, buffers), lease
+        return _items_of(_wire.unpack(payload, buffers)), lease
+
+
+def _items_of(sent: Any) -> Any:
+    return sent[1] if type(sent) is tuple else sent  # behind what it had to be told first
