@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import rich.progress
+import tp_runner
 from rich.console import Console
 from tp_core.errors import ConfigError
-from tp_runner import OrderedRunner, RunnerStats, _progress
+from tp_runner import OrderedRunner, Pipeline, RunnerClosedError, RunnerStats, _progress
 
 
 class Sleeps(OrderedRunner):
@@ -55,6 +56,22 @@ def test_the_figures_tell_what_each_worker_did(engine):
         assert f"worker {worker.worker} on cpu: {worker.items} items" in str(stats)
     if engine != "inline":
         assert all(worker.waiting_s > 0 for worker in stats.workers)
+
+
+def test_every_stream_tells_what_its_workers_did():
+    mapped = tp_runner.map(abs, range(5), n_workers=1, engine="thread")
+    with pytest.raises(RunnerClosedError, match="no worker of this map has started: ask for a result"):
+        mapped.stats()
+    assert list(mapped) == list(range(5))
+    assert mapped.stats().delivered == 5  # its workers have ended
+    with Pipeline(n_workers=1, engine="thread").map(abs).filter(bool) as pipeline:
+        stream = pipeline.stream(range(4))
+        assert list(stream) == [1, 2, 3]
+        assert [stage.given for stage in stream.stats()] == [4, 3]
+    with OrderedRunner(1, engine="thread", progress=True) as runner:
+        stream = runner.stream([1, 2])
+        assert list(stream) == [1, 2]
+        assert stream.stats().delivered == 2
 
 
 def test_the_timeline_is_a_chrome_trace(tmp_path):

@@ -122,6 +122,7 @@ def test_errors_end_the_run_or_stand_in_their_place(folder):
     [
         ("missing", ["--input", "lines.txt"], "no runner '.*:missing'"),
         ("upper", ["--input", "nothing*"], "no file, directory or pattern 'nothing\\*'"),
+        ("upper", ["--input", "lines.txt", "--retry-delay-s", "1"], "give --max-retries too"),
         ("upper", ["--input", "lines.txt", "--format", "xml"], "--format must be one of auto"),
         ("upper", ["--input", "lines.txt", "--format", "jsonl"], "line 1 of lines.txt is not JSON"),
         (

@@ -194,8 +194,11 @@ class PluginPoolAdapter:
             for result in self._pool.run(items, ordered=self._ordered):
                 yield [result]
 
+        def stats() -> Any:
+            return self.stats()  # which such a pool does not have
+
         generator = steps()
-        return OpenRun(generator, generator.close, generator.close)
+        return OpenRun(generator, generator.close, generator.close, stats)
 
     def close(self, *, timeout_s: float = 60.0) -> None:
         """End the workers, in whatever time it takes."""

@@ -12,6 +12,7 @@ from tp_runner._scheduling._pool import OpenRun, RunnerPool
 from tp_runner._scheduling._source import length_of
 from tp_runner._stream import ResultStream
 from tp_runner._workers._program import FunctionProgram
+from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
@@ -32,7 +33,7 @@ def _open_run(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> Open
     from tp_runner._progress import with_progress
 
     chunks = with_progress(run.chunks, length_of(items), pool)
-    return OpenRun(chunks, run.end, run.cancel)
+    return run._replace(chunks=chunks)
 
 
 def map(
@@ -106,7 +107,13 @@ def map(
         for run in opened:
             run.cancel()
 
-    return ResultStream.over(steps, steps.close, cancel)
+    def stats() -> Any:
+        for run in opened:
+            return run.stats()
+        msg = "no worker of this map has started: ask for a result first"
+        raise RunnerClosedError(msg)
+
+    return ResultStream.over(steps, steps.close, cancel, stats)
 
 
 def _emptied(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:

@@ -203,7 +203,7 @@ class Pipeline:
                 generator.close()
             end()
 
-        return ResultStream.over(generator, close, cancel)
+        return ResultStream.over(generator, close, cancel, lambda: tuple(copy.copy(entry) for entry in stats))
 
     def _results(
         self, place: int, stage: Stage, items: Iterable[Any], runs: list[OpenRun], stats: StageStats

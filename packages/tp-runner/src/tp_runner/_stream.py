@@ -15,13 +15,21 @@ class ResultStream(itertools.chain[Any]):
 
     _end: Callable[[], None]
     _cancel: Callable[[], None]
+    _stats: Callable[[], Any]
 
     @classmethod
-    def over(cls, chunks: Iterator[list[Any]], end: Callable[[], None], cancel: Callable[[], None]) -> Self:
-        """Return a stream over lists of results, with what ends and what cancels it."""
+    def over(
+        cls,
+        chunks: Iterator[list[Any]],
+        end: Callable[[], None],
+        cancel: Callable[[], None],
+        stats: Callable[[], Any],
+    ) -> Self:
+        """Return a stream over lists of results, with what ends it, cancels it and tells of its workers."""
         stream = cast("Self", cls.from_iterable(chunks))  # of this class, whatever the stubs say
         stream._end = end
         stream._cancel = cancel
+        stream._stats = stats
         return stream
 
     def close(self) -> None:
@@ -31,6 +39,14 @@ class ResultStream(itertools.chain[Any]):
     def cancel(self) -> None:
         """Stop, from any thread: whoever waits for a result gets ``RunCancelledError``."""
         self._cancel()
+
+    def stats(self) -> Any:
+        """Return what the workers have done so far, as ``stats()`` of the runner or the pipeline does.
+
+        Raises:
+            RunnerClosedError: This is a stream of ``map``, and no result was asked for yet.
+        """
+        return self._stats()
 
     def __enter__(self) -> Self:
         return self

@@ -74,6 +74,9 @@ def run(
         meant = did_you_mean(form, FORMATS)
         msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}{meant}"
         raise ConfigError(msg)
+    if retry_delay_s is not None and not max_retries:
+        msg = "--retry-delay-s is about items that are tried again; give --max-retries too"
+        raise ConfigError(msg)
     is_stdout = str(output) == "-"
     if as_json and is_stdout:
         msg = "--json prints its document where --output - has the results; name a file for these"

@@ -31,11 +31,13 @@ class OpenRun(NamedTuple):
         chunks: Neighboring results, list by list.
         end: Stops their coming; for any thread.
         cancel: The same, and whoever waits for them gets ``RunCancelledError``.
+        stats: Tells what the workers did so far.
     """
 
     chunks: Generator[list[Any], None, None]
     end: Callable[[], None]
     cancel: Callable[[], None]
+    stats: Callable[[], Any]
 
 
 class RunnerPool:
@@ -115,7 +117,7 @@ class RunnerPool:
             except ValueError:  # another thread reads it, and notices
                 return
 
-        return OpenRun(steps, end, lambda: stop(RunCancelledError("this stream was cancelled")))
+        return OpenRun(steps, end, lambda: stop(RunCancelledError("this stream was cancelled")), self.stats)
 
     def _new_run(
         self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
