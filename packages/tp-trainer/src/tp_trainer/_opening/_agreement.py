@@ -1,21 +1,25 @@
 """Comparisons between the ranks of a job, before anything is started that could hang."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from itertools import count
+from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
+from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.internal import has_left, rendezvous_store
 from tp_core.plugins import Session
 
-__all__ = ["agree_at_start", "check_same", "check_same_at_start"]
+__all__ = ["agree_at_start", "check_same", "check_same_at_start", "check_same_optimizers"]
 
 _SLICE_S = 1.0  # between two looks at whether a rank that is waited for has left
 
@@ -112,6 +116,56 @@ def check_same(session: Session, facts: Mapping[str, Any]) -> None:
     difference = _first_difference(session.gather_objects(dict(facts)))
     if difference:
         raise DisagreementError(difference)
+
+
+def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer]) -> None:
+    """Make sure that data ranks step with the same settings, or their parameters part without a word.
+
+    Numbers may differ as far as two processors' do that compute the same schedule.
+
+    Raises:
+        DisagreementError: On every rank, with the first setting in which one differs.
+
+    Collectives: those of `Session.gather_objects`, with several data ranks.
+    """
+    if session.data_size == 1:
+        return
+    settings = {
+        f"the setting {key!r} of parameter group {number} of the optimizer {name!r}": value
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in _numbers_in(group).items()
+    }
+    kinds = {f"the kind of the optimizer {name!r}": type(o).__name__ for name, o in optimizers.items()}
+    first, *others = session.gather_objects(kinds | settings)
+    for rank, theirs in enumerate(others, start=1):
+        for what, value in first.items():
+            if what in theirs and not _is_same(value, theirs[what]):
+                msg = (
+                    f"ranks disagree on {what}: rank 0 has {value!r}, rank {rank} has {theirs[what]!r}; "
+                    "their parameters would part. Set it on every rank alike, from what all of them know"
+                )
+                raise DisagreementError(msg)
+
+
+def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the settings of a parameter group that are numbers, those in pairs such as betas one by one."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        several = value if isinstance(value, tuple) else (value,)
+        for i, one in enumerate(several):
+            if isinstance(one, Real) or (isinstance(one, Tensor) and one.numel() == 1):
+                found[key if several is not value else f"{key}[{i}]"] = float(one)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two settings are equal, but for rounding."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
 
 
 def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:

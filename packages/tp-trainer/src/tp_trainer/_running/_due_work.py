@@ -13,6 +13,7 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._metrics._rounds import CutShortError
+from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._running._duties import Duties, nothing
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
@@ -91,6 +92,7 @@ class DueWork(RunFacts):
         if meter is not None:
             self._run_state.seconds = time.perf_counter() - self._began_epoch
             self._duties.check()
+            check_same_optimizers(self._session, self.optimizers)
         with self._watchdog.paused():
             self._saved(lambda: saving.save(done, meter))
         self._tell_of_lost_state()

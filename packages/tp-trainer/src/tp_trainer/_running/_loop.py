@@ -9,6 +9,7 @@ from typing import Any, Self
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import RunStatus
 
+from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._running._between import Between
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._running._signals import Answer, Interrupted, SignalWatch
@@ -191,6 +192,7 @@ class Loop(Between):
         self._reporter.done(record)
         duties.after_epoch()
         self._events.send("on_epoch_end", self)
+        check_same_optimizers(self._session, self.optimizers)  # which a scheduler or a callback has moved
         base = self.step
         state.epoch, state.first = state.epoch + 1, 0
         self._base, self._done = base, 0

@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checks._values import check_positive
-from tp_trainer._opening._agreement import check_same
+from tp_trainer._opening._agreement import check_same, check_same_optimizers
 from tp_trainer._running._duties import Duties
 from tp_trainer._running._kept import Kept
 from tp_trainer._running._limits import Limits
@@ -117,10 +117,10 @@ def start_loop(
 
     Raises:
         ConfigError: An epoch has no batches.
-        DisagreementError: The ranks were given different arguments.
+        DisagreementError: The ranks were given different arguments, or optimizers with different settings.
         LoaderError: The loader has no length, or less than the limits want.
 
-    Collectives: one gather of objects.
+    Collectives: two gathers of objects.
     """
     steps = _steps_in(train, settings.limits)
     train.goes_on = settings.limits.overfit_batches is None and not settings.limits.restart_stream
@@ -132,6 +132,7 @@ def start_loop(
         "optimizers": sorted(found.trained.optimizers),
     }
     check_same(session, {**settings.facts(steps), **kinds})
+    check_same_optimizers(session, found.trained.optimizers)
     return Loop(
         session,
         settings,
