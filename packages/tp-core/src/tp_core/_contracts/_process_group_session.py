@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tp_core._contracts._exchange import broadcast_object, gather_objects
 from tp_core._contracts._job import Job
 from tp_core._contracts._reductions import ReductionWatch
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
@@ -261,15 +262,11 @@ class ProcessGroupSession(Session):
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's object, in the order of the ranks."""
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value, self._world_size)
 
     def broadcast(self, value: T, *, src: int = 0) -> T:
         """Return the object of rank ``src``, on all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, src=src)
-        return values[0]
+        return broadcast_object(value, src=src)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

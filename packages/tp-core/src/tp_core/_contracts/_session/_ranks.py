@@ -102,7 +102,14 @@ class RankSession:
 
         Collectives: those of :meth:`gather_objects`.
         """
-        values = self.gather_objects(value)
+        questions, values = zip(*self.gather_objects((what, value)), strict=True)
+        other = next((r for r, asked in enumerate(questions) if asked != questions[0]), None)
+        if other is not None:
+            msg = (
+                f"ranks are at different places: rank 0 compares {questions[0]}, rank {other} compares "
+                f"{questions[other]}. Every rank must make the same calls in the same order"
+            )
+            raise DisagreementError(msg)
         other = next((r for r, v in enumerate(values) if v != values[0]), None)
         if other is not None:
             msg = (

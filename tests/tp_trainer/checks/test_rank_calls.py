@@ -1,0 +1,103 @@
+"""Ranks that make different calls are told so, with the lines of the program that they are at."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import DisagreementError
+from tp_core.testing import RankPool
+from tp_trainer import Trainer
+
+
+@pytest.fixture
+def ranks():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def step(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def told(calls):
+    """Return the message of the error in which the calls of this rank end."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.rand(8, 2)), batch_size=4)
+    with (
+        Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer,
+        pytest.raises(DisagreementError) as caught,
+    ):
+        calls(trainer, model, optimizer, loader)
+    return str(caught.value)
+
+
+def _one_evaluates_and_one_trains():
+    def calls(trainer, model, optimizer, loader):
+        if rank() == 0:
+            trainer.evaluate(model, loader, step=step)
+        else:
+            trainer.fit(model, optimizer, loader, step=step, epochs=1)
+
+    return told(calls)
+
+
+def _one_validates():
+    def calls(trainer, model, optimizer, loader):
+        val_loader = loader if rank() else None
+        trainer.fit(model, optimizer, loader, step=step, epochs=1, val_loader=val_loader)
+
+    return told(calls)
+
+
+def _they_compare_something_else():
+    def calls(trainer, model, optimizer, loader):
+        trainer.prepare(model)
+        trainer.session.check_agreement("the size of the vocabulary" if rank() else "the classes", 7)
+
+    return told(calls)
+
+
+def _own_exchanges_at_two_places():
+    def calls(trainer, model, optimizer, loader):
+        trainer.prepare(model)
+        session = trainer.session
+        got = session.gather_objects(rank()) if rank() else own_gather(session)
+        assert got == [0, 1]
+        trainer.fit(model, optimizer, loader, step=step, epochs=1 + rank())
+
+    return told(calls)
+
+
+def own_gather(session):
+    return session.gather_objects(0)
+
+
+def test_the_lines_of_the_program_are_named(ranks):
+    for message in ranks.run(_one_evaluates_and_one_trains):
+        assert "rank 0 at " in message
+        assert "trainer.evaluate(model, loader, step=step)" in message
+        assert "trainer.fit(model, optimizer, loader, step=step, epochs=1)" in message
+        assert "test_rank_calls.py:" in message
+
+
+def test_a_validation_on_one_rank_is_told(ranks):
+    for message in ranks.run(_one_validates):
+        assert "ranks are at different places" in message
+        assert "val_loader=val_loader" in message
+
+
+def test_what_ranks_compare_is_named(ranks):
+    for message in ranks.run(_they_compare_something_else):
+        assert "rank 0 compares the classes, rank 1 compares the size of the vocabulary" in message
+
+
+def test_code_of_others_may_exchange_objects_wherever_it_is(ranks):
+    for message in ranks.run(_own_exchanges_at_two_places):
+        assert "ranks disagree on the number of epochs" in message
