@@ -248,6 +248,7 @@ def test_zero_grad_inside_of_forward_warns_and_clears_nothing(copies):
         ({"minibatch": True}, "pass inputs_are_scattered=True"),
         ({"batch_outputs": False}, "pass gather_to_one_device=False"),
         ({"nonsense": 1}, r"DataParallel does not have the option nonsense=1 \(unknown\)"),
+        ({"except_keyword": ["a"]}, r"\(unknown; did you mean 'except_keywords'\?\)"),
         ({"gather_to_one_device": []}, "must be True or False, got \\[\\] and False"),
     ],
 )

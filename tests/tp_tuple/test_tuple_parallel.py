@@ -80,7 +80,11 @@ def test_a_call_without_arguments_runs_the_first_device():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((X[0],), {}, "argument 0 must be a tuple or list with one part per device, got Tensor"),
+        (
+            (X[0],),
+            {},
+            "argument 0 must be a tuple or list with one part per device, got Tensor of shape .*tp_collate",
+        ),
         ((X, 5), {}, "argument 1 must be a tuple or list .* got int: 5"),
         ((X,), {"mask": "ab"}, "argument 'mask' must be a tuple or list .* got str"),
         ((X * 2,), {}, "argument 0 must have 1 to 2 parts, one per device, got 4"),

@@ -47,7 +47,7 @@ COMMANDS = """
     def tp_commands():
         return [Command("hello", "Say hello.", load_hello), Command("bad", "Fail.", load_bad),
                 Command("clicked", "Of click.", load_clicked),
-                Command("ending", "End.", load_ending),
+                Command("ending", "End.", load_ending), Command("nothing", "None.", lambda: None),
                 Command("doctor", "Hide the doctor.", load_hello)]
 """
 
@@ -97,6 +97,13 @@ def test_a_broken_command_is_left_out_with_its_cause(with_commands, capsys, argu
     with pytest.raises(SystemExit):
         build_app(with_commands)(args=arguments, prog_name="tp")
     assert "command 'bad' of tp-hello 1.0 is broken: ImportError: no such library" in capsys.readouterr().err
+
+
+def test_a_command_that_loads_nothing_is_told_what_it_should(with_commands, capsys):
+    with pytest.raises(SystemExit):
+        build_app(with_commands)(args=["nothing"], prog_name="tp")
+    said = "command 'nothing' of tp-hello 1.0 is broken: ContractError: its load() must return a typer.Typer"
+    assert f"{said}, got NoneType" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,7 @@ def test_what_a_plugin_prints_while_it_is_loaded_never_reaches_stdout(talkative,
 
 def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys, monkeypatch):
     brings = {p["name"]: p["brings"] for p in examine(with_commands)["plugins"]}
-    assert brings["hello"] == {"command": ("bad", "clicked", "ending", "hello")}
+    assert brings["hello"] == {"command": ("bad", "clicked", "ending", "hello", "nothing")}
     assert brings["tp-runner"]["engine"] == ("inline", "process", "ray", "thread")
     assert brings["tp-tuple"] == {"backend": ("tuple",), "collate adapter": ("tuple",)}
     monkeypatch.setattr("tp_core.cli._doctor.registry", with_commands)

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from copy import deepcopy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -421,6 +422,16 @@ class MeetsInOnePlace(TrueBackend):
         return super().open(job)
 
 
+class JoinsPlainly(TrueBackend):
+    def open(self, job):
+        self.parse_options(job)
+        ours = not dist.is_initialized()
+        if ours:
+            # Without a limit of its own it waits for half an hour.
+            dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+        return self.session(job, leave=dist.destroy_process_group if ours else lambda: None)
+
+
 CAUGHT = [
     (SumsGradients, "test_loss_and_gradients_are_those_of_one_device"),
     (IgnoresNoSync, "test_inside_no_sync_nothing_is_reduced_over_ranks"),
@@ -490,6 +501,7 @@ CAUGHT = [
     (TakesAnyOption, "test_an_unknown_option_is_refused"),
     (JoinsBeforeItLooks, "test_an_unknown_option_is_refused"),
     (MeetsInOnePlace, "test_a_second_session_in_one_process_works_as_the_first"),
+    (JoinsPlainly, "test_a_second_session_in_one_process_works_as_the_first"),
 ]
 
 

@@ -312,7 +312,7 @@ def two_copies_train_like_one_model_on_all_samples():
 
 def what_cannot_be_split_is_refused():
     model = Gpt()
-    with pytest.raises(ValueError, match=r"\['block.\*'\] fit no layer; the layers are tokens"):
+    with pytest.raises(ValueError, match=r"\['block.\*'\] fit no layer; the layers are 'tokens'"):
         ts.parallelize(model, {"block.*": Column()})
     with pytest.raises(TypeError, match="norm is a LayerNorm"):
         ts.parallelize(model, {"norm": Column()})

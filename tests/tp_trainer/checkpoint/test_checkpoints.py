@@ -193,6 +193,8 @@ def test_a_damaged_one_that_was_asked_for_by_name_is_an_error(tmp_path):
         fit(tmp_path, resume=newest)
     with pytest.raises(StateError, match="is not a checkpoint"):
         fit(tmp_path, resume=tmp_path)
+    with pytest.raises(StateError, match="nowhere is not a checkpoint: it is not there"):
+        fit(tmp_path, resume=tmp_path / "nowhere")
 
 
 def test_one_that_was_being_written_when_the_process_died_does_not_count(tmp_path):

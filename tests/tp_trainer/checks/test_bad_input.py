@@ -171,7 +171,7 @@ def test_an_optimizer_of_another_model_is_refused():
         ({"epochs": 1.5}, "epochs must be a whole number from 1, got 1.5"),
         ({"steps_per_epoch": -1}, "steps_per_epoch must be"),
         ({"scheduler_every": "day"}, "'epoch' or 'step', got 'day'"),
-        ({"clip_norm": 0}, "clip_norm must be None or greater than 0"),
+        ({"clip_norm": 0}, "clip_norm must be None or a number greater than 0"),
         ({"loader": []}, "the number of batches in the loader must be"),
         ({"scheduler": object()}, r"scheduler must have a method step\(\), got object"),
         ({"step_timeout_s": "5"}, "step_timeout_s must be None or a number of seconds above 0, got '5'"),

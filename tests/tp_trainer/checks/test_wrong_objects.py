@@ -97,6 +97,14 @@ WRONG = {
         {"step": None},
         r"step must be a function step\(model, batch\) that returns the loss, got NoneType",
     ),
+    "a step that is not called with a batch": (
+        {"step": lambda model: model},
+        r"function step\(model, batch\) .* and <lambda>\(model\) cannot be called with these two",
+    ),
+    "a step that takes a batch's number, too": (
+        {"step": lambda model, batch, batch_idx: None},
+        "cannot be called with these two: missing a required argument: 'batch_idx'",
+    ),
     "a wrong val_step": (
         {"val_step": 3, "val_loader": make_loader()},
         r"val_step must be a function val_step\(model",
@@ -114,11 +122,14 @@ WRONG = {
         {"scheduler": StepLR(OTHER, 1)},
         r"the scheduler, StepLR, moves another optimizer, a SGD, than the one that is given",
     ),
-    "text for a limit": ({"clip_norm": "1"}, "clip_norm must be None or greater than 0, got '1'"),
-    "a truth for a limit": ({"clip_value": True}, "clip_value must be None or greater than 0, got True"),
+    "text for a limit": ({"clip_norm": "1"}, "clip_norm must be None or a number greater than 0, got '1'"),
+    "a truth for a limit": (
+        {"clip_value": True},
+        "clip_value must be None or a number greater than 0, got True",
+    ),
     "no number for a limit": (
         {"clip_norm": float("nan")},
-        "clip_norm must be None or greater than 0, got nan",
+        "clip_norm must be None or a number greater than 0, got nan",
     ),
     "half a skipped step": ({"max_skipped": 0.5}, "max_skipped must be a whole number from 0, got 0.5"),
     "a file that is a number": ({"save_to": 3}, "save_to must be the path of a file, got int: 3"),

@@ -82,7 +82,7 @@ def test_values_are_clipped():
 
 @pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
 def test_a_limit_has_to_be_above_zero(name):
-    with pytest.raises(ConfigError, match=f"{name} must be None or greater than 0, got 0"):
+    with pytest.raises(ConfigError, match=f"{name} must be None or a number greater than 0, got 0"):
         fit(**{name: 0})
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from tp_core._suggestions import did_you_mean
 from tp_core.cli._errors import is_parser_error, print_error, sharpen, status_of, wants_json
-from tp_core.errors import TpError
+from tp_core.errors import ContractError, TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
 from tp_core.plugins._contribution import describe
 
@@ -199,6 +199,9 @@ def _loaded(command: Command) -> Any:
     loaded = command.load()
     if isinstance(loaded, typer.Typer):
         loaded = typer.main.get_command(loaded)
+    if not callable(getattr(loaded, "main", None)):  # click's commands have it, of whichever click
+        msg = f"its load() must return a typer.Typer, got {type(loaded).__name__}"
+        raise ContractError(msg)
     loaded.name = command.name
     loaded.help = loaded.help or command.help
     loaded.short_help = command.help

@@ -40,7 +40,7 @@ class NameConflict:
         if self.kept is not None:
             return (
                 f"the {self.kind} {self.name!r} of plugin {theirs} is left out: {self.kept} brings one of "
-                f"that name; rename or uninstall the other one, or block its plugin with {blocks}"
+                f"that name; give that of {theirs} another name, uninstall it, or block it with {blocks}"
             )
         return (
             f"{len(self.left_out)} {self.kind}s are called {self.name!r}, of the plugins {theirs}, and all "

@@ -1,5 +1,6 @@
 """The base of modules that wrap replicas: devices, names in states, torch's extension points."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._transfer import recursive_to
+from tp_core._suggestions import did_you_mean
 from tp_core.errors import ConfigError
 from tp_core.replicas._replicas import Replicas
 
@@ -175,8 +177,10 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
             ConfigError: There are unknown options.
         """
         if options:
+            known = {n for n, p in inspect.signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
             hints = [
-                f"{name}={value!r:.40} ({successors.get(name, 'unknown')})" for name, value in options.items()
+                f"{name}={value!r:.40} ({successors.get(name) or 'unknown' + did_you_mean(name, known)})"
+                for name, value in options.items()
             ]
             msg = f"{cls.__name__} does not have the option {', '.join(hints)}"
             raise ConfigError(msg)

@@ -1,11 +1,13 @@
 """A backend's sessions open, fail, close and follow each other as they should."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 from torch.utils.data import DataLoader
 
 from tp_core.errors import ConfigError, ModelError
@@ -21,8 +23,11 @@ from tp_core.testing._bodies import (
     whole,
 )
 from tp_core.testing._gradient_checks import GradientChecks
+from tp_core.testing._ranks import run_ranks
 
 __all__ = ["SessionChecks"]
+
+_MEETING_S = 120.0  # for ranks that wait for each other where nobody comes
 
 
 class SessionChecks(GradientChecks):
@@ -52,9 +57,24 @@ class SessionChecks(GradientChecks):
         model = self.make_reference()
         loss_of(batch_loss()(model, data(8).tensors)).backward()
         expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        for gradients in self.everywhere(_two_sessions):
+        for gradients in [*self.everywhere(_two_sessions), *self._launched(_two_sessions)]:
             for found in gradients:
                 assert_same(found, expected)
+
+    def _launched(self, body: Callable[..., Any]) -> list[Any]:
+        """Run ``body(self)`` on ranks as under a launcher, which serves their store for longer than a group.
+
+        Where rank 0 serves it, it goes with the group, and what one session has left there hurts no other.
+        """
+        if self.processes == 1:
+            return []
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ = {
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        return run_ranks(body, self.processes, self, timeout_s=_MEETING_S, environ=environ)
 
 
 # -- on every rank --------------------------------------------------------------------------------

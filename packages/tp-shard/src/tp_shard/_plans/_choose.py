@@ -66,7 +66,7 @@ def choose(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
             chosen[path] = module, plan[fitting[0]]
     unused = [pattern for pattern in plan if pattern not in used]
     if unused:
-        names = [path for path, m in model.named_modules() if path and not list(m.children())]
+        names = [repr(path) for path, m in model.named_modules() if path and not list(m.children())]
         msg = f"the plan's {unused} fit no layer; the layers are {', '.join(names[:20])}" + (
             ", ..." if len(names) > 20 else ""
         )

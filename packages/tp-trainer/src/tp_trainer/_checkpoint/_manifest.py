@@ -86,7 +86,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if not path.is_file():  # a link to nowhere, a pipe that would never end
-            msg = f"{folder} is not a checkpoint: it has no {MANIFEST}"
+            lack = f"has no {MANIFEST}" if folder.exists() else "is not there"
+            msg = f"{folder} is not a checkpoint: it {lack}"
             raise StateError(msg)
         data = path.read_bytes()
     except OSError as error:

@@ -1,5 +1,6 @@
 """Options that callers give: checked before anything begins."""
 
+import inspect
 import os
 from numbers import Real
 
@@ -83,7 +84,7 @@ def check_limit(what: str, value: object) -> None:
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
-        msg = f"{what} must be None or greater than 0, got {value!r}"
+        msg = f"{what} must be None or a number greater than 0, got {value!r}"
         raise ConfigError(msg)
 
 
@@ -91,12 +92,22 @@ def check_callable(what: str, value: object) -> None:
     """Make sure that ``value`` is a function of the model and a batch.
 
     Raises:
-        ConfigError: ``value`` cannot be called.
+        ConfigError: ``value`` cannot be called, or not with two arguments.
     """
+    wanted = f"{what} must be a function {what}(model, batch) that returns the loss"
     if not callable(value):
-        got = f"{type(value).__name__}: {value!r}"
-        msg = f"{what} must be a function {what}(model, batch) that returns the loss, got {got}"
+        msg = f"{wanted}, got {type(value).__name__}: {value!r}"
         raise ConfigError(msg)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(value, "__name__", type(value).__name__)
+        msg = f"{wanted}, and {name}{signature} cannot be called with these two: {error}"
+        raise ConfigError(msg) from None
 
 
 def as_checkpoints(
