@@ -58,7 +58,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Show what failed and was run again, which only CI asks for: a success the second time hides nothing."""
+    """Show what failed and was run again, which only CI asks for: a success the second time hides nothing.
+
+    And that the site was not looked at, where there is no browser.
+    """
+    skipped = [r for r in terminalreporter.getreports("skipped") if "no browser: needs" in str(r.longrepr)]
+    if skipped:
+        title = f"THE SITE WAS NOT OPENED IN A BROWSER: {len(skipped)} tests of it were skipped"
+        terminalreporter.section(title, red=True)
+        terminalreporter.line(skipped[0].longrepr[2])
     rerun = terminalreporter.getreports("rerun")
     if not rerun:
         return

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import os
 import shutil
 import threading
 from importlib.util import find_spec
@@ -9,10 +10,10 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("selenium") is None, reason="selenium is not installed"),
-]
+pytestmark = pytest.mark.slow
+
+# What tests/conftest.py looks for in the reasons of skipped tests, to show it at the end.
+NO_BROWSER = "no browser: needs selenium, chromium and chromedriver (Debian: chromium, chromium-driver)"
 
 # As root in a container, without the services that look for their own hosts.
 FLAGS = """
@@ -37,6 +38,12 @@ OVERFLOW = """
     return document.documentElement.scrollWidth <= width ? [] :
         [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > width + 1)
             .slice(0, 3).map(e => e.outerHTML.slice(0, 120));
+"""
+# Tables of few columns are read without scrolling; those of the index of names are lists.
+CUT_OFF = """
+    return [...document.querySelectorAll('article table:not(.genindextable)')]
+        .filter(t => t.rows[0].cells.length <= 3 && t.scrollWidth > t.parentElement.clientWidth + 1)
+        .map(t => t.innerText.slice(0, 60));
 """
 # The contrast of text and what is behind it, as WCAG 2 defines it, for the first of each kind on the page.
 CONTRASTS = """
@@ -87,12 +94,13 @@ def address(site):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    from selenium import webdriver
-
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
+    if find_spec("selenium") is None or chromium is None or driver is None:
+        give_up = pytest.fail if os.environ.get("TP_NEEDS_BROWSER") else pytest.skip
+        give_up(NO_BROWSER)
+    from selenium import webdriver
+
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
@@ -120,7 +128,7 @@ def opened(browser, page):
     return contents
 
 
-def test_every_page_is_whole_wide_and_narrow_light_and_dark(site, address, browser):
+def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, address):
     """One walk over all pages: what is wrong with any of them is told together."""
     wanted: dict[str, set[tuple[str, str]]] = {}  # the fragments of a page, and who links to them
     waiting, ids, wrong = [f"{address}/index.html"], {}, []
@@ -148,6 +156,7 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(site, address, brows
         for size in (WIDE, NARROW):
             resize(browser, *size)
             wrong += [f"{name} is wider than {size[0]}: {e}" for e in browser.execute_script(OVERFLOW)]
+        wrong += [f"{name} cuts a table off on a phone: {t}" for t in browser.execute_script(CUT_OFF)]
     for page, links in wanted.items():
         for fragment, source in links:
             if fragment and fragment not in ids.get(page, {fragment}):  # listings of sources have no entry
@@ -156,7 +165,7 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(site, address, brows
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_search_finds_what_is_written(address, browser):
+def test_the_search_finds_what_is_written(browser, address):
     from selenium.webdriver.support.ui import WebDriverWait
 
     resize(browser, *WIDE)
