@@ -91,10 +91,10 @@ def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
     """Return the number of parts of the argument with that place or name."""
     if not isinstance(arg, tuple | list):
         shape = getattr(arg, "shape", None)
-        given = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
+        what = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
         msg = (
             f"argument {name!r} must be a tuple or list with one part per device, "
-            f"got {type(arg).__name__}{given}; tp_tuple.tp_collate makes a loader's batches so"
+            f"got {type(arg).__name__}{what}; tp_tuple.tp_collate makes a loader's batches so"
         )
         raise ConfigError(msg)
     given = len(arg)
