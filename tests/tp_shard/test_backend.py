@@ -58,6 +58,11 @@ class TestCopiesThatAreFullySharded(_Split):
     processes = 4
     group_size = 2
     options = {"group_size": 2, "data": "fsdp"}
+    limits = {
+        "test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean": (
+            "torch sends the gradients that a rank has as one tensor, whose length then differs between ranks"
+        )
+    }
 
     @staticmethod
     def make_model():

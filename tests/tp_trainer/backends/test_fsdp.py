@@ -5,16 +5,24 @@ from tp_core.testing import BackendConformance
 from tp_trainer._backends._fsdp._backend import FsdpBackend
 from tp_trainer.testing import TrainingConformance
 
+LIMITS = {
+    "test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean": (
+        "torch sends the gradients that a rank has as one tensor, whose length then differs between ranks"
+    )
+}
+
 
 class TestFsdp(BackendConformance):
     backend = FsdpBackend
     processes = 2
+    limits = LIMITS
 
 
 @pytest.mark.slow
 class TestFsdpOnFourRanks(BackendConformance):
     backend = FsdpBackend
     processes = 4
+    limits = LIMITS
 
 
 @pytest.mark.slow

@@ -166,3 +166,15 @@ def _frozen_with_max_norm():
 
 def test_one_that_is_not_trained_is_taken(ranks):
     assert ranks.run(_frozen_with_max_norm) == [True, True]
+
+
+def _prepared_in_evaluation_mode(backend, devices):
+    model = make_model().eval()
+    with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
+        return trainer.prepare(model).training, model.training
+
+
+def test_a_model_that_is_in_evaluation_mode_is_so_when_it_is_prepared(ranks):
+    assert ranks.run(partial(_prepared_in_evaluation_mode, "ddp", "cpu")) == [(False, False)] * 2
+    for backend in ("tuple", "dp-gather"):
+        assert _prepared_in_evaluation_mode(backend, ["cpu", "cpu"]) == (False, False)

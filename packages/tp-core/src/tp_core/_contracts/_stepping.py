@@ -26,6 +26,7 @@ class SteppingDataParallel(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
+        self.training = module.training  # torch's own wrapper says that it trains, whatever is in it
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
         # Whether the next backward pass averages, which one does for each forward pass; `None` before any.

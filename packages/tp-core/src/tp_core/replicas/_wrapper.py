@@ -51,6 +51,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         # torch's own constructor knows accelerators alone.
         nn.Module.__init__(self)
         self.module = module
+        self.training = module.training
         devices = resolve_devices(device_ids)
         self.device_ids: list[Any] = list(devices)
         self.output_device: Any = devices[0] if output_device is None else self._device_of(output_device)

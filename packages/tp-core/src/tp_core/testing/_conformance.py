@@ -6,11 +6,14 @@ from tp_core.testing._norm_checks import NormChecks
 from tp_core.testing._rank_checks import RankChecks
 from tp_core.testing._session_checks import SessionChecks
 from tp_core.testing._state_checks import StateChecks
+from tp_core.testing._step_checks import StepChecks
 
 __all__ = ["BackendConformance"]
 
 
-class BackendConformance(AssessChecks, LoaderChecks, NormChecks, RankChecks, SessionChecks, StateChecks):
+class BackendConformance(
+    AssessChecks, LoaderChecks, NormChecks, RankChecks, SessionChecks, StateChecks, StepChecks
+):
     """What every backend must do. A subclass of this, in a test module, names the backend.
 
     The proof is equality: losses, gradients and weights are those of one device that sees the whole

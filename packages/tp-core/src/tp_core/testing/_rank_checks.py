@@ -1,5 +1,6 @@
 """The ranks of a backend know their numbers, and exchange what they have."""
 
+import math
 import os
 import threading
 import time
@@ -66,6 +67,13 @@ class RankChecks(PooledKit):
         for size, found in self.everywhere(_gathered_scalars):
             torch.testing.assert_close(found.reshape(-1), torch.arange(float(size)))
 
+    @pytest.mark.parametrize("shape", [(2, 3, 2), (0, 3)], ids=str)
+    def test_gather_and_reduce_take_any_shape_and_layout(self, shape: tuple[int, ...]) -> None:
+        for size, gathered, reduced in self.everywhere(_of_shape, shape):
+            parts = [_laid_out(shape, rank) for rank in range(size)]
+            torch.testing.assert_close(gathered, torch.cat(parts))
+            torch.testing.assert_close(reduced, torch.stack(parts).sum(0))
+
     def test_gather_objects_keeps_the_order_of_the_ranks(self) -> None:
         expected = [{"rank": rank, "text": "x" * rank} for rank in range(self.processes)]
         assert self.everywhere(_gathered_objects) == [expected] * self.processes
@@ -108,6 +116,13 @@ def _rows(rank: int, fewest: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(2 * (rank + fewest)).reshape(-1, 2) + rank).to(dtype)
 
 
+def _laid_out(shape: tuple[int, ...], rank: int) -> Tensor:
+    """Return a tensor of that shape whose elements do not lie in order."""
+    size = math.prod(shape)
+    backwards = torch.arange(float(size)).reshape(shape[::-1])
+    return backwards.permute(*range(len(shape))[::-1]) + rank
+
+
 # -- on every rank --------------------------------------------------------------------------------
 
 
@@ -145,6 +160,12 @@ def _gathered(kit: RankChecks, fewest: int, dtype: torch.dtype) -> tuple[int, Te
     with open_session(kit) as session:
         mine = _rows(session.data_rank, fewest, dtype).to(session.device)
         return session.data_size, session.gather(mine).cpu()
+
+
+def _of_shape(kit: RankChecks, shape: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
+    with open_session(kit) as session:
+        mine = _laid_out(shape, session.data_rank).to(session.device)
+        return session.data_size, session.gather(mine).cpu(), session.reduce(mine).cpu()
 
 
 def _gathered_scalars(kit: RankChecks) -> tuple[int, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 from torch.utils.data import DataLoader
 
+from tp_core._launch._join import join_process_group
 from tp_core.errors import ConfigError, ModelError
 from tp_core.testing._bodies import (
     State,
@@ -52,6 +53,11 @@ class SessionChecks(GradientChecks):
     def test_closing_leaves_the_process_group_as_it_was_found(self) -> None:
         for before, after in self.everywhere(_groups):
             assert before == after
+
+    def test_a_process_group_of_the_programs_own_is_used_and_left_as_it_is(self) -> None:
+        for is_the_same, total, size in self.everywhere(_within_a_group):
+            assert is_the_same, "a group that the program has joined is the program's to leave"
+            assert total == size
 
     def test_a_second_session_in_one_process_works_as_the_first(self) -> None:
         model = self.make_reference()
@@ -123,6 +129,22 @@ def _groups(kit: SessionChecks) -> tuple[bool, bool]:
     with open_session(kit, model=model) as session:
         session.reduce(torch.ones(1, device=session.device))
     return before, _is_joined()
+
+
+def _within_a_group(kit: SessionChecks) -> tuple[bool, float, int]:
+    job = make_job(kit)
+    if job.environment.world_size == 1:  # no group to join
+        with open_session(kit, model=kit.make_model()) as session:
+            return True, session.reduce(torch.ones(1, device=session.device)).item(), session.data_size
+    leave = join_process_group(job.environment, device=job.devices[0])
+    try:
+        before = dist.group.WORLD
+        with open_session(kit, model=kit.make_model()) as session:
+            total = session.reduce(torch.ones(1, device=session.device)).item()
+            size = session.data_size
+        return _is_joined() and dist.group.WORLD is before, total, size
+    finally:
+        leave()
 
 
 def _two_sessions(kit: SessionChecks) -> list[State]:
