@@ -71,6 +71,25 @@ def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_r
     assert not is_running(pid)
 
 
+def test_servers_end_after_the_runners_that_a_program_forgets(start_script):
+    process = start_script(
+        """
+        import tp_runner
+
+        def give(future):
+            print(future.result(), flush=True)
+
+        if __name__ == "__main__":
+            runners = [tp_runner.OrderedRunner(1, env={"NUMBER": str(n)}) for n in range(4)]
+            for n, runner in enumerate(runners):
+                runner.submit(n).add_done_callback(give)
+        """
+    )
+    out, err = process.communicate(timeout=800)
+    assert sorted(out.split()) == ["0", "1", "2", "3"]
+    assert not err
+
+
 @pytest.mark.slow
 def test_a_new_interpreter_starts_with_them():
     options = {"n_workers": 1, "start_method": "spawn", "env": {"PYTHONHASHSEED": "0"}}

@@ -255,7 +255,7 @@ def loads_ending(data: Any) -> Any:
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-_last: list[Any] = []
+_last: weakref.WeakSet[Any] = weakref.WeakSet()
 _owner = 0
 
 
@@ -264,16 +264,13 @@ def watch(closable: Any, *, last: bool = False) -> None:
 
     Args:
         closable: What to end.
-        last: Whether to do so when all others have been; such a one is kept until then.
+        last: Whether to do so when all others have been.
     """
     global _owner  # noqa: PLW0603 - it is about the process
     if _owner != os.getpid():  # a forked worker has none of its parent's, and may start runners, too
         _owner = os.getpid()
         atexit.register(_end_all)
-    if last:
-        _last.append(closable)
-    else:
-        _open.add(closable)
+    (_last if last else _open).add(closable)
 
 
 def _end_all() -> None:

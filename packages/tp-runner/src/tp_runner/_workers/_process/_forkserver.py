@@ -108,7 +108,7 @@ class _Grandchild(Process):
     def _poll(self) -> int | None:
         try:
             return self._server.exitcode(self.pid)
-        except OSError:  # the server was killed: nobody knows any more how it ended, only whether
+        except (OSError, ValueError):  # the server has ended: nobody knows any more how, only whether
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
@@ -120,6 +120,7 @@ _STARTED = -1000  # in the place of an exit status: this one was just started
 # Those of this process, by what they have imported and by changes of the environment. One with such changes
 # lives as long as workers that came from it: a program may have any number of environments.
 _servers: weakref.WeakValueDictionary[tuple[Any, ...], ForkServer] = weakref.WeakValueDictionary()
+_kept: list[ForkServer] = []  # the others
 _servers_lock = threading.RLock()
 
 
@@ -145,7 +146,9 @@ def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer
         server = _servers.get(key)
         if server is None or not server.is_alive():
             server = _servers[key] = ForkServer(key[0], env)
-            watch(server, last=not env)
+            watch(server, last=True)
+            if not env:
+                _kept.append(server)
         return server
 
 
