@@ -63,6 +63,16 @@ def one_more_parameter(trainer, _model, prepared, optimizer, batches):
         optimizer.step()
 
 
+def one_more_parameter_later(trainer, model, prepared, optimizer, batches):
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer.add_param_group({"params": [scale]})
+    optimizer.param_groups[0]["lr"] = 0.0
+    for number, batch in enumerate(batches):
+        used = scale if number else scale.detach()
+        trainer.backward(trainer.run(lambda m, b, used=used: step(m, b) * used, prepared, batch))
+        optimizer.step()
+
+
 def one_more_layer(trainer, model, prepared, optimizer, batches):
     model.append(nn.Linear(1, 1).double())
     optimizer.add_param_group({"params": list(model[-1].parameters())})
@@ -88,7 +98,7 @@ def test_a_model_of_another_type_than_when_it_was_prepared_is_refused(ranks):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.parametrize("body", [one_more_parameter, one_more_layer])
+@pytest.mark.parametrize("body", [one_more_parameter, one_more_parameter_later, one_more_layer])
 def test_an_optimizer_with_parameters_of_no_prepared_model_is_refused(ranks, body, backend):
     for message, is_untouched in ranks.run(partial(refused, body, backend)):
         assert "parameter(s) that no prepared model has (shape (" in message

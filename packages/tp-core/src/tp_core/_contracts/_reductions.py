@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,16 @@ class ReductionWatch:
     """Makes sure, before any optimizer of this process steps, that gradients have been averaged."""
 
     def __init__(self) -> None:
-        self._models: WeakSet[SteppingDataParallel] = WeakSet()
+        self._models: list[ref[SteppingDataParallel]] = []
         self._known: set[int] = set()  # the identities of parameters whose gradients are averaged
         self._prepared: WeakSet[Optimizer] = WeakSet()
-        self._fine: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
+        # What an optimizer stepped when it was last looked at, by its identity.
+        self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
         self._handle: RemovableHandle | None = None
 
     def watch(self, model: SteppingDataParallel) -> None:
         """Look at the gradients of ``model``, too: `SteppingDataParallel.check_reduced`."""
-        self._models.add(model)
+        self._models = [*(known for known in self._models if known() is not None), ref(model)]
         self.know(model)
 
     def know(self, model: nn.Module) -> None:
@@ -66,37 +67,54 @@ class ReductionWatch:
         Raises:
             StepError: It came to a parameter whose gradient has been averaged since the forward pass.
         """
-        seen = [(model, model.seen_gradients()) for model in self._models]
+        # Loops, and no generators: this is on the way of every step.
+        done: list[tuple[SteppingDataParallel, list[tuple[int, int]]]] = []
+        for reference in self._models:
+            model = reference()
+            before = None if model is None else model.seen_gradients()
+            if model is not None and before is not None:
+                done.append((model, before))
         try:
             run()
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):  # torch has no class for it
                 raise
             raise StepError(_TWICE) from error
-        # Where all of them have been averaged torch says nothing, and each rank adds its own.
-        if any(before is not None and model.seen_gradients() != before for model, before in seen):
-            raise StepError(_TWICE)
-        for model in self._models:
-            model.note_backward()
+        for model, before in done:
+            # Where all of them have been averaged torch says nothing, and each rank adds its own.
+            if model.seen_gradients() != before:
+                raise StepError(_TWICE)
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.note_backward()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
-        for model in self._models:
-            model.check_reduced()
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.check_reduced()
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        if self._fine.get(optimizer) != lists:
-            self._check_known(optimizer)
-            self._fine[optimizer] = lists
+        known, fine = self._fine.get(id(optimizer), (None, None))
+        is_fine = known is not None and known() is optimizer and fine == lists
+        if not is_fine and self._check_known(optimizer):
+            self._fine[id(optimizer)] = ref(optimizer), lists
 
-    def _check_known(self, optimizer: Optimizer) -> None:
+    def _check_known(self, optimizer: Optimizer) -> bool:
         """Make sure that an optimizer steps parameters of prepared models alone, if it steps any.
+
+        Returns:
+            Whether that holds as long as its parameters are the same: others may get gradients later.
 
         Raises:
             StepError: A parameter with a gradient is of none, and would part the ranks.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         others = [p for p in parameters if id(p) not in self._known]
+        if not others:
+            return True
         if len(others) == len(parameters) and optimizer not in self._prepared:
             log.warning(
                 "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
@@ -104,7 +122,7 @@ class ReductionWatch:
                 "train them together",
                 type(optimizer).__name__,
             )
-            return
+            return True
         shapes: list[tuple[int, ...]] = [tuple(p.shape) for p in others if _has_gradient(p)]
         if shapes:
             listed = ", ".join(map(str, shapes[:_MOST_SHAPES])) + ", ..." * (len(shapes) > _MOST_SHAPES)
@@ -114,6 +132,7 @@ class ReductionWatch:
                 "of the model before trainer.prepare(model, ...)"
             )
             raise StepError(msg)
+        return False
 
 
 def _has_gradient(parameter: Tensor) -> bool:

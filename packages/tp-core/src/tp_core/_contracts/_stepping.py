@@ -30,32 +30,31 @@ class SteppingDataParallel(DistributedDataParallel):
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
         # Whether the next backward pass averages, which one does for each forward pass; `None` before any.
-        self.is_ready: bool | None = None
+        # A list, since a module's own way of setting attributes is slow.
+        self._is_ready: list[bool | None] = [None]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, or the step, and be ready to average the gradients of one backward pass."""
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self.is_ready = True
+            self._is_ready[0] = True
         return output
 
     def seen_gradients(self) -> list[tuple[int, int]] | None:
         """Return what a backward pass changes that comes now and averages nothing; ``None`` if it does."""
-        if self.is_ready is not False or not self.require_backward_grad_sync:
+        if self._is_ready[0] is not False or not self.require_backward_grad_sync:
             return None
         return [(id(g), g._version) for _, p, _ in self._trained if (g := p.grad) is not None]
 
     def note_backward(self) -> None:
         """Note that a backward pass is over: the next one averages nothing if this one has."""
-        if self.is_ready and self._is_reduced():
-            self.is_ready = False
-
-    def _is_reduced(self) -> bool:
+        if not self._is_ready[0]:
+            return
         try:
             self.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError:  # its gradients are still to come
+            return
+        self._is_ready[0] = False
 
     def __getattr__(self, name: str) -> Any:
         """Return a value of the module's own, such as ``config``: scripts read them with one process, too.
