@@ -539,7 +539,14 @@ def ranks():
         yield pool
 
 
-@pytest.mark.parametrize(("altered", "test", "arguments"), [(a, t, r) for a, t, *r in CAUGHT])
+# A session that waits where nobody comes is given up at the kit's deadline.
+SLOW = {JoinsPlainly}
+
+
+@pytest.mark.parametrize(
+    ("altered", "test", "arguments"),
+    [pytest.param(a, t, r, marks=[pytest.mark.slow] if a in SLOW else []) for a, t, *r in CAUGHT],
+)
 def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks, tmp_path):
     kit = kit_of(altered)
     if test == "test_a_barrier_waits_for_every_rank":
