@@ -193,8 +193,8 @@ def test_ranks_compare_the_order_when_it_is_the_users(sampler, asked):
         loader_of(6, 2, sampler=sampler), size=2, agree=lambda what, value: compared.append(what)
     )
     list(loader)
-    assert compared[0] == "the number of batches of a loader"
-    assert (compared[1:] == ["the order of the samples in epoch 0"]) == asked
+    assert compared[:2] == ["the number of batches of a loader", "what a loader draws"]
+    assert (compared[2:] == ["the order of the samples in epoch 0"]) == asked
 
 
 def test_set_epoch_reaches_the_samplers():

@@ -15,7 +15,7 @@ from tp_core._data._batches import EpochBatches, Share
 from tp_core._data._counting import count_samples
 from tp_core._data._position import LoaderPosition
 from tp_core._data._streams import Stream, split_stream, start
-from tp_core._data._user_loaders import cannot_shard, copy_loader, is_indexed, order_is_ours
+from tp_core._data._user_loaders import cannot_shard, copy_loader, drawing, is_indexed, order_is_ours
 from tp_core.errors import LoaderError
 
 __all__ = ["PreparedLoader"]
@@ -130,6 +130,8 @@ class PreparedLoader(LoaderPosition):
         self._source = copy_loader(loader, self._batches, collate)
         if self._agree is not None:
             self._agree("the number of batches of a loader", len(self._batches))
+            if size > 1:
+                self._agree("what a loader draws", drawing(loader))
 
     @property
     def next_epoch(self) -> int:

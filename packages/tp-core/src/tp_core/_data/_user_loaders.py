@@ -1,23 +1,27 @@
 """What can be known of a user's loader, and copies of it with other batches."""
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeGuard
+import hashlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, SupportsFloat, TypeGuard
 
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from tp_core._data._batches import EpochBatches
 
-__all__ = ["cannot_shard", "copy_loader", "is_indexed", "order_is_ours", "position_holder"]
+__all__ = ["cannot_shard", "copy_loader", "drawing", "is_indexed", "order_is_ours", "position_holder"]
 
+_MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -73,6 +77,44 @@ def order_is_ours(batch_sampler: Any) -> bool:
         and type(sampler) in _TORCH_SAMPLERS
         and getattr(sampler, "generator", None) is None
     )
+
+
+def drawing(loader: DataLoader[Any]) -> str:
+    """Return in words which samples a loader draws, and how: the same on all ranks that share its batches.
+
+    Example:
+        >>> drawing(DataLoader([10, 11, 12], batch_size=2))
+        '3 samples of list by SequentialSampler and BatchSampler'
+    """
+    dataset, batches = loader.dataset, loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    number = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "samples"
+    kinds = " and ".join(type(one).__name__ for one in (sampler, batches) if one is not None)
+    picked = [*_indices_in(dataset)]
+    if isinstance(sampler, SubsetRandomSampler):
+        picked.append(sampler.indices)
+    elif isinstance(sampler, WeightedRandomSampler):
+        picked.append(sampler.weights.tolist())
+    digests = "".join(f", indices or weights {_digest(values)}" for values in picked)
+    return f"{number} of {type(dataset).__name__} by {kinds}{digests}"
+
+
+def _indices_in(dataset: Any) -> Iterator[Sequence[Any]]:
+    """Yield the indices of each subset in a dataset, as `random_split` picks them."""
+    while isinstance(dataset, Subset):
+        yield dataset.indices
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _indices_in(part)
+
+
+def _digest(values: Sequence[Any]) -> str:
+    some = values[:: len(values) // _MOST_COMPARED + 1]  # enough to tell two random choices apart
+    text = ",".join(
+        f"{float(value):.7g}" if isinstance(value, SupportsFloat) else repr(value) for value in some
+    )
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def cannot_shard(loader: object, size: int) -> str:

@@ -1,0 +1,96 @@
+"""Ranks share the batches of a loader: those that draw other samples, or by other means, are told."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch.utils import data
+from torch.utils.data import DataLoader
+from tp_core.errors import DisagreementError
+from tp_core.testing import RankPool
+from tp_trainer import Trainer
+
+NUMBERS = list(range(20))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def own():
+    """Return a generator as a rank has that was never seeded."""
+    return torch.Generator().manual_seed(int(os.environ["RANK"]))
+
+
+def shuffled_on_one_rank():
+    return DataLoader(NUMBERS, batch_size=4, shuffle=own().initial_seed() == 1)
+
+
+def split_at_random():
+    return DataLoader(data.random_split(NUMBERS, [16, 4], generator=own())[0], batch_size=4)
+
+
+def parts_that_were_split_at_random():
+    parts = data.random_split(NUMBERS, [12, 8], generator=own())
+    return DataLoader(data.ConcatDataset(parts), batch_size=4)
+
+
+def sampler_of_a_random_part():
+    chosen = torch.randperm(20, generator=own())[:16]
+    return DataLoader(NUMBERS, batch_size=4, sampler=data.SubsetRandomSampler(chosen))
+
+
+def weights_at_random():
+    weights = torch.rand(20, generator=own())
+    return DataLoader(NUMBERS, batch_size=4, sampler=data.WeightedRandomSampler(weights, 20))
+
+
+def more_samples_on_one_rank():
+    return DataLoader(NUMBERS[own().initial_seed() :], batch_size=4)
+
+
+def prepared(make):
+    """Return the message of the error that ``prepare`` ends in, or all samples of an epoch."""
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        _, loader = trainer.prepare(torch.nn.Linear(1, 1), make())
+        mine = [int(sample) for batch in loader for sample in batch]
+        return sorted(sample for theirs in trainer.session.gather_objects(mine) for sample in theirs)
+
+
+def refused(make):
+    with pytest.raises(DisagreementError) as caught:
+        prepared(make)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            shuffled_on_one_rank,
+            r"rank 0 has '20 samples of list by SequentialSampler and .*', rank 1",
+        ),
+        (split_at_random, r"rank 0 has '16 samples of Subset by SequentialSampler and BatchSampler, indices"),
+        (parts_that_were_split_at_random, r"20 samples of ConcatDataset .*, indices .*, indices"),
+        (sampler_of_a_random_part, r"SubsetRandomSampler and BatchSampler, indices"),
+        (weights_at_random, r"WeightedRandomSampler and BatchSampler, indices or weights"),
+        (more_samples_on_one_rank, r"rank 0 has '20 samples .* rank 1 has '19 samples"),
+    ],
+)
+def test_what_ranks_would_draw_apart_is_told(ranks, make, words):
+    for message in ranks.run(partial(refused, make)):
+        with pytest.raises(DisagreementError, match=rf"ranks disagree on what a loader draws: .*{words}"):
+            raise DisagreementError(message)
+
+
+def split_alike():
+    return DataLoader(data.random_split(NUMBERS, [16, 4], generator=torch.Generator())[0], batch_size=4)
+
+
+def test_a_split_from_one_seed_is_drawn_once(ranks):
+    (first, second) = ranks.run(partial(prepared, split_alike))
+    assert first == second == sorted(set(first))
+    assert len(first) == 16
