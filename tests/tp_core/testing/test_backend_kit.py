@@ -6,7 +6,6 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from copy import deepcopy
-from datetime import timedelta
 
 import pytest
 import torch
@@ -422,16 +421,6 @@ class MeetsInOnePlace(TrueBackend):
         return super().open(job)
 
 
-class JoinsPlainly(TrueBackend):
-    def open(self, job):
-        self.parse_options(job)
-        ours = not dist.is_initialized()
-        if ours:
-            # Without a limit of its own it waits for half an hour.
-            dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-        return self.session(job, leave=dist.destroy_process_group if ours else lambda: None)
-
-
 CAUGHT = [
     (SumsGradients, "test_loss_and_gradients_are_those_of_one_device"),
     (IgnoresNoSync, "test_inside_no_sync_nothing_is_reduced_over_ranks"),
@@ -501,7 +490,6 @@ CAUGHT = [
     (TakesAnyOption, "test_an_unknown_option_is_refused"),
     (JoinsBeforeItLooks, "test_an_unknown_option_is_refused"),
     (MeetsInOnePlace, "test_a_second_session_in_one_process_works_as_the_first"),
-    (JoinsPlainly, "test_a_second_session_in_one_process_works_as_the_first"),
 ]
 
 
@@ -539,13 +527,9 @@ def ranks():
         yield pool
 
 
-# A session that waits where nobody comes is given up at the kit's deadline.
-SLOW = {JoinsPlainly}
-
-
 @pytest.mark.parametrize(
     ("altered", "test", "arguments"),
-    [pytest.param(a, t, r, marks=[pytest.mark.slow] if a in SLOW else []) for a, t, *r in CAUGHT],
+    [(a, t, r) for a, t, *r in CAUGHT],
 )
 def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks, tmp_path):
     kit = kit_of(altered)

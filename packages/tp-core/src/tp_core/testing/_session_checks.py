@@ -1,5 +1,6 @@
 """A backend's sessions open, fail, close and follow each other as they should."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 from torch.utils.data import DataLoader
 
+from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._join import join_process_group
 from tp_core.errors import ConfigError, ModelError
 from tp_core.testing._bodies import (
@@ -28,6 +30,7 @@ from tp_core.testing._ranks import run_ranks
 
 __all__ = ["SessionChecks"]
 
+_BEHIND_S = 1.0
 _MEETING_S = 120.0  # for ranks that wait for each other where nobody comes
 
 
@@ -148,8 +151,11 @@ def _within_a_group(kit: SessionChecks) -> tuple[bool, float, int]:
 
 
 def _two_sessions(kit: SessionChecks) -> list[State]:
-    found = []
+    found: list[State] = []
     for _ in range(2):
+        # Ranks never come at once: one that is ahead must not take what another one has left for new.
+        if found and LaunchEnvironment.read().rank == 0:
+            time.sleep(_BEHIND_S)
         with prepared(kit) as (session, model):
             session.backward(loss_of(session.run(batch_loss(), model, whole(session))))
             found.append(kit.gradients(session, model))
