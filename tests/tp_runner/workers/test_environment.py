@@ -77,7 +77,7 @@ def test_servers_end_after_the_runners_that_a_program_forgets(start_script):
         import tp_runner
 
         def give(future):
-            print(future.result(), flush=True)
+            print(f"{future.result()}\\n", end="", flush=True)  # in one piece: several threads print
 
         if __name__ == "__main__":
             runners = [tp_runner.OrderedRunner(1, env={"NUMBER": str(n)}) for n in range(4)]
