@@ -255,6 +255,8 @@ def out_of_memory(options):
     found = []
     with trainer_of(options=options) as trainer:
         model, batches = trainer.prepare(Net(), loader(8))
+        # Before passes that end halfway: these leave the model with parameters that it has gathered.
+        optimizer = trainer.prepare(sgd(model))
 
         def full(*_):
             raise torch.OutOfMemoryError("the device is full")
@@ -268,7 +270,6 @@ def out_of_memory(options):
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.backward(loss)
         found.append(caught.value.__notes__)
-        optimizer = trainer.prepare(sgd(model))
         trainer.backward(trainer.run(step, model, second))
         optimizer.register_step_pre_hook(full)
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
