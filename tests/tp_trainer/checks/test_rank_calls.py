@@ -79,6 +79,25 @@ def own_gather(session):
     return session.gather_objects(0)
 
 
+def _they_broadcast_at_two_places():
+    """Return the message of the error of a rank that gets what it did not ask for, or what it got."""
+    with Trainer(devices="cpu", backend="ddp", progress=False) as trainer:
+        trainer.prepare(nn.Linear(2, 1))
+        place = {"__name__": f"tp_place_{rank()}"}
+        exec("def call(session, value):\n    return session.broadcast(value)", place)
+        try:
+            return place["call"](trainer.session, 7)
+        except DisagreementError as error:
+            return str(error)
+
+
+def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(ranks):
+    first, second = ranks.run(_they_broadcast_at_two_places)
+    assert first == 7
+    assert "(in tp_place_0.call); rank 1 at" in second
+    assert "(in tp_place_1.call)" in second
+
+
 def test_the_lines_of_the_program_are_named(ranks):
     for message in ranks.run(_one_evaluates_and_one_trains):
         assert "rank 0 at " in message

@@ -1,6 +1,7 @@
 """Ranks share the batches of a loader: those that draw other samples, or by other means, are told."""
 
 import os
+import re
 from functools import partial
 
 import pytest
@@ -82,8 +83,7 @@ def refused(make):
 )
 def test_what_ranks_would_draw_apart_is_told(ranks, make, words):
     for message in ranks.run(partial(refused, make)):
-        with pytest.raises(DisagreementError, match=rf"ranks disagree on what a loader draws: .*{words}"):
-            raise DisagreementError(message)
+        assert re.search(rf"ranks disagree on what a loader draws: .*{words}", message)
 
 
 def split_alike():

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from functools import partial
 
 import pytest
@@ -79,8 +80,7 @@ def rounded(parameters):
 )
 def test_optimizers_that_differ_are_told_before_the_first_step(ranks, make, words):
     for message, done in ranks.run(partial(fit, make, "ddp")):
-        with pytest.raises(DisagreementError, match=words):
-            raise DisagreementError(message)
+        assert re.search(words, message)
         assert done == 0
 
 

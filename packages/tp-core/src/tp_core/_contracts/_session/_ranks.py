@@ -1,5 +1,6 @@
 """Which rank this process is, and what ranks exchange."""
 
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -103,17 +104,22 @@ class RankSession:
         Collectives: those of :meth:`gather_objects`.
         """
         questions, values = zip(*self.gather_objects((what, value)), strict=True)
-        other = next((r for r, asked in enumerate(questions) if asked != questions[0]), None)
+        other = _first_other(questions)
         if other is not None:
             msg = (
                 f"ranks are at different places: rank 0 compares {questions[0]}, rank {other} compares "
                 f"{questions[other]}. Every rank must make the same calls in the same order"
             )
             raise DisagreementError(msg)
-        other = next((r for r, v in enumerate(values) if v != values[0]), None)
+        other = _first_other(values)
         if other is not None:
             msg = (
                 f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {other} has "
                 f"{values[other]!r}; start every rank with the same script and arguments"
             )
             raise DisagreementError(msg)
+
+
+def _first_other(values: Sequence[object]) -> int | None:
+    """Return the first rank whose value is not that of rank 0."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
