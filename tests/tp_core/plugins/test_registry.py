@@ -176,7 +176,8 @@ def test_a_broken_plugin_is_reported_and_the_others_live_on(tmp_path, text, erro
 
 
 def test_an_interruption_is_no_fault_of_a_plugin_and_the_next_question_looks_again(tmp_path):
-    text = "import os\nif 'SLOW_PLUGIN' in os.environ:\n    raise KeyboardInterrupt\n" + dedent(
+    interrupted = "os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)"
+    text = f"import os, signal, time\nif 'SLOW_PLUGIN' in os.environ:\n    {interrupted}\n" + dedent(
         source("slow")
     )
     with (

@@ -32,17 +32,25 @@ class Verdict:
     remedy: str = ""
     memory: MemoryNeed | None = None
 
+    def __post_init__(self) -> None:
+        """Check it: an answer of another kind would end the selection for all."""
+        if self.score is not None:
+            _require_score(self.score)
+        if not isinstance(self.reason, str) or not self.reason:
+            msg = f"a verdict needs a reason: one sentence that tells a user why, got {self.reason!r}"
+            raise ConfigError(msg)
+        if not isinstance(self.remedy, str):
+            msg = f"the remedy of a verdict must be a string, got {self.remedy!r}"
+            raise ConfigError(msg)
+
     @classmethod
     def fits(cls, score: float, reason: str, *, remedy: str = "") -> Self:
         """Return the verdict that the candidate can do the job; scores are by convention from 0 to 100.
 
         Raises:
-            ConfigError: ``score`` is not a finite number, or ``reason`` is empty.
+            ConfigError: ``score`` is not a finite number, or ``reason`` is empty or no string.
         """
-        if not math.isfinite(score):
-            msg = f"a score must be a finite number, got {score!r}"
-            raise ConfigError(msg)
-        _require_reason(reason)
+        _require_score(score)
         return cls(float(score), reason, remedy)
 
     @classmethod
@@ -50,9 +58,8 @@ class Verdict:
         """Return the verdict that the candidate cannot do the job.
 
         Raises:
-            ConfigError: ``reason`` is empty.
+            ConfigError: ``reason`` is empty or no string.
         """
-        _require_reason(reason)
         return cls(None, reason, remedy)
 
     def with_memory(self, need: MemoryNeed) -> Self:
@@ -72,7 +79,7 @@ class Verdict:
         return self.score is not None
 
 
-def _require_reason(reason: str) -> None:
-    if not reason:
-        msg = "a verdict needs a reason: one sentence that tells a user why"
+def _require_score(score: object) -> None:
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        msg = f"a score must be a finite number, got {score!r}"
         raise ConfigError(msg)

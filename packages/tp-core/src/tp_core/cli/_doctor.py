@@ -3,8 +3,6 @@
 import json
 import platform
 import re
-import sys
-from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +18,8 @@ from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._terminal import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
+from tp_core.plugins._apart import quiet
+from tp_core.plugins._conflicts import DISABLE_VARIABLE
 from tp_core.plugins._contribution import describe
 from tp_core.plugins._discovery import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
@@ -50,7 +50,7 @@ def doctor(
     those do, of all hosts, and rank 0 reports. The exit status is 0 only if nothing is broken.
     """
     check_process_count("--ranks", ranks)
-    with redirect_stdout(sys.stderr):  # what plugins print is not part of the report
+    with quiet():  # what plugins print is not part of the report
         report = examine(registry)
         environment = report["environment"]
         if measures and environment is not None:
@@ -87,13 +87,22 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         }
         for b in plugins.broken()
     ]
-    problems += [f"plugin {b['name']} of {b['distribution']}: {b['error']}" for b in broken]
+    problems += [
+        f"plugin {b.info.name} of {b.info.distribution}: {describe(b.error)}; {b.remedy}"
+        for b in plugins.broken()
+    ]
     problems += [str(conflict) for conflict in plugins.conflicts()]
     notes = [
         f"plugin {p} does not tell which version of the hook contract it was built for; its module needs "
         f"tp_contract = {CONTRACT_VERSION}"
         for p in plugins.plugins()
         if p.contract is None
+    ]
+    notes += [
+        f"plugin {p} changed {', '.join(p.changed)} while it was loaded or asked, which was put back; "
+        "what it needs belongs into open(), a command or a callback, and has to be put back there"
+        for p in plugins.plugins()
+        if p.changed
     ]
     notes += [
         f"distribution {name} has the keyword {KEYWORD!r} and brings no plugin; its pyproject.toml needs "
@@ -113,7 +122,8 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
             problems.append(str(error))
     if selection is not None:
         problems += [
-            f"backend {c.name} of {c.distribution}: {c.verdict.reason}"
+            f"backend {c.name} of {c.distribution}: {c.verdict.reason}; update or uninstall "
+            f"{c.distribution}, or block it with {DISABLE_VARIABLE}={c.distribution}"
             for c in selection.candidates
             if c.error is not None
         ]
@@ -122,6 +132,12 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
             "backend; what takes long belongs into open()"
             for c in selection.candidates
             if c.is_slow
+        ]
+        notes += [
+            f"backend {c.name} of {c.origin}: assess() changed {', '.join(c.changed)}, which was put back; "
+            "what it needs belongs into open()"
+            for c in selection.candidates
+            if c.changed
         ]
     return {
         "versions": {
@@ -227,7 +243,8 @@ def _print(report: dict[str, Any]) -> None:
         for p in report[state]:
             word = {"plugins": "ok", "disabled": "disabled", "broken": "[red]broken[/]"}[state]
             brings = "; ".join(f"{kind} {', '.join(names)}" for kind, names in p.get("brings", {}).items())
-            plugins.add_row(p["name"], p["distribution"], p["version"], word, escape(brings))
+            names = (escape(p[key]) for key in ("name", "distribution", "version"))
+            plugins.add_row(*names, word, escape(brings))
     console.print(plugins)
     if report["candidates"]:
         backends = table("\nBackends", "", "backend", "from", "score", "why")
@@ -235,7 +252,8 @@ def _print(report: dict[str, Any]) -> None:
             why = c["reason"] + (f"; {c['remedy']}" if c["remedy"] else "")
             score = "unfit" if c["score"] is None else f"{c['score']:g}"
             origin = f"{c['distribution']} {c['version']}".rstrip()
-            backends.add_row("*" if c["chosen"] else "", c["name"], origin, score, escape(why))
+            mark = "*" if c["chosen"] else ""
+            backends.add_row(mark, escape(c["name"]), escape(origin), score, escape(why))
         console.print(backends)
     elif not report["problems"]:
         console.print("\nNo backend is installed; one device and DDP come with: pip install tp-trainer")

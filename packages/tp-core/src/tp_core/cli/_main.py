@@ -5,18 +5,20 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from tp_core._suggestions import did_you_mean
 from tp_core.cli._errors import is_parser_error, print_error, sharpen, status_of, wants_json
 from tp_core.errors import ContractError, TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
-from tp_core.plugins._contribution import describe
+from tp_core.plugins._apart import ProgramStopError, call
+from tp_core.plugins._contribution import PluginInfo, describe
 
 __all__ = ["build_app", "run"]
 
@@ -111,10 +113,10 @@ class _Tp(TyperGroup):
         if name not in self.commands and name in self._waiting:
             contribution = self._waiting[name]
             try:
-                with redirect_stdout(sys.stderr):  # what it prints is not output of the command
-                    self.commands[name] = _loaded(contribution.item)
-            except KeyboardInterrupt:
-                raise
+                info = PluginInfo(contribution.plugin, contribution.distribution, contribution.version)
+                self.commands[name], _ = call(info, "loaded", partial(_loaded, contribution.item))
+            except ProgramStopError as stop:
+                raise stop.error from None
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 _warn(
                     f"command {name!r} of {contribution.distribution} "
@@ -204,7 +206,7 @@ def _loaded(command: Command) -> Any:
         raise ContractError(msg)
     loaded.name = command.name
     loaded.help = loaded.help or command.help
-    loaded.short_help = command.help
+    loaded.short_help = escape(command.help)  # which --help reads as rich's markup
     return loaded
 
 

@@ -36,12 +36,15 @@ class PluginInfo:
         version: The version of that distribution; empty for a registered one.
         contract: The version of the hook contract that it declares (``tp_contract``);
             ``None`` if it does not say, and before it is loaded.
+        changed: Settings of the process that it changed while it was loaded or asked, in words; they were
+            put back.
     """
 
     name: str
     distribution: str
     version: str
     contract: int | None = None
+    changed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         origin = f"{self.distribution} {self.version}".rstrip()
@@ -59,6 +62,13 @@ class BrokenPlugin:
 
     info: PluginInfo
     error: BaseException
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        missing = self.error.name if isinstance(self.error, ModuleNotFoundError) else None
+        first = f"install what brings the module {missing!r}" if missing else "update it or uninstall it"
+        return f"{first}, or block it with TP_DISABLE_PLUGINS={self.info.name}"
 
     @property
     def traceback(self) -> str:

@@ -1,6 +1,7 @@
 """The kinds of things that plugins bring: one for each hook."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from tp_core.plugins._contribution import PluginInfo
 from tp_core.plugins._markers import CONTRACT_VERSION, hookimpl
 from tp_core.plugins._spec import Command
 
-__all__ = ["HOOK_OF", "WORD_OF", "as_plugin", "contract_of", "name_of", "validated"]
+__all__ = ["HOOK_OF", "WORD_OF", "all_validated", "as_plugin", "contract_of", "name_of", "validated"]
 
 T = TypeVar("T")
 
@@ -46,6 +47,11 @@ def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
     return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
 
 
+def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
+    """Return what a hook brings, as :func:`validated` returns each."""
+    return [validated(item, kind, info) for item in hook()]
+
+
 def validated(item: object, kind: type[T], info: PluginInfo) -> T:
     """Return what a plugin brought, an instance where it is a class.
 
@@ -68,7 +74,27 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         )
         raise ContractError(msg)
     hash(name)  # one that has none cannot be asked for
+    text = getattr(item, "help", "")
+    if not isinstance(text, str):
+        msg = f"{kind.__name__} {name!r} of plugin {info} needs a help that is a string, got {text!r}"
+        raise ContractError(msg)
+    if isinstance(item, Command):
+        _check_command(item, info)
     return item
+
+
+def _check_command(command: Command, info: PluginInfo) -> None:
+    if not re.fullmatch(r"[^\W_][\w.-]*", command.name):
+        msg = (
+            f"the command {command.name!r} of plugin {info} needs one word as its name: letters, digits, "
+            "'-', '_' and '.', the first one a letter or a digit"
+        )
+        raise ContractError(msg)
+    if not callable(command.load):
+        msg = (
+            f"the load of command {command.name!r} of plugin {info} must be a function, got {command.load!r}"
+        )
+        raise ContractError(msg)
 
 
 def contract_of(plugin: object, info: PluginInfo) -> int | None:

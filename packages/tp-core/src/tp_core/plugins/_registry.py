@@ -1,11 +1,10 @@
 """The registry in which the packages meet."""
 
 import os
-import sys
 import threading
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pluggy
@@ -16,10 +15,11 @@ from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
+from tp_core.plugins._apart import ProgramStopError, call
 from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
 from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
 from tp_core.plugins._discovery import find_entry_points, load
-from tp_core.plugins._kinds import HOOK_OF, WORD_OF, as_plugin, contract_of, name_of, validated
+from tp_core.plugins._kinds import HOOK_OF, WORD_OF, all_validated, as_plugin, contract_of, name_of
 from tp_core.plugins._markers import PROJECT_NAME
 from tp_core.plugins._spec import OWN_COMMANDS, Command, HookSpecs
 
@@ -191,7 +191,7 @@ class PluginRegistry:
             self._discover()
             for broken in self._broken.values():
                 if name in {broken.info.name, broken.info.distribution}:
-                    msg = f"{broken}; it was left out. The cause is above; reinstall or remove it"
+                    msg = f"{broken}; it was left out. The cause is above; {broken.remedy}"
                     raise PluginError(msg) from broken.error
             for info in self._disabled:
                 if name in {info.name, info.distribution}:
@@ -213,10 +213,11 @@ class PluginRegistry:
                 self._disabled.append(info)
                 continue
             try:
-                self._join(info, load(point))
-            except KeyboardInterrupt:
+                plugin, changed = load(info, point)
+                self._join(replace(info, changed=changed), plugin)
+            except ProgramStopError as stop:
                 self._reset()  # the next question looks again
-                raise
+                raise stop.error from None
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
 
@@ -279,14 +280,16 @@ class PluginRegistry:
         caller = getattr(self._manager.hook, HOOK_OF[kind])
         for implementation in caller.get_hookimpls():
             info = self._infos[implementation.plugin_name]
+            ask = partial(all_validated, implementation.function, kind, info)
             try:
-                with redirect_stdout(sys.stderr):  # stdout may be read by machines
-                    items = [validated(item, kind, info) for item in implementation.function()]
-            except KeyboardInterrupt:
-                raise
+                items, changed = call(info, "asked", ask)
+            except ProgramStopError as stop:
+                raise stop.error from None
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
                 continue
+            if changed:
+                self._infos[info.name] = replace(info, changed=(*info.changed, *changed))
             found += [Contribution(item, info.name, info.distribution, info.version) for item in items]
         return found
 

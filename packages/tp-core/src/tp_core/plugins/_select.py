@@ -1,17 +1,22 @@
 """Which backend runs a job, and why not another one."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
+from tp_core._contracts._memory import MemoryNeed
 from tp_core._contracts._verdict import Verdict
-from tp_core.errors import PluginError, SelectionError
-from tp_core.plugins._contribution import Contribution, describe
+from tp_core.errors import ContractError, PluginError, SelectionError
+from tp_core.plugins._apart import ProgramStopError, call
+from tp_core.plugins._conflicts import FIRST_PARTY
+from tp_core.plugins._contribution import Contribution, PluginInfo, describe
 
 __all__ = ["KNOWN_BACKENDS", "Candidate", "Selection", "check_backend_name", "select"]
 
@@ -30,6 +35,11 @@ KNOWN_BACKENDS: Mapping[str, str] = {
 SLOW_S = 1.0
 """An ``assess()`` that takes longer is not cheap: every installed backend is asked for every job."""
 
+DEADLINE_S = 60.0
+"""An ``assess()`` of another project that has no answer after so many seconds is left alone."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -42,6 +52,7 @@ class Candidate:
         verdict: Its verdict on the job.
         error: What ``assess()`` raised, if it did; the verdict is then unfit.
         seconds: How many seconds ``assess()`` took.
+        changed: Settings of the process that ``assess()`` changed, in words; they were put back.
     """
 
     backend: Backend[Any]
@@ -50,6 +61,7 @@ class Candidate:
     verdict: Verdict
     error: BaseException | None = None
     seconds: float = 0.0
+    changed: tuple[str, ...] = ()
 
     @property
     def is_slow(self) -> bool:
@@ -187,24 +199,59 @@ def _reason(verdict: Verdict) -> str:
 
 
 def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
-    backend = contribution.item
+    backend, origin = contribution.item, contribution.distribution
+    info = PluginInfo(contribution.plugin, origin, contribution.version)
     error: BaseException | None = None
+    changed: tuple[str, ...] = ()
     began = perf_counter()
+    answer = partial(_answer, backend, job)
     try:
-        verdict = backend.assess(job)
-        if isinstance(verdict, Verdict) and verdict.is_fit:
-            need = backend.estimate_memory(job)
-            verdict = verdict if need is None else verdict.with_memory(need)
-    except KeyboardInterrupt:
-        raise
+        verdict, changed = call(info, "asked", answer if origin in FIRST_PARTY else partial(_in_time, answer))
+    except ProgramStopError as stop:
+        raise stop.error from None
     except BaseException as e:  # noqa: BLE001 - a plugin may raise anything
         verdict, error = Verdict.unfit(f"assess() raised {describe(e)}"), e
-    else:
-        if not isinstance(verdict, Verdict):
-            error = TypeError(f"assess() must return a Verdict, got {type(verdict).__name__}")
-            verdict = Verdict.unfit(str(error))
+    if verdict.is_fit:
+        try:
+            need = backend.estimate_memory(job)
+            if not isinstance(need, MemoryNeed | None):
+                msg = f"it must return a MemoryNeed or None, got {type(need).__name__}"
+                raise ContractError(msg)
+            verdict = verdict if need is None else verdict.with_memory(need)
+        except Exception as e:  # noqa: BLE001 - a plugin may raise anything
+            verdict, error = Verdict.unfit(f"estimate_memory() raised {describe(e)}"), e
     seconds = perf_counter() - began
-    return Candidate(backend, contribution.distribution, contribution.version, verdict, error, seconds)
+    return Candidate(backend, origin, contribution.version, verdict, error, seconds, changed)
+
+
+def _answer(backend: Backend[Any], job: Job) -> Verdict:
+    verdict: object = backend.assess(job)
+    if not isinstance(verdict, Verdict):
+        msg = f"it must return a Verdict, got {type(verdict).__name__}"
+        raise ContractError(msg)
+    return verdict
+
+
+def _in_time(question: Callable[[], T]) -> T:
+    """Return the answer to a question; one that has none after a while keeps no job waiting."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except BaseException as error:  # noqa: BLE001 - it is raised by the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True, name="tp-assess")
+    thread.start()
+    thread.join(DEADLINE_S)
+    if errors:
+        raise errors[0]
+    if not answers:
+        msg = f"it had no answer after {DEADLINE_S:g} s; what takes long belongs into open()"
+        raise TimeoutError(msg)
+    return answers[0]
 
 
 def _rank(candidate: Candidate) -> tuple[float, str]:
