@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_is_an_error_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NotADirectoryError) as caught:
         fit(tmp_path / "file" / "run", stop_at=1)
-    assert "while a checkpoint was written to" in caught.value.__notes__[0]
+    assert "opened, before the first step" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,37 @@ def test_a_rate_that_one_rank_lowers_is_told_before_a_step_is_made_with_it_and_n
         assert "ranks disagree on the setting 'lr'" in message
         assert done == STEPS
         assert not [name for name in saved if name.startswith("step-")]
+
+
+def in_own_places(option, root):
+    """Fit with a path made from the rank; return what came of it, and what is in the folder."""
+    path = root / f"rank-{rank()}"
+    checkpoint = {"checkpoint": root, "resume": path} if option == "resume" else {option: path}
+    told = fit(lambda p: torch.optim.SGD(p, lr=0.1), "ddp", **checkpoint)
+    return *told, sorted(one.name for one in root.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("checkpoint", "the checkpoints' folder"), ("save_to", "the save_to"), ("resume", "the resume")],
+)
+def test_a_path_made_from_the_rank_is_an_error_before_the_first_step(ranks, tmp_path, option, words):
+    for message, steps, left in ranks.run(in_own_places, option, tmp_path):
+        assert re.search(f"ranks disagree on {words}: rank 0 has '.*rank-0', rank 1 has '.*rank-1'", message)
+        assert (steps, left) == (0, [])
+
+
+def with_own_buffer(backend):
+    model = nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(1 + rank()))
+    with (
+        Trainer(devices="cpu", backend=backend, progress=False) as trainer,
+        pytest.raises(DisagreementError, match=r"model's buffers: rank 0 has seen: \(1,\)"),
+    ):
+        trainer.prepare(model)
+    return True
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_buffers_of_other_shapes_are_an_error_when_the_model_is_prepared(ranks, backend):
+    assert ranks.run(with_own_buffer, backend) == [True, True]

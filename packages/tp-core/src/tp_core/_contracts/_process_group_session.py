@@ -93,12 +93,15 @@ class ProcessGroupSession(Session):
     ) -> None:
         """Make sure that all ranks have the same model.
 
+        Buffers are compared where no parameter is split: all ranks get those of the first one then, and torch
+        ends the process where shapes differ.
+
         Args:
             model: The plain module.
             shapes: The whole shapes of parameters of which each rank has a part, by name.
 
         Raises:
-            DisagreementError: On every rank, if parameters differ in name, shape or type.
+            DisagreementError: On every rank, if parameters or buffers differ in name, shape or type.
 
         Collectives: one all-gather of the parameters' descriptions.
         """
@@ -107,18 +110,24 @@ class ProcessGroupSession(Session):
             f"{name}: {whole.get(name, tuple(p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
             for name, p in model.named_parameters()
         ]
-        everyones = self.gather_objects(mine)
-        for rank, theirs in enumerate(everyones):
-            if theirs == everyones[0]:
-                continue
-            here = [line for line in everyones[0] if line not in theirs][:1] or ["nothing of it"]
-            there = [line for line in theirs if line not in everyones[0]][:1] or ["nothing of it"]
-            msg = (
-                f"ranks disagree on the model's parameters: rank 0 has {here[0]}, rank {rank} has "
-                f"{there[0]} ({len(everyones[0])} and {len(theirs)} parameters); build the same model "
-                "on every rank"
-            )
-            raise DisagreementError(msg)
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP knows them
+        buffers = [
+            f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers() if name not in ignored
+        ]
+        everyones = self.gather_objects((mine, [] if whole else buffers))
+        for i, what in enumerate(("parameters", "buffers")):
+            first = everyones[0][i]
+            for rank, each in enumerate(everyones):
+                theirs = each[i]
+                if theirs == first:
+                    continue
+                here = [line for line in first if line not in theirs][:1] or ["nothing of it"]
+                there = [line for line in theirs if line not in first][:1] or ["nothing of it"]
+                msg = (
+                    f"ranks disagree on the model's {what}: rank 0 has {here[0]}, rank {rank} has "
+                    f"{there[0]} ({len(first)} and {len(theirs)} {what}); build the same model on every rank"
+                )
+                raise DisagreementError(msg)
 
     def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return the model in what averages its gradients over the data group.

@@ -1,6 +1,7 @@
 """The batches of one epoch, in an order that follows from (seed, epoch), and one rank's share of each."""
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from tp_core._data._seeding import seed_generators, seeded, seeded_own
 from tp_core.errors import LoaderError
 
 __all__ = ["EpochBatches", "Share", "split_evenly", "tell_epoch"]
+
+log = logging.getLogger("tp_core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class EpochBatches:
         self._first = 0
         self._epoch = 0
         self._digest = ""
+        self._was_asked = False  # whether it has more batches than it says
         self._is_found = False  # by `find`, and not iterated yet
         self._rank, self._size, self._training = rank, size, training
         self._stand_ins = training or stand_ins
@@ -100,11 +104,30 @@ class EpochBatches:
         own = getattr(getattr(self.inner, "sampler", None), "generator", None)
         with seeded(self.seed, epoch), seeded_own(own, self.seed, epoch):
             # The length bounds samplers that never end.
-            self.order = [list(batch) for batch in islice(self.inner, len(self.inner))]
+            batches = iter(self.inner)
+            self.order = [list(batch) for batch in islice(batches, len(self.inner))]
+            if not self._was_asked:
+                self._tell_of_more(batches)
         if self._joins:
             ends = [0, *_joined_ends(list(map(len, self.order)), self._size)]
             self.order = [list(chain.from_iterable(self.order[a:b])) for a, b in pairwise(ends)]
         self._epoch, self._digest, self._is_found = epoch, "", False
+
+    def _tell_of_more(self, batches: Iterator[Any]) -> None:
+        """Point out, once, that a sampler yields more batches than its length says: no epoch has them."""
+        self._was_asked = True
+        if next(batches, None) is None:
+            return
+        number, sampler = len(self.order), self.inner
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        log.warning(
+            "the loader has more than the %d batches that its len() says, and each epoch ends after %d of "
+            "them: the samples of all others are left out; correct __len__ of %s",
+            number,
+            number,
+            type(sampler).__name__,
+        )
 
     @property
     def digest(self) -> str:

@@ -15,7 +15,14 @@ from tp_core._data._batches import EpochBatches, Share
 from tp_core._data._counting import count_samples
 from tp_core._data._position import LoaderPosition
 from tp_core._data._streams import Stream, split_stream, start
-from tp_core._data._user_loaders import cannot_shard, copy_loader, drawing, is_indexed, order_is_ours
+from tp_core._data._user_loaders import (
+    cannot_shard,
+    copy_loader,
+    drawing,
+    ended_early,
+    is_indexed,
+    order_is_ours,
+)
 from tp_core.errors import LoaderError
 
 __all__ = ["PreparedLoader"]
@@ -166,6 +173,14 @@ class PreparedLoader(LoaderPosition):
         )
         raise LoaderError(msg)
 
+    def has_more(self) -> bool:
+        """Whether a loader whose batches are not ours to choose has one after the last that it yielded.
+
+        To be asked while there is the iteration. A stream keeps that batch for the next epoch; that of
+        another loader is dropped.
+        """
+        return self.stream is not None and self.stream.has_more()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "loader":  # not there yet, as while unpickling
             raise AttributeError(name)
@@ -195,6 +210,8 @@ class PreparedLoader(LoaderPosition):
             if on_share is not None:
                 on_share(self.share)
             yield batch if move is None else move(batch)
+        if shares and type(self.loader).__iter__ is DataLoader.__iter__:
+            raise LoaderError(ended_early(self.number + 1, len(batches.order)))
 
     def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""
@@ -204,16 +221,19 @@ class PreparedLoader(LoaderPosition):
         if self._any_rank is not None:
             yield from self._iterate_together(source, self._any_rank)
             return
-        for number, batch in enumerate(source, start=first):
-            self.number = number
-            if on_share is not None:
-                # The other ranks' counts are not known here: theirs are taken to be the same.
-                samples = count_samples(batch)
-                if samples != share.samples:
-                    share = Share(samples, samples * self._size)
-                self.share = share
-                on_share(share)
-            yield batch if move is None else move(batch)
+        try:
+            for number, batch in enumerate(source, start=first):
+                self.number = number
+                if on_share is not None:
+                    # The other ranks' counts are not known here: theirs are taken to be the same.
+                    samples = count_samples(batch)
+                    if samples != share.samples:
+                        share = Share(samples, samples * self._size)
+                    self.share = share
+                    on_share(share)
+                yield batch if move is None else move(batch)
+        finally:
+            stream.leave()
 
     def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
         """Yield as many batches as the rank that has most: this one's last again, which counts nothing.

@@ -151,6 +151,8 @@ class Stream:
         self._seed, self._size, self._is_ours = seed, size, is_ours
         self._is_endless = is_stream(loader)
         self._iterator: Iterator[Any] | None = None
+        self._left: Iterator[Any] | None = None  # the iteration at hand, whoever has it
+        self._ahead: Any = _NOTHING  # a batch that was read to learn whether there is one
         self._pass, self._done = 0, 0  # which pass it is in, and how many batches of it have been yielded
         self._skip = 0
         self._is_placed = False  # the loader itself knows where the next iteration begins
@@ -182,7 +184,9 @@ class Stream:
         while True:
             if self._iterator is None:
                 self._iterator = self._start()
-            batch = next(self._iterator, _NOTHING)
+            batch, self._ahead = self._ahead, _NOTHING
+            if batch is _NOTHING:
+                batch = next(self._iterator, _NOTHING)
             if batch is not _NOTHING:
                 self._done += 1
                 yield batch
@@ -199,7 +203,24 @@ class Stream:
                 self._beginning = _digest(holder.state_dict())
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
-        return islice(iterator, skip, None) if skip else iterator
+        self._left = islice(iterator, skip, None) if skip else iterator
+        return self._left
+
+    def has_more(self) -> bool:
+        """Whether there is another batch where the iteration at hand was left; one of a stream is kept.
+
+        A loader that knows its own position is not asked: it would be at another one then.
+        """
+        if self._left is None or position_holder(self.loader) is not None:
+            return False
+        batch = next(self._left, _NOTHING)
+        if self._left is self._iterator:
+            self._ahead = batch
+        return batch is not _NOTHING
+
+    def leave(self) -> None:
+        """Forget the iteration at hand, which may have workers, where no other epoch goes on with it."""
+        self._left = None
 
     def _tell_pass(self) -> None:
         tell_epoch(self.loader, self._pass)
@@ -209,7 +230,7 @@ class Stream:
 
     def close(self) -> None:
         """End its iteration, and the workers of that."""
-        self._iterator = None
+        self._iterator, self._ahead = None, _NOTHING
 
     # -- where it stands ----------------------------------------------------------------------
 
@@ -256,7 +277,7 @@ class Stream:
         goes_on, self._seed = goes_on and self._is_endless, seed
         done = state.get("done", batches) if goes_on else batches
         self._pass, self._done = state.get("pass", epoch) if goes_on else epoch, done
-        self._iterator, self._skip, self._is_placed = None, 0, False
+        self._iterator, self._ahead, self._skip, self._is_placed = None, _NOTHING, 0, False
         self._beginning = state.get("beginning")
         holder = position_holder(self.loader)
         if replay and _is_hugging_face(getattr(self.loader, "dataset", None)):

@@ -19,7 +19,15 @@ from torch.utils.data import (
 
 from tp_core._data._batches import EpochBatches
 
-__all__ = ["cannot_shard", "copy_loader", "drawing", "is_indexed", "order_is_ours", "position_holder"]
+__all__ = [
+    "cannot_shard",
+    "copy_loader",
+    "drawing",
+    "ended_early",
+    "is_indexed",
+    "order_is_ours",
+    "position_holder",
+]
 
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -129,4 +137,13 @@ def cannot_shard(loader: object, size: int) -> str:
         "ranks; give a DataLoader with a batch size over a dataset with length, or over an iterable one with "
         "shard(index, count), which returns the part that no other index has; or give each rank its own "
         "samples (data_rank, data_size) and pass shard=False"
+    )
+
+
+def ended_early(done: int, batches: int) -> str:
+    """Return the message for a loader that ended, without an error, before the batches it was asked for."""
+    return (
+        f"the loader ended after {done} of {batches} batches, without an error: what loads a sample has "
+        "raised StopIteration, as next() does on an iterator that has ended, and torch takes that for the "
+        "end of the data; look at the dataset's __getitem__ and at collate_fn: give next() a default there"
     )

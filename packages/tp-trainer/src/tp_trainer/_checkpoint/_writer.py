@@ -64,12 +64,14 @@ class Writer:
 
     def open(self) -> None:
         """Take the folder for this run, on rank 0, and try whether it can be written to."""
+        path = self.folder.path
         try:
-            self._lock = FolderLock(self.folder.path)
+            self._lock = FolderLock(path)
             self.folder.sweep()
             self.folder.scratch(0).rmdir()
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
-            self.fail(error)
+            error.add_note(f"while the folder for checkpoints was opened, before the first step: {path}")
+            self.failure = error
 
     def close(self) -> None:
         """Release the folder for other runs."""

@@ -12,6 +12,7 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import MetricSet
+from tp_trainer._steps._ended import telling_of_ended_iterators
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._modes import modes_kept
@@ -70,7 +71,7 @@ def evaluate(
     """
     meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {}, seen=seen)
     collecting = metric_set.collecting(step)
-    with evaluating(session, model), torch.no_grad():
+    with telling_of_ended_iterators(), evaluating(session, model), torch.no_grad():
         for batch in islice(batches, most):
             output = metric_set.take(batches.number, run(collecting, model, batch))
             has_no_loss = isinstance(output, Mapping) and "loss" not in output

@@ -17,6 +17,7 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checkpoint._model_files import write_on_main
 from tp_trainer._metrics._evaluation import evaluating
 from tp_trainer._metrics._rounds import Rounds, on_cpu
+from tp_trainer._steps._ended import telling_of_ended_iterators
 from tp_trainer._steps._precision import RunStep, Step
 
 __all__ = ["Predictions"]
@@ -69,7 +70,7 @@ class Predictions:
         rounds, batches = Rounds(self._session, seen=self._seen()), self._batches
         epoch = batches.next_epoch
         try:
-            with evaluating(self._session, self._model):
+            with telling_of_ended_iterators(), evaluating(self._session, self._model):
                 for batch in batches:
                     pieces = self._predicted(batch)
                     yield from rounds.reach(batches.number)

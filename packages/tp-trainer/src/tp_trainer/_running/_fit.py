@@ -13,10 +13,11 @@ from tp_trainer._running._duties import Duties
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import FitSettings
+from tp_trainer._steps._first_step import parameters_of, run_watched, tell_of_no_gradients
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._modes import modes_kept
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._precision import RunStep
+from tp_trainer._steps._precision import RunStep, Step
 
 __all__ = ["Fit", "Scheduler", "fit", "fit_duties"]
 
@@ -91,12 +92,12 @@ def fit(loop: Loop, work: Fit) -> History:
     with modes_kept(model):
         model.train()  # before the run begins: who takes part in it may freeze modules
         with loop:
-            for batches in loop.by_epoch():
-                _train_epoch(loop, batches, work)
+            for number, batches in enumerate(loop.by_epoch()):
+                _train_epoch(loop, batches, work, is_first=not number)
     return loop.history
 
 
-def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit) -> None:
+def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, *, is_first: bool) -> None:
     """Train on the batches of an epoch. The hot path: what is not needed in a step is not in it."""
     run, step, update, meter = work.run, work.settings.training_step(), work.optimizer_step, loop.meter
     scheduler = work.settings.scheduler if work.settings.scheduler_every == "step" else None
@@ -105,6 +106,23 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit) -> None:
     begin_step = meter.begin_step if meter.tolerates else None
     events = work.settings.events
     tells = events.has("on_backward_end")
+
+    def run_first(step: Step, model: Any, batch: Any) -> StepOutput:
+        nonlocal run
+        run = work.run
+        return run_watched(run, update.session, update.optimizer, step, model, batch)
+
+    def finish_first() -> bool:
+        nonlocal finish
+        is_made = update.finish()
+        if is_made:
+            finish = update.finish
+            whose = f"the optimizer, {type(update.optimizer).__name__},"
+            tell_of_no_gradients(parameters_of(update.optimizer), whose=whose)
+        return is_made
+
+    if is_first:
+        run, finish = run_first, finish_first
 
     def learn(batch: Any) -> StepOutput:
         output = run(step, model, batch)

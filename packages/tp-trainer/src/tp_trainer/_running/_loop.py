@@ -1,5 +1,6 @@
 """The loop over batches under every run: between two batches it does all that a run needs."""
 
+import logging
 import math
 import time
 from collections.abc import Generator, Iterator
@@ -13,8 +14,11 @@ from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._running._between import Between
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._running._signals import Answer, Interrupted, SignalWatch
+from tp_trainer._steps._ended import telling_of_ended_iterators
 
 __all__ = ["Loop"]
+
+log = logging.getLogger("tp_trainer")
 
 
 class Loop(Between):
@@ -24,6 +28,8 @@ class Loop(Between):
     iterator over the batches of all epochs. Order and position, accumulation, limits, progress, signals,
     checkpoints and callbacks are its concern; what is done with a batch is that of the ``for``.
     """
+
+    _has_told_of_more = False
 
     def __enter__(self) -> Self:
         self._is_open = True
@@ -84,26 +90,27 @@ class Loop(Between):
         if not self._is_open:
             msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
             raise ConfigError(msg)
-        while not self._has_ended():
-            self._begin_epoch()
-            self._epoch_batches = self._batches()
-            yield self._epoch_batches
-            if not self._is_over:
-                msg = (
-                    f"epoch {self.epoch} was left after {self._done} of {self._steps} batches; call stop() "
-                    "on the loop to end the run, or give steps_per_epoch for shorter epochs"
-                )
-                raise ConfigError(msg)
-            if self._done < self._steps:
-                self._cut_epoch()
-            else:
-                self._end_epoch()
-        if self._saving is not None:
-            self._saved(self._saving.finish)
-        self._logs.flush()
-        if self._ending is not None:
-            self._reporter.say(f"ended after step {self.step}: {self._ending}")
-        self._events.send("on_fit_end", self)
+        with telling_of_ended_iterators():
+            while not self._has_ended():
+                self._begin_epoch()
+                self._epoch_batches = self._batches()
+                yield self._epoch_batches
+                if not self._is_over:
+                    msg = (
+                        f"epoch {self.epoch} was left after {self._done} of {self._steps} batches; call "
+                        "stop() on the loop to end the run, or give steps_per_epoch for shorter epochs"
+                    )
+                    raise ConfigError(msg)
+                if self._done < self._steps:
+                    self._cut_epoch()
+                else:
+                    self._end_epoch()
+            if self._saving is not None:
+                self._saved(self._saving.finish)
+            self._logs.flush()
+            if self._ending is not None:
+                self._reporter.say(f"ended after step {self.step}: {self._ending}")
+            self._events.send("on_fit_end", self)
 
     def _has_ended(self) -> bool:
         epochs, max_steps = self._limits.epochs, self._limits.max_steps
@@ -135,10 +142,11 @@ class Loop(Between):
         tells = self._events.has("on_step_end")
         done = first
         shown = self._reporter.epoch(self.epoch, steps, first=first)
-        with shown as self._ticker, self._watchdog.watching():
+        with telling_of_ended_iterators(), shown as self._ticker, self._watchdog.watching():
             self._next_call = self._between(done)
             if self._ending is None:
-                for batch in islice(self._train, steps - first):
+                batches = iter(self._train)
+                for batch in islice(batches, steps - first):
                     if accumulate > 1:
                         self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
                     if note_step is not None:
@@ -154,14 +162,31 @@ class Loop(Between):
                         self._next_call = self._between(done, ended_step=True)
                         if self._ending is not None:
                             break
+                if done == steps and not self._has_told_of_more:
+                    self._tell_of_more()
             if done < steps and self._ending is None:
+                give = f"give steps_per_epoch={done}, or" if done else "give"
                 msg = (
-                    f"the loader ended after {done} of {steps} batches; give steps_per_epoch={done}, or a "
-                    "loader that has as many batches as it says"
+                    f"the loader ended after {done} of {steps} batches; {give} a loader that has as many "
+                    "batches as it says"
                 )
                 raise LoaderError(msg)
             self.meter.flush()
         self._is_over = True
+
+    def _tell_of_more(self) -> None:
+        """Point out that a loader has more batches than its length says, by which the epochs were cut."""
+        limits = self._limits
+        if limits.steps_per_epoch is not None or limits.overfit_batches is not None:
+            self._has_told_of_more = True  # nobody took its word for it
+        elif self._train.has_more():
+            self._has_told_of_more = True
+            log.warning(
+                "the loader has more than the %d batches that its len() says, and each epoch ends after %d "
+                "of them; correct its __len__(), or give steps_per_epoch=",
+                self._steps,
+                self._steps,
+            )
 
     # -- the ends of epochs ---------------------------------------------------------------------
 

@@ -122,7 +122,8 @@ class LoopSettings:
             "sanity_val_batches": limits.sanity_val_batches,
             "validation": self.validates,
             "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
-            "resume": self.resume is not None,
+            "checkpoints' folder": None if checkpoints is None else os.fspath(checkpoints.folder),
+            "resume": None if self.resume is None else os.fspath(self.resume),
             "callbacks": sorted(self.events.states()),
             "log_every_steps": self.log_every_steps,
             "state": sorted(self.state),
@@ -199,7 +200,7 @@ class FitSettings(LoopSettings):
             steps: How many batches make an epoch.
         """
         return LoopSettings.facts(self, steps) | {
-            "the validation's loaders": list(self.val_loaders()),
+            "validation's loaders": list(self.val_loaders()),
             "metrics": list(self.metrics),
             "monitor": self.monitor,
             "scheduler_every": self.scheduler_every,
@@ -207,7 +208,7 @@ class FitSettings(LoopSettings):
             "clip_value": self.gradients.clip_value,
             "nonfinite": self.gradients.nonfinite,
             "max_skipped": self.gradients.max_skipped,
-            "save_to": self.save_to is not None,
+            "save_to": None if self.save_to is None else os.fspath(self.save_to),
         }
 
 

@@ -70,6 +70,7 @@ class TrainerBase:
         self._accumulate = accumulate
         self._compile = compile
         self._may_step = False
+        self._has_gone_back = False  # in a custom loop
         self._run: RunStep | None = None
         self._step_events: OwnStepEvents | None = None  # of a loop that is open, if somebody wants them
         self._seen: Callable[[], int] | None = None  # within the validation of a loop that signals may end

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
+from tp_core.internal import is_dtensor
 from tp_core.plugins import StepOutput, read_weight
 
 from tp_trainer._checks._objects import check_optimizer
 from tp_trainer._memory._running_out import tell_why
+from tp_trainer._steps._first_step import tell_of_no_gradients
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 from tp_trainer._steps._precision import autocast, in_precision
@@ -124,6 +126,11 @@ class OwnSteps(TrainerBase):
         except (RuntimeError, MemoryError) as error:
             self._tell_why(error)
             raise
+        if not self._has_gone_back:
+            self._has_gone_back = True
+            parameters = [p for model in self._prepared for p in model.parameters()]
+            if not any(map(is_dtensor, parameters)):  # they get gradients when those are reduced
+                tell_of_no_gradients(parameters, whose="any prepared model")
         if self._step_events is not None:
             self._step_events.backward_end()
 

@@ -13,6 +13,7 @@ from tp_trainer._checks._objects import check_loader, check_model, check_optimiz
 from tp_trainer._memory._running_out import tell_why
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import check_metrics
+from tp_trainer._steps._ended import telling_of_ended_iterators
 from tp_trainer._steps._modes import tell_of_evaluation_mode
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite
 from tp_trainer._steps._precision import Step
@@ -179,7 +180,8 @@ class Runs(RunStarter):
         check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
         tell_of_evaluation_mode(model)
         try:
-            return self._fit(model, optimizer, train_loader, settings)
+            with telling_of_ended_iterators():
+                return self._fit(model, optimizer, train_loader, settings)
         except (RuntimeError, MemoryError) as error:
             tell_why(error, lambda: self.selection)
             raise

@@ -1,0 +1,177 @@
+"""Loaders of other numbers of batches than they say, and iterators that end within a user's function."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from tp_core.errors import LoaderError, StepError
+from tp_trainer import Callback, Trainer
+
+DATA = torch.arange(20.0).reshape(20, 1)
+
+
+class Batches:
+    """Five batches of four samples each, and says that it has ``length``."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(DATA.split(4))
+
+
+class Samples(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(DATA)
+
+
+class Sampler(SequentialSampler):
+    def __init__(self, length):
+        super().__init__(DATA)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+def loaders(length):
+    """Return loaders of five batches that say that they have ``length``."""
+    return {
+        "an iterable": Batches(length),
+        "a stream": DataLoader(Samples(4 * length), batch_size=4),
+        "a sampler": DataLoader(DATA, batch_size=4, sampler=Sampler(4 * length)),
+        "a batch sampler": DataLoader(
+            DATA, batch_sampler=BatchSampler(Sampler(4 * length), 4, drop_last=False)
+        ),
+    }
+
+
+def train(loader, *, seen=None, step=None, **options):
+    seen = [] if seen is None else seen
+
+    def plain(model, batch):
+        seen.append(batch.flatten().tolist())
+        return model(batch).mean()
+
+    model = nn.Linear(1, 1)
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        return trainer.fit(model, optimizer, loader, step=step or plain, **options)
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", loaders(3))
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_loader_of_more_batches_than_it_says_is_told_once_with_its_number(kind, caplog):
+    seen = []
+    train(loaders(3)[kind], seen=seen, epochs=3)
+    (message,) = warnings(caplog)
+    assert message.startswith("the loader has more than the 3 batches that its len() says")
+    assert len(seen) == 9
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_the_batch_that_was_read_to_learn_of_it_is_trained_on_next():
+    seen = []
+    train(loaders(3)["a stream"], seen=seen, epochs=3)
+    assert [batch[0] for batch in seen] == [0, 4, 8, 12, 16, 0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("kind", loaders(5))
+def test_a_loader_that_says_what_it_has_is_not_told(kind, caplog):
+    train(loaders(5)[kind], epochs=2)
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("kind", ["an iterable", "a stream"])
+def test_epochs_that_the_user_has_cut_are_not_told(kind, caplog):
+    train(loaders(3)[kind], steps_per_epoch=2)
+    train(loaders(3)[kind], overfit_batches=2)
+    assert not warnings(caplog)
+
+
+def test_a_custom_loop_is_told(caplog):
+    with Trainer(progress=False, devices="cpu") as trainer, trainer.loop(Batches(3)) as loop:
+        assert len(list(loop)) == 3
+    assert "more than the 3 batches" in warnings(caplog)[0]
+
+
+def test_a_loader_of_fewer_batches_is_an_error():
+    with pytest.raises(LoaderError, match="ended after 5 of 7 batches; give steps_per_epoch=5, or a loader"):
+        train(Batches(7))
+
+
+class Ends(Dataset):
+    """Its tenth sample asks an iterator that has ended."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return DATA[i] if i != 9 else next(iter([]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_end_by_mistake_are_an_error_wherever_they_are_read(workers):
+    loader = DataLoader(Ends(), batch_size=4, num_workers=workers)
+    model, match = nn.Linear(1, 1), "ended after 2 of 5 batches, without an error: .* StopIteration"
+    with pytest.raises(LoaderError, match=match):
+        train(loader)
+    with Trainer(progress=False, devices="cpu") as trainer:
+        with pytest.raises(LoaderError, match=match):
+            trainer.evaluate(model, loader, step=lambda m, b: m(b).mean())
+        with pytest.raises(LoaderError, match=match):
+            trainer.predict(model, loader, lambda m, b: m(b)).collect()
+        with pytest.raises(LoaderError, match=match):
+            list(trainer.prepare(loader))
+
+
+def asks_too_much(*_):
+    return next(iter([]))
+
+
+class Asks(Callback):
+    """Asks an iterator for more than it has, in an event."""
+
+    def __init__(self, event):
+        setattr(self, event, asks_too_much)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": asks_too_much},
+        {"val_loader": Batches(5), "val_step": asks_too_much},
+        *(
+            {"callbacks": [Asks(f"on_{event}")]}
+            for event in ("fit_start", "step_end", "epoch_end", "fit_end")
+        ),
+    ],
+)
+def test_an_iterator_that_ends_in_a_function_of_the_user_is_named(options):
+    with pytest.raises(
+        StepError, match=r"StopIteration was raised in asks_too_much \(.*test_lengths.py, line"
+    ):
+        train(Batches(5), **options)
+
+
+def test_an_iterator_that_ends_in_an_evaluation_is_named():
+    with Trainer(progress=False, devices="cpu") as trainer:
+        with pytest.raises(StepError, match="StopIteration was raised in asks_too_much"):
+            trainer.evaluate(nn.Linear(1, 1), Batches(5), step=asks_too_much)
+        with pytest.raises(StepError, match="StopIteration was raised in asks_too_much"):
+            trainer.predict(nn.Linear(1, 1), Batches(5), asks_too_much).collect()

@@ -1,0 +1,133 @@
+"""A first step that trains nothing, or does what fit() does after it, is told."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StepError
+from tp_trainer import Trainer
+
+ONE = {"backend": "single", "devices": "cpu"}
+SEVERAL = [
+    pytest.param({"backend": "tuple", "devices": ["cpu"] * 2}, id="tuple"),
+    pytest.param({"backend": "dp-gather", "devices": ["cpu"] * 2}, id="dp-gather"),
+]
+ALL = [pytest.param(ONE, id="single"), *SEVERAL]
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.rand(8, 2)), batch_size=4)
+
+
+def plain(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def fit(kind, step, model=None, parameters=None, **options):
+    model = nn.Linear(2, 1) if model is None else model
+    parameters = model.parameters() if parameters is None else parameters
+    with Trainer(seed=0, progress=False, **kind) as trainer:
+        trainer.fit(model, torch.optim.SGD(parameters, lr=0.1), loader(), step=step, epochs=2, **options)
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_loss_of_another_model_is_told_once(kind, caplog):
+    other = nn.Linear(2, 1)
+    fit(kind, lambda _, batch: plain(other, batch))
+    (message,) = warnings(caplog)
+    assert message.startswith("no parameter of the optimizer, SGD, has a gradient after the first backward")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_loss_of_the_model_is_not_told(kind, caplog):
+    fit(kind, plain)
+    fit(kind, plain, clip_norm=1.0)
+    assert not warnings(caplog)
+
+
+def test_an_optimizer_of_a_part_that_gets_no_gradients_is_told(caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fit(ONE, lambda m, b: m[1](m[0](b[0]).detach()).square().mean(), model, model[0].parameters())
+    assert "no parameter of the optimizer" in warnings(caplog)[0]
+
+
+def test_a_step_of_zero_weight_is_not_told(caplog):
+    fit(ONE, lambda m, b: {"loss": plain(m, b), "weight": 0.0})
+    assert not warnings(caplog)
+
+
+def own_loop(step):
+    with Trainer(seed=0, progress=False, **ONE) as trainer:
+        model = nn.Linear(2, 1)
+        model, optimizer, batches = trainer.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
+        )
+        for batch in batches:
+            optimizer.zero_grad()
+            trainer.backward(trainer.run(step, model, batch))
+            optimizer.step()
+
+
+def test_a_loss_of_another_model_is_told_in_a_custom_loop(caplog):
+    other = nn.Linear(2, 1)
+    own_loop(lambda _, batch: plain(other, batch))
+    (message,) = warnings(caplog)
+    assert message.startswith("no parameter of any prepared model has a gradient")
+
+
+def test_a_custom_loop_that_trains_is_not_told(caplog):
+    own_loop(plain)
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_optimizer_that_the_step_steps_itself_is_an_error(kind):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        optimizer.step()
+        return plain(model, batch)
+
+    with (
+        Trainer(progress=False, **kind) as trainer,
+        pytest.raises(StepError, match=r"called step\(\) of the"),
+    ):
+        trainer.fit(model, optimizer, loader(), step=step)
+
+
+def test_another_optimizer_may_step_within_the_step():
+    other = nn.Linear(2, 1)
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(model, batch):
+        own.zero_grad()
+        plain(other, batch).backward()
+        own.step()
+        return plain(model, batch)
+
+    fit(ONE, step)
+
+
+def goes_back(model, batch):
+    loss = plain(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_gradients_that_the_step_makes_are_an_error_on_several_devices(kind):
+    with pytest.raises(StepError, match=r"the step has called backward\(\) itself"):
+        fit(kind, goes_back)
+
+
+def test_gradients_that_the_step_makes_are_told_on_one_device(caplog):
+    fit(ONE, goes_back)
+    (message,) = warnings(caplog)
+    assert message.startswith("the step has called backward() itself")
