@@ -78,6 +78,14 @@ def test_autocast_with_its_dtype(replicas):
     assert replicas.run(lambda r, _: r(X[0]).dtype, [0, 1, 2]) == [torch.float32] * 3
 
 
+def test_gradients_of_parts_under_autocast_are_added_up_in_full_precision(replicas):
+    parts = [torch.full((1, 3), value) for value in (256.0, 1.0, 1.0)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = replicas.run(lambda r, x: r(x).float().sum(), parts)
+    sum(outputs).backward()
+    assert torch.equal(replicas.module.weight.grad, torch.full((2, 3), 258.0))  # 256 in bfloat16
+
+
 def test_default_dtype(replicas):
     torch.set_default_dtype(torch.float64)
     try:

@@ -188,3 +188,26 @@ def test_a_model_that_is_in_evaluation_mode_is_so_when_it_is_prepared(ranks):
     assert ranks.run(partial(_prepared_in_evaluation_mode, "ddp", "cpu")) == [(False, False)] * 2
     for backend in ("tuple", "dp-gather"):
         assert _prepared_in_evaluation_mode(backend, ["cpu", "cpu"]) == (False, False)
+
+
+def beside_another_trainer():
+    """Train with a second trainer while the first one is open, whose models it knows nothing of."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("tp_core").addHandler(handler)
+    first = Trainer(seed=0, devices="cpu", backend="ddp", progress=False)
+    for model in (make_model(), make_model()):
+        first.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=step)
+    del model  # the next one may get the identities of its parameters
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as second:
+        for _ in range(5):
+            model = make_model()
+            second.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=step)
+            del model
+    first.close()
+    return told
+
+
+def test_two_trainers_that_are_open_know_each_others_optimizers(ranks):
+    assert ranks.run(beside_another_trainer) == [[], []]

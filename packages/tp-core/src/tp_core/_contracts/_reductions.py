@@ -31,7 +31,8 @@ class ReductionWatch:
 
     def __init__(self) -> None:
         self._models: list[ref[SteppingDataParallel]] = []
-        self._known: set[int] = set()  # the identities of parameters whose gradients are averaged
+        # The parameters whose gradients are averaged, by their identities, which others may have later.
+        self._known: dict[int, ref[Tensor]] = {}
         self._prepared: WeakSet[Optimizer] = WeakSet()
         # What an optimizer stepped when it was last looked at, by its identity.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
@@ -44,11 +45,12 @@ class ReductionWatch:
 
     def know(self, model: nn.Module) -> None:
         """Note that gradients of the parameters that ``model`` has now are averaged."""
-        self._known.update(map(id, model.parameters()))
+        self._known.update((id(p), ref(p)) for p in model.parameters())
         self.listen()
 
     def listen(self) -> None:
         """Look at optimizers before they step, from now on."""
+        _open.add(self)
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -58,6 +60,7 @@ class ReductionWatch:
 
     def close(self) -> None:
         """Look at none any more."""
+        _open.discard(self)
         if self._handle is not None:
             self._handle.remove()
 
@@ -112,10 +115,10 @@ class ReductionWatch:
             StepError: A parameter with a gradient is of none, and would part the ranks.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        others = [p for p in parameters if id(p) not in self._known]
+        others = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
         if not others:
             return True
-        if len(others) == len(parameters) and optimizer not in self._prepared:
+        if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
             log.warning(
                 "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
                 "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "
@@ -133,6 +136,14 @@ class ReductionWatch:
             )
             raise StepError(msg)
         return False
+
+    def _knows(self, parameter: Tensor) -> bool:
+        known = self._known.get(id(parameter))
+        return known is not None and known() is parameter
+
+
+_open: WeakSet[ReductionWatch] = WeakSet()
+"""All that listen: a program may have several sessions, which know nothing of each other's models."""
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -104,8 +104,12 @@ class Caller(NamedTuple):
 
 
 def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
-    """Return what makes contexts with this thread's autocast of a device type."""
-    dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    """Return what makes contexts with this thread's autocast of a device type.
+
+    Replicas on the CPU have their parameters in common, and torch has one cache of cast ones for all threads:
+    whether the gradients of two parts were added up in bfloat16 or in float32 would be a matter of luck.
+    """
+    dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled() and kind != "cpu"
     return lambda _: torch.autocast(kind, dtype=dtype, cache_enabled=cache)
 
 
