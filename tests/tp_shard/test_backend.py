@@ -43,6 +43,7 @@ class TestOneCopyOnTwoRanks(_Split):
 
 class TestTwoCopiesOnFourRanks(_Split):
     processes = 4
+    exchange_processes = 4
     group_size = 2
     options = {"group_size": 2}
     unused_options = {"find_unused_parameters": True}
@@ -56,6 +57,7 @@ class TestTwoCopiesOnFourRanks(_Split):
 @pytest.mark.slow
 class TestCopiesThatAreFullySharded(_Split):
     processes = 4
+    exchange_processes = 4
     group_size = 2
     options = {"group_size": 2, "data": "fsdp"}
     limits = {

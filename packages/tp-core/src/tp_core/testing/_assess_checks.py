@@ -17,7 +17,7 @@ from tp_core._contracts._verdict import Verdict
 from tp_core.testing._bodies import make_job, on_cpu
 from tp_core.testing._kit import PooledKit
 
-__all__ = ["AssessChecks"]
+__all__ = ["AssessChecks", "environment_now"]
 
 
 FREE = 2**40
@@ -78,12 +78,12 @@ def _needs(kit: AssessChecks) -> tuple[Any, Any, Any]:
 
 def _effects_of_assess(kit: AssessChecks) -> list[str]:
     job, backend = make_job(kit, model=kit.make_model()), kit.backend()
-    before = _environment_now()
+    before = environment_now()
     with _watched() as done:
         backend.assess(job)
         backend.assess(job)
         backend.estimate_memory(job)
-    after = _environment_now()
+    after = environment_now()
     changed = [f"{what} changed" for what in before if before[what] != after[what]]
     return [*changed, *sorted(set(done))]
 
@@ -108,7 +108,7 @@ def _facts(model: Any) -> list[Any]:
     ]
 
 
-def _environment_now() -> dict[str, Any]:
+def environment_now() -> dict[str, Any]:
     """Return what of a process a plugin could change, by what to call it."""
     numpy = sys.modules.get("numpy")
     return {

@@ -1,6 +1,8 @@
 """What every backend must do, as tests that its author subclasses."""
 
 from tp_core.testing._assess_checks import AssessChecks
+from tp_core.testing._caller_checks import CallerChecks
+from tp_core.testing._exchange_checks import ExchangeChecks
 from tp_core.testing._loader_checks import LoaderChecks
 from tp_core.testing._norm_checks import NormChecks
 from tp_core.testing._rank_checks import RankChecks
@@ -12,7 +14,15 @@ __all__ = ["BackendConformance"]
 
 
 class BackendConformance(
-    AssessChecks, LoaderChecks, NormChecks, RankChecks, SessionChecks, StateChecks, StepChecks
+    AssessChecks,
+    CallerChecks,
+    ExchangeChecks,
+    LoaderChecks,
+    NormChecks,
+    RankChecks,
+    SessionChecks,
+    StateChecks,
+    StepChecks,
 ):
     """What every backend must do. A subclass of this, in a test module, names the backend.
 

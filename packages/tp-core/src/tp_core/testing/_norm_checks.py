@@ -1,6 +1,7 @@
 """A backend's norms, limits and scales of gradients are those of the whole gradient."""
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tp_core.testing._gradient_checks import GradientChecks
 
 __all__ = ["NormChecks"]
 
+ALONE_S = 60.0  # for a busy machine; it is waited for only where there is no answer
 NORMS = [1.0, 2.0, math.inf]
 
 
@@ -52,6 +54,10 @@ class NormChecks(GradientChecks):
         found = self.everywhere(_not_finite)
         assert [before for before, _ in found] == [None] * len(found)
         assert {after for _, after in found} & names, "no rank has named the parameter"
+
+    def test_what_is_not_finite_is_found_by_one_rank_without_the_others(self) -> None:
+        for is_answered in self.everywhere(_asked_alone):
+            assert is_answered, "find_nonfinite() waits for other ranks, which may not ask"
 
     def test_ranks_whose_gradients_are_not_finite_agree_on_the_norm(self) -> None:
         for norm in self.everywhere(_norm_of_bad_gradients):
@@ -112,6 +118,17 @@ def _not_finite(kit: NormChecks) -> tuple[Any, Any]:
             last = [p for p in session.unwrap(model).parameters() if p.requires_grad][-1]
             last.mul_(math.nan)
         return before, session.find_nonfinite(model)
+
+
+def _asked_alone(kit: NormChecks) -> bool:
+    with prepared(kit) as (session, model):
+        if session.rank != 0:
+            return True
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(session.find_nonfinite(model)), daemon=True)
+        thread.start()
+        thread.join(ALONE_S)
+        return bool(answers)
 
 
 def _norm_of_bad_gradients(kit: NormChecks) -> float:

@@ -4,13 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tp_core._tensors._deferred import build_deferred, materialize
-from tp_core.testing._bodies import State, assert_same, on_cpu, open_session, prepared
+from tp_core.state import whole as whole_of
+from tp_core.testing._bodies import (
+    State,
+    assert_same,
+    batch_loss,
+    data,
+    loss_of,
+    on_cpu,
+    open_session,
+    prepared,
+)
 from tp_core.testing._kit import PooledKit
 
 __all__ = ["StateChecks"]
+
+STEPS = 3
 
 
 class StateChecks(PooledKit):
@@ -26,6 +39,16 @@ class StateChecks(PooledKit):
         expected = _of_one_device(self)
         for state in self.everywhere(_loaded):
             assert_same(state, expected)
+
+    def test_the_parts_of_a_state_put_together_are_the_state(self) -> None:
+        expected = self.make_reference().state_dict()
+        for first, later in self.everywhere(_put_together):
+            assert_same(first, expected)
+            assert_same(later, _of_one_device(self))
+
+    def test_buffers_that_steps_write_are_kept(self) -> None:
+        for counts in self.everywhere(_counted_steps):
+            assert counts == list(range(1, STEPS + 1)), "forward passes that the model's buffer has counted"
 
     @pytest.mark.parametrize("fault", ["missing", "surplus", "another shape"])
     def test_a_state_that_does_not_fit_is_refused(self, fault: str) -> None:
@@ -47,6 +70,23 @@ class StateChecks(PooledKit):
             assert_same(buffers, _buffers(self.make_reference()))
 
 
+class _Counting(nn.Module):
+    """A model that counts its forward passes in a buffer, where it is trained."""
+
+    steps: Tensor
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps.add_(1)
+        output: Tensor = self.inner(x)
+        return output
+
+
 def _of_one_device(kit: StateChecks) -> State:
     return {n: t + 1 for n, t in kit.make_reference().state_dict().items()}
 
@@ -66,6 +106,23 @@ def _state_round_trip(kit: StateChecks) -> tuple[State, State]:
                 tensor.zero_()
         session.load_model_state(model, state)
         return state, on_cpu(session.model_state(model))
+
+
+def _put_together(kit: StateChecks) -> tuple[State, State]:
+    with prepared(kit) as (session, model):
+        first = on_cpu({n: whole_of(part) for n, part in session.state_parts(model).items()})
+        session.load_model_state(model, _of_one_device(kit))
+        return first, on_cpu({n: whole_of(part) for n, part in session.state_parts(model).items()})
+
+
+def _counted_steps(kit: StateChecks) -> list[int]:
+    found = []
+    with prepared(kit, _Counting(kit.make_model())) as (session, model):
+        for batch in session.prepare_loader(DataLoader(data(4 * STEPS), batch_size=4)):
+            session.backward(loss_of(session.run(batch_loss(), model, batch)))
+            session.sync_buffers(model)
+            found.append(int(session.model_state(model)["steps"]))
+    return found
 
 
 def _loaded(kit: StateChecks) -> State:

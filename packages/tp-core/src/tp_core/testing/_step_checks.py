@@ -1,5 +1,6 @@
 """A backend's steps have the modes, the models, the optimizers and the order that one device has."""
 
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,10 @@ class StepChecks(GradientChecks):
             assert first, "prepare_model() must leave the mode alone"
             assert found == [training] * len(found), "run() must leave the mode alone"
 
+    def test_all_that_a_step_returned_comes_back(self) -> None:
+        for loss, others in self.everywhere(_returned):
+            assert others == {"twice": pytest.approx(2 * loss), "more": pytest.approx(loss + 1)}
+
     def test_two_models_in_one_step_have_the_gradients_of_one_device(self) -> None:
         models = self.make_reference(), _shifted(self.make_reference())
         loss_of(_loss_of_two(*models, data(8).tensors)).backward()
@@ -64,6 +69,25 @@ class StepChecks(GradientChecks):
         for weights in self.everywhere(_trained_in_groups):
             assert_same(weights, dict(model.state_dict()))
 
+    def test_a_scheduler_made_for_the_plain_optimizer_drives_the_prepared_one(self) -> None:
+        model, step = self.make_reference(), batch_loss()
+        optimizer, scheduler = _scheduled(model)
+        for batch in DataLoader(data(12), batch_size=4):
+            optimizer.zero_grad()
+            loss_of(step(model, batch)).backward()
+            optimizer.step()
+            scheduler.step()
+        for weights in self.everywhere(_trained_on_schedule):
+            assert_same(weights, dict(model.state_dict()))
+
+    def test_a_stand_in_whose_loss_is_not_finite_counts_as_nothing(self) -> None:
+        model, step = self.make_reference(), batch_loss()
+        for batch in DataLoader(data(5), batch_size=4):
+            loss_of(step(model, batch)).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for gradients in self.everywhere(_gradients_beside_bad_stand_ins):
+            assert_same(gradients, expected)
+
     def test_shuffled_epochs_have_the_order_of_the_seed_and_the_epoch(self) -> None:
         loader = PreparedLoader(DataLoader(data(12), batch_size=4, shuffle=True), seed=make_job(self).seed)
         expected = [[rows[0] for rows in loader] for _ in range(2)]
@@ -84,6 +108,11 @@ def _grouped(model: nn.Module) -> torch.optim.Optimizer:
     first, *others = model.parameters()
     groups = [{"params": others, "lr": 0.02, "weight_decay": 0.1}, {"params": [first], "momentum": 0.5}]
     return torch.optim.SGD(groups, lr=RATE, momentum=0.9, nesterov=True)
+
+
+def _scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 @torch.no_grad()
@@ -173,6 +202,16 @@ def _modes(kit: StepChecks, training: bool) -> tuple[bool, list[bool]]:
         return first, [*found, model.training]
 
 
+def _returned(kit: StepChecks) -> tuple[float, dict[str, float]]:
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        loss = loss_of(batch_loss()(model, batch))
+        return {"twice": 2 * loss.detach(), "loss": loss, "more": loss.detach() + 1}
+
+    with prepared(kit) as (session, model):
+        output: Any = session.run(step, model, whole(session))
+        return output["loss"].item(), {n: float(v) for n, v in output.items() if n != "loss"}
+
+
 def _gradients_of_two_models(kit: StepChecks) -> tuple[State, State] | None:
     one, other = kit.make_model(), _shifted(kit.make_model())
     with open_session(kit, model=one) as session:
@@ -210,6 +249,33 @@ def _trained_in_groups(kit: StepChecks) -> State:
                 session.backward(loss_of(session.run(step, wrapped, batch)))
                 optimizer.step()
         return on_cpu(session.model_state(wrapped))
+
+
+def _trained_on_schedule(kit: StepChecks) -> State:
+    model, step = kit.make_model(), batch_loss()
+    with open_session(kit, model=model) as session:
+        plain, scheduler = _scheduled(model)
+        wrapped = session.prepare_model(model)
+        optimizer = session.prepare_optimizer(plain)
+        for batch in session.prepare_loader(DataLoader(data(12), batch_size=4)):
+            optimizer.zero_grad()
+            session.backward(loss_of(session.run(step, wrapped, batch)))
+            optimizer.step()
+            scheduler.step()
+        return on_cpu(session.model_state(wrapped))
+
+
+def _gradients_beside_bad_stand_ins(kit: StepChecks) -> State:
+    with prepared(kit) as (session, model):
+
+        def step(model: nn.Module, batch: Any) -> Tensor:
+            loss = loss_of(batch_loss()(model, batch))
+            is_stand_in = session.share is not None and not session.share.samples
+            return loss * math.nan if is_stand_in else loss
+
+        for batch in session.prepare_loader(DataLoader(data(5), batch_size=4)):
+            session.backward(loss_of(session.run(step, model, batch)))
+        return kit.gradients(session, model)
 
 
 def _shuffled(kit: StepChecks) -> tuple[int, list[list[Tensor]]]:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
@@ -17,6 +17,7 @@ from tp_core.plugins import PluginRegistry, StepOutput
 from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints, Interrupted, Trainer
+from tp_trainer.testing._ways import WAYS, Way
 
 __all__ = [
     "WAYS",
@@ -40,37 +41,6 @@ State = dict[str, Tensor]
 
 class StoppedError(Exception):
     """What ends a run in its middle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train.
-
-    Attributes:
-        trainer: Arguments of the trainer.
-        fit: Arguments of ``fit``.
-        bad_target: What the target of one sample is instead, or ``None``; its batch is to be left out.
-        dtype: Of the model and the data before they are prepared.
-    """
-
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-    fit: Mapping[str, Any] = field(default_factory=dict)
-    bad_target: float | None = None
-    dtype: torch.dtype = torch.float64
-
-
-WAYS = {
-    "plain": Way(),
-    "accumulate": Way({"accumulate": 3}),
-    "clip_norm": Way(fit={"clip_norm": 0.05}),
-    "clip_value": Way(fit={"clip_value": 0.005}),
-    "accumulate and clip": Way({"accumulate": 2}, {"clip_norm": 0.05, "clip_value": 0.02}),
-    "nonfinite skip": Way(fit={"nonfinite": "skip"}, bad_target=float("nan")),
-    "compile": Way({"compile": True}),
-    "bf16-mixed": Way({"precision": "bf16-mixed"}, dtype=torch.float32),
-    "fp16-mixed": Way({"precision": "fp16-mixed"}, bad_target=1e15, dtype=torch.float32),
-    "bf16-true": Way({"precision": "bf16-true"}, dtype=torch.float32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +111,33 @@ def fit(
     step: Callable[[nn.Module, Any], StepOutput] = mean_error,
     data: TensorDataset | None = None,
     shuffle: bool = False,
+    fits: int = 1,
+    gamma: float | None = None,
     **arguments: Any,
 ) -> Outcome:
-    """Train as every test here does."""
+    """Train as every test here does; of ``fits`` and ``gamma`` see `Way`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    if gamma is not None:
+        arguments |= {"scheduler": _decaying(optimizer, gamma), "scheduler_every": "step"}
     loader = DataLoader(samples() if data is None else data, batch_size=BATCH_SIZE, shuffle=shuffle)
-    arguments = {"epochs": EPOCHS} | arguments
-    history = trainer.fit(model, optimizer, loader, step=step, **arguments)
+    arguments = {"epochs": EPOCHS // fits} | arguments
+    records = []
+    for _ in range(fits):
+        history = trainer.fit(model, optimizer, loader, step=step, **arguments)
+        records += [{"samples": r.samples, "train": dict(r.train), "val": dict(r.val)} for r in history]
     state = {n: t.detach().cpu().clone() for n, t in trainer.session.model_state(model).items()}
-    records = [{"samples": r.samples, "train": dict(r.train), "val": dict(r.val)} for r in history]
     return Outcome(state, records)
+
+
+def _decaying(optimizer: torch.optim.Optimizer, gamma: float) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=gamma)
 
 
 def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
     """Train the reference on one device with a loop by hand, in the precision of the data."""
     model = kit.make_reference().to(way.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    scheduler = _decaying(optimizer, way.gamma or 1.0)
     few = samples(5, dtype=way.dtype).tensors
     records = []
     for _ in range(EPOCHS):
@@ -170,6 +151,7 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             if "clip_norm" in way.fit:
                 nn.utils.clip_grad_norm_(model.parameters(), way.fit["clip_norm"])
             optimizer.step()
+            scheduler.step()
             count, total = count + len(x), total + len(x) * loss.item()
         with torch.no_grad():
             val = nn.functional.mse_loss(model(few[0]), few[1]).item()
@@ -206,7 +188,7 @@ def _trained(kit: ConformanceKit, way: Way) -> Outcome:
     few = DataLoader(samples(5, dtype=way.dtype), batch_size=BATCH_SIZE)
     model = kit.make_model().to(way.dtype)
     with make_trainer(kit, **way.trainer) as trainer:
-        return fit(trainer, model, data=data, val_loader=few, **way.fit)
+        return fit(trainer, model, data=data, val_loader=few, fits=way.fits, gamma=way.gamma, **way.fit)
 
 
 def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments: Any) -> Outcome:

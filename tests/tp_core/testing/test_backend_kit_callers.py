@@ -1,0 +1,293 @@
+"""The kit of backends finds what sessions do to their caller, lose of states, and get wrong between three."""
+
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from tp_core.errors import RankFailedError
+from tp_core.plugins import Backend, ProcessGroupSession, Verdict, join_process_group
+from tp_core.testing import BackendConformance, RankPool
+from tp_core.testing._kit import _pools
+
+
+class TrueSession(ProcessGroupSession):
+    def prepare_model(self, model):
+        return self.average_gradients(model, find_unused_parameters=True)
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+
+class IgnoresAutocast(TrueSession):
+    def run(self, step, model, batch):
+        with torch.autocast(self.device.type, enabled=False):
+            return super().run(step, model, batch)
+
+
+class HasGradientsInEvaluation(TrueSession):
+    def run(self, step, model, batch):
+        with torch.enable_grad():
+            return step(self.unwrap(model), batch)
+
+
+class RunsOnAThreadOfItsOwn(TrueSession):
+    def run(self, step, model, batch):
+        outputs = []
+
+        def work():
+            outputs.append(super(RunsOnAThreadOfItsOwn, self).run(step, model, batch))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return outputs[0]
+
+
+# -- what the process has -------------------------------------------------------------------------
+
+
+class Reseeds(TrueSession):
+    def prepare_model(self, model):
+        torch.manual_seed(self.job.seed)
+        return super().prepare_model(model)
+
+
+class DrawsOfPython(TrueSession):
+    def prepare_loader(self, loader, **options):
+        random.random()
+        return super().prepare_loader(loader, **options)
+
+
+class LeavesAType(TrueSession):
+    def prepare_model(self, model):
+        torch.set_default_dtype(torch.float64)
+        return super().prepare_model(model)
+
+
+class LeavesAVariable(TrueSession):
+    def prepare_model(self, model):
+        os.environ["OMP_NUM_THREADS"] = str(random.Random().random())
+        return super().prepare_model(model)
+
+
+class LeavesAHandler(TrueSession):
+    def prepare_model(self, model):
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        return super().prepare_model(model)
+
+
+class LeavesAThread(TrueSession):
+    def prepare_model(self, model):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return super().prepare_model(model)
+
+
+class LeavesGradientsOff(TrueSession):
+    def run(self, step, model, batch):
+        output = super().run(step, model, batch)
+        torch.set_grad_enabled(False)
+        return output
+
+    def backward(self, loss, **options):
+        with torch.enable_grad():
+            super().backward(loss, **options)
+
+
+# -- batches, optimizers, states ------------------------------------------------------------------
+
+
+class TakesPairs(TrueSession):
+    def run(self, step, model, batch):
+        x, y = batch
+        return super().run(step, model, (x, y))
+
+
+class KeepsTheLossAlone(TrueSession):
+    def run(self, step, model, batch):
+        output = super().run(step, model, batch)
+        return {"loss": output["loss"]} if isinstance(output, dict) else output
+
+
+class LooksTogether(TrueSession):
+    def find_nonfinite(self, model):
+        self.barrier()
+        return super().find_nonfinite(model)
+
+
+class MakesTheOptimizerAnew(TrueSession):
+    def prepare_optimizer(self, optimizer):
+        return type(optimizer)([dict(group) for group in optimizer.param_groups])
+
+
+class WeighsStandInsByNought(TrueSession):
+    def backward(self, loss, *, retain_graph=False, create_graph=False):
+        (loss * self._factor).backward(retain_graph=retain_graph)
+
+
+class KeepsNoBuffers(TrueSession):
+    def run(self, step, model, batch):
+        before = [buffer.clone() for buffer in model.buffers()]
+        output = super().run(step, model, batch)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.data.copy_(value)
+        return output
+
+
+class RunsTwice(TrueSession):
+    def run(self, step, model, batch):
+        with torch.no_grad():
+            step(self.unwrap(model), batch)
+        return super().run(step, model, batch)
+
+
+class PartsWithoutWhatIsFrozen(TrueSession):
+    def state_parts(self, model):
+        frozen = {n for n, p in self.unwrap(model).named_parameters() if not p.requires_grad}
+        return {n: t for n, t in super().state_parts(model).items() if n not in frozen}
+
+
+class PartsOfTheFirstTime(TrueSession):
+    parts = None
+
+    def state_parts(self, model):
+        if self.parts is None:
+            self.parts = {n: t.clone() for n, t in super().state_parts(model).items()}
+        return self.parts
+
+
+# -- right between two ranks ----------------------------------------------------------------------
+
+
+class HalvesForMeans(TrueSession):
+    def reduce(self, value, op="sum"):
+        return super().reduce(value, "sum") / 2 if op == "mean" else super().reduce(value, op)
+
+
+class AddsItsNeighbours(TrueSession):
+    def reduce(self, value, op="sum"):
+        if op != "sum":
+            return super().reduce(value, op)
+        everyones = self.gather_objects(value)
+        return value + everyones[(self.rank + 1) % self.world_size]
+
+
+class GathersFromItself(TrueSession):
+    def gather(self, value):
+        everyones = self.gather_objects(value)
+        mine, other = everyones[self.rank], everyones[self.rank ^ 1 if self.rank < 2 else 0]
+        return torch.cat([mine, other] if self.rank == 0 else [other, mine])
+
+
+class TellsTwo(TrueSession):
+    def broadcast(self, value, *, src=0):
+        return super().broadcast(value, src=min(src, 1))
+
+
+class ListsTwo(TrueSession):
+    def gather_objects(self, value):
+        return super().gather_objects(value)[:2]
+
+
+MODES = "test_a_step_runs_in_the_modes_of_its_caller"
+DRAWS = "test_opening_and_preparing_draw_no_random_numbers"
+LEAVES = "test_a_session_leaves_the_process_as_it_found_it"
+BUFFERS = "test_buffers_that_steps_write_are_kept"
+PARTS = "test_the_parts_of_a_state_put_together_are_the_state"
+REDUCED = "test_reductions_are_those_of_all_ranks_where_there_are_more_than_two"
+OBJECTS = "test_objects_come_from_every_rank_where_there_are_more_than_two"
+
+CAUGHT = [
+    (IgnoresAutocast, MODES, "autocast"),
+    (HasGradientsInEvaluation, MODES, "no_grad"),
+    (RunsOnAThreadOfItsOwn, MODES, "no_grad"),
+    (Reseeds, DRAWS),
+    (DrawsOfPython, DRAWS),
+    (LeavesAType, LEAVES),
+    (LeavesAVariable, LEAVES),
+    (LeavesAHandler, LEAVES),
+    (LeavesAThread, LEAVES),
+    (LeavesGradientsOff, LEAVES),
+    (TakesPairs, "test_a_batch_of_any_structure_reaches_the_step_as_it_is"),
+    (MakesTheOptimizerAnew, "test_a_scheduler_made_for_the_plain_optimizer_drives_the_prepared_one"),
+    (KeepsTheLossAlone, "test_all_that_a_step_returned_comes_back"),
+    (LooksTogether, "test_what_is_not_finite_is_found_by_one_rank_without_the_others"),
+    (WeighsStandInsByNought, "test_a_stand_in_whose_loss_is_not_finite_counts_as_nothing"),
+    (KeepsNoBuffers, BUFFERS),
+    (RunsTwice, BUFFERS),
+    (PartsWithoutWhatIsFrozen, PARTS),
+    (PartsOfTheFirstTime, PARTS),
+]
+OF_THREE = [
+    (HalvesForMeans, REDUCED),
+    (AddsItsNeighbours, REDUCED),
+    (GathersFromItself, "test_gathers_have_the_rows_of_all_ranks_where_there_are_more_than_two"),
+    (TellsTwo, OBJECTS),
+    (ListsTwo, OBJECTS),
+]
+
+
+def kit_of(altered):
+    class Altered(Backend):
+        name = "altered"
+
+        def assess(self, job):
+            return Verdict.fits(1, "it is for tests")
+
+        def open(self, job):
+            self.parse_options(job)
+            leave = join_process_group(job.environment, device=job.devices[0])
+            return altered(job, leave=leave)
+
+    class Kit(BackendConformance):
+        __test__ = False
+        backend = Altered
+        processes = 2
+
+    return Kit()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def ask(kit, test, arguments, ranks):
+    _pools[type(kit)] = ranks
+    try:
+        getattr(kit, test)(*arguments)
+    finally:
+        del _pools[type(kit)]
+
+
+@pytest.mark.parametrize(("altered", "test", "arguments"), [(a, t, r) for a, t, *r in CAUGHT])
+def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks):
+    with pytest.raises((AssertionError, RankFailedError)):
+        ask(kit_of(altered), test, arguments, ranks)
+
+
+@pytest.mark.parametrize(("test", "arguments"), sorted({(t, tuple(r)) for _, t, *r in CAUGHT}))
+def test_nothing_is_wrong_with_the_true_one(test, arguments, ranks):
+    ask(kit_of(TrueSession), test, arguments, ranks)
+
+
+@pytest.fixture(scope="module")
+def in_three():
+    """Return a pool of three ranks, in place of new ones for each kit."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("altered", "test"), [*OF_THREE, *((TrueSession, t) for _, t in OF_THREE[1:4])])
+def test_two_ranks_do_not_hide_what_three_show(altered, test, in_three, monkeypatch):
+    run = lambda body, processes, *args: in_three.run(body, *args)  # noqa: E731 - as run_ranks is called
+    monkeypatch.setattr("tp_core.testing._exchange_checks.run_ranks", run)
+    kit = kit_of(altered)
+    if altered is TrueSession:
+        getattr(kit, test)()
+        return
+    with pytest.raises(AssertionError):
+        getattr(kit, test)()
