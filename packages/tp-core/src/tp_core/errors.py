@@ -53,7 +53,8 @@ class TpError(Exception):
     """The root of all errors that the tp packages raise on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        # Not super's: an error that is of the type of a user's exception, too, would call that one's.
+        Exception.__init__(self, *args)
         self.add_note(f"More in tp's documents: {self.anchor()}")
 
     @classmethod
