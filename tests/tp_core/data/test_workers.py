@@ -59,7 +59,8 @@ def start(tmp_path):
 
     def run(body, *arguments):
         path = tmp_path / "program.py"
-        path.write_text(PROGRAM + textwrap.dedent(body))
+        main = textwrap.indent(textwrap.dedent(body), "    ")
+        path.write_text(f'{PROGRAM}\nif __name__ == "__main__":\n{main}')
         command = [sys.executable, "-W", "error", str(path), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes))
@@ -129,18 +130,40 @@ def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
     assert (tmp_path / "heard").stat().st_size >= 2
 
 
-def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(start):
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
+)
+def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(start, method):
     process = start(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for batch in prepared(Sleepy()):
+        for batch in prepared(Sleepy(), multiprocessing_context=sys.argv[1]):
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
             os.killpg(0, signal.SIGTERM)
-        """
+        """,
+        method,
     )
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2
     assert process.stdout.readline()  # the signal has been sent, and outlived, for a second time
+    process.kill()
+    wait_until_gone(*pids)
+
+
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_of_a_fork_server_and_the_server_end_with_the_program_that_was_killed(start, persistent):
+    process = start(
+        """
+        loader = prepared(Pids(), multiprocessing_context="forkserver", persistent_workers="True" in sys.argv)
+        for batch in loader:
+            workers = [child.pid for child in multiprocessing.active_children()]
+            print(multiprocessing.forkserver._forkserver._forkserver_pid, *workers, flush=True)
+            time.sleep(600)
+        """,
+        str(persistent),
+    )
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
     process.kill()
     wait_until_gone(*pids)
 
@@ -195,10 +218,11 @@ def test_workers_that_have_ended_leave_nothing_to_the_garbage_collector():
     assert any(before >= after for before, after in pairwise(open_files)), open_files
 
 
-def test_the_users_loader_is_left_as_it_was():
-    def initialize(worker):
-        pass
+def initialize(worker):
+    pass
 
+
+def test_the_users_loader_is_left_as_it_was():
     data = list(range(8))
     loader = DataLoader(data, num_workers=1, worker_init_fn=initialize, batch_sampler=None, batch_size=None)
     assert len(list(PreparedLoader(loader, shard=False))) == 8

@@ -10,8 +10,9 @@ each one ignores them from its first moment on::
                   ``worker_init_fn`` is called, which may set others, and the signals are let through
     terminate()   in the parent, for a worker that does not end: SIGKILL, as it ignores the others
 
-After a signal a worker looks out for its parent and ends with it. Between signals torch's own
-watch does that.
+After a signal a worker looks out for the program and ends with it. Before one torch's own watch does
+that; it looks at the parent of the worker, which is the program but for a fork server's workers, and
+these look out for it from their beginning.
 """
 
 import multiprocessing
@@ -22,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import context, resource_tracker
+from multiprocessing import connection, context, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -171,8 +172,10 @@ class _Initializer:
         self._own = own
 
     def __call__(self, worker_id: int) -> None:
-        follow = _Follow(os.getppid())
         is_main = threading.current_thread() is threading.main_thread()  # a worker may be a thread
+        follow = _Follow()
+        if is_main and follow.is_of_fork_server:
+            follow.start()  # torch looks at the server alone, which lives as long as its children
         for number in SIGNALS if is_main else ():
             # torch's handler of SIGTERM, which is not Python's to see, ends the worker. Handlers of
             # the others that a fork has inherited are the user's, or the run's, which knows of it.
@@ -189,20 +192,34 @@ class _Initializer:
 
 
 class _Follow:
-    """A handler that changes nothing, but has the process end with its parent from then on."""
+    """A handler that changes nothing, but has the process end with the program from then on."""
 
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
+    def __init__(self) -> None:
+        self._forked_by = os.getppid()
+        self._program = multiprocessing.parent_process()
         self._is_looking = False
 
+    @property
+    def is_of_fork_server(self) -> bool:
+        """Whether another process than the program has forked this one."""
+        return self._program is not None and self._program.pid != self._forked_by
+
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Look from now on whether the program is there."""
         if not self._is_looking:
             self._is_looking = True
             threading.Thread(target=self._look, name="tp-worker", daemon=True).start()
 
     def _look(self) -> None:
-        while os.getppid() == self._parent:
-            time.sleep(_LOOK_S)
+        # The sentinel alone would not do: processes that the program forked hold the other end of a fork's.
+        while os.getppid() == self._forked_by:
+            if self._program is None:
+                time.sleep(_LOOK_S)
+            elif connection.wait([self._program.sentinel], _LOOK_S):
+                break
         os._exit(0)
 
 
