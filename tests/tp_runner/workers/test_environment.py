@@ -59,7 +59,7 @@ def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_p
     assert list(tp_runner.map(seen, [0], **options)) == [None]
 
 
-def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running):
+def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running, wait_until):
     with OrderedRunner(1, env={"COLOR": "blue"}) as runner:
         runner.submit(1).result()
         (server,) = [s for (_, env), s in _forkserver._servers.items() if env]
@@ -67,8 +67,12 @@ def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_r
         assert is_running(pid)
         del server
     del runner
-    gc.collect()
-    assert not is_running(pid)
+
+    def has_ended():
+        gc.collect()
+        return not is_running(pid)
+
+    wait_until(has_ended)
 
 
 def test_servers_end_after_the_runners_that_a_program_forgets(start_script):
