@@ -211,3 +211,23 @@ def beside_another_trainer():
 
 def test_two_trainers_that_are_open_know_each_others_optimizers(ranks):
     assert ranks.run(beside_another_trainer) == [[], []]
+
+
+def converted(dtype):
+    """Convert a model that fsdp has prepared; return its type, and what a step says then."""
+    model, (batch,) = make_model(), loader().dataset[:4][:1]
+    with Trainer(seed=0, devices="cpu", backend="fsdp", progress=False) as trainer:
+        trainer.prepare(model)
+        model.to(dtype)
+        try:
+            trainer.run(lambda m, b: m(b).mean(), model, batch.to(dtype))
+        except StepError as error:
+            return next(model.parameters()).dtype, str(error)
+    return next(model.parameters()).dtype, None
+
+
+def test_a_model_that_fsdp_has_prepared_is_converted_before(ranks):
+    for found, message in ranks.run(converted, torch.float32):
+        assert found is torch.float32
+        assert message.startswith("the model was converted to another type after it was prepared: its shards")
+    assert ranks.run(converted, torch.float64) == [(torch.float64, None)] * 2

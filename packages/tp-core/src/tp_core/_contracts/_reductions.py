@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,9 @@ class ReductionWatch:
 
     def __init__(self) -> None:
         self._models: list[ref[SteppingDataParallel]] = []
-        # The parameters whose gradients are averaged, by their identities, which others may have later.
-        self._known: dict[int, ref[Tensor]] = {}
+        # The identities of the parameters whose gradients are averaged, as long as their modules live: others
+        # may have them later. Weak references to parameters would keep them from being converted.
+        self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
         # What an optimizer stepped when it was last looked at, by its identity.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
@@ -45,7 +46,8 @@ class ReductionWatch:
 
     def know(self, model: nn.Module) -> None:
         """Note that gradients of the parameters that ``model`` has now are averaged."""
-        self._known.update((id(p), ref(p)) for p in model.parameters())
+        plain = model.module if isinstance(model, SteppingDataParallel) else model
+        self._known.setdefault(plain, set()).update(map(id, model.parameters()))
         self.listen()
 
     def listen(self) -> None:
@@ -119,6 +121,8 @@ class ReductionWatch:
         if not others:
             return True
         if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
+            if self is not min(_open, key=id):
+                return True  # another one tells
             log.warning(
                 "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
                 "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "
@@ -138,8 +142,7 @@ class ReductionWatch:
         return False
 
     def _knows(self, parameter: Tensor) -> bool:
-        known = self._known.get(id(parameter))
-        return known is not None and known() is parameter
+        return any(id(parameter) in known for known in self._known.values())
 
 
 _open: WeakSet[ReductionWatch] = WeakSet()

@@ -73,7 +73,9 @@ class EpochBatches:
         self.inner = inner
         self.seed = seed
         self.order: list[list[Any]] = []
-        self.shares: deque[tuple[int, Share]] = deque()  # with the number of the batch in the epoch
+        self.shares: deque[tuple[int, Share]] = deque()  # of the newest iteration, with each batch's number
+        # Of epochs that are being iterated while another one is: an evaluation within an epoch.
+        self._begun: dict[int, list[list[Any]]] = {}
         self._first = 0
         self._epoch = 0
         self._digest = ""
@@ -133,9 +135,30 @@ class EpochBatches:
     def digest(self) -> str:
         """A digest of the samples of the epoch, in their order."""
         if not self._digest:
-            samples = repr(list(chain.from_iterable(self.order)))
-            self._digest = hashlib.blake2b(samples.encode(), digest_size=8).hexdigest()
+            self._digest = _digest_of(self.order)
         return self._digest
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an iteration has not ended."""
+        return bool(self._begun)
+
+    def begin(self, epoch: int) -> None:
+        """Note that an iteration over an epoch begins, whose order is kept whatever is iterated meanwhile."""
+        self._begun[epoch] = self.order
+
+    def end(self, epoch: int) -> None:
+        """Note that it has ended, or was left."""
+        self._begun.pop(epoch, None)
+
+    def order_of(self, epoch: int) -> list[list[Any]]:
+        """Return the order of an epoch that is iterated, or was last."""
+        return self._begun.get(epoch, self.order)
+
+    def digest_of(self, epoch: int) -> str:
+        """Return its digest."""
+        order = self.order_of(epoch)
+        return self.digest if order is self.order else _digest_of(order)
 
     def find(self, epoch: int, samples: int, *, order: str | None = None) -> int:
         """Return how many batches of the epoch hold its first ``samples`` samples.
@@ -169,10 +192,16 @@ class EpochBatches:
         return ends.index(samples)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.shares.clear()
+        shares: deque[tuple[int, Share]] = deque()
+        self.shares = shares
+        return self._batches_of(self._epoch, self.order, self._first, shares)
+
+    def _batches_of(
+        self, epoch: int, order: list[list[Any]], first: int, shares: deque[tuple[int, Share]]
+    ) -> Iterator[list[Any]]:
         known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
-        for number in range(self._first, len(self.order)):
-            batch = self.order[number]
+        for number in range(first, len(order)):
+            batch = order[number]
             total = len(batch)
             if total not in known:
                 part = split_evenly(total, self._size)[self._rank]
@@ -184,10 +213,15 @@ class EpochBatches:
                 # Every rank must take this step, or the others would wait for it: a stand-in sample, whose
                 # loss counts nothing.
                 part = slice(1)
-            self.shares.append((number, share))
+            shares.append((number, share))
             mine = _Batch(batch[part])
-            mine.key = (self.seed, self._epoch, number, self._rank)
+            mine.key = (self.seed, epoch, number, self._rank)
             yield mine
+
+
+def _digest_of(order: list[list[Any]]) -> str:
+    samples = repr(list(chain.from_iterable(order)))
+    return hashlib.blake2b(samples.encode(), digest_size=8).hexdigest()
 
 
 def _joined_ends(sizes: list[int], least: int) -> list[int]:

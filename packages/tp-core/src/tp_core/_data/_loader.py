@@ -189,29 +189,46 @@ class PreparedLoader(LoaderPosition):
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         first, self._first = self._first, 0
+        before = self.number, self.share
         self.number, self._has_begun = first - 1, True
         if self.stream is not None:
             batches = self._iterate_opaque(epoch, first, self.stream)
         else:
-            batches = self._iterate_indexed(epoch, first)
+            batches = self._iterate_indexed(epoch, first, before)
         return batches if self.watch is None else self.watch(batches)
 
-    def _iterate_indexed(self, epoch: int, first: int) -> Iterator[Any]:
-        """Yield from a loader whose batches are chosen by us."""
+    def _iterate_indexed(self, epoch: int, first: int, before: tuple[int, Share | None]) -> Iterator[Any]:
+        """Yield from a loader whose batches are chosen by us.
+
+        Args:
+            epoch: Which epoch.
+            first: From which batch of it on.
+            before: The number and the share of the iteration around this one, if there is one, which goes on
+                when this one has ended.
+        """
         move, on_share, batches = self._move, self._on_share, self._batches
         if batches is None:
             return
         batches.start(epoch, first=first)
         if self._agree is not None and not order_is_ours(batches.inner):
             self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
-        shares = batches.shares
-        for batch in start(self._source, seed=self._seed, epoch=epoch, is_ours=True):
-            self.number, self.share = shares.popleft()
-            if on_share is not None:
-                on_share(self.share)
-            yield batch if move is None else move(batch)
-        if shares and type(self.loader).__iter__ is DataLoader.__iter__:
-            raise LoaderError(ended_early(self.number + 1, len(batches.order)))
+        batches.begin(epoch)
+        length, shares = len(batches.order), None
+        try:
+            for batch in start(self._source, seed=self._seed, epoch=epoch, is_ours=True):
+                if shares is None:
+                    shares = batches.shares
+                self.number, self.share = shares.popleft()
+                if on_share is not None:
+                    on_share(self.share)
+                yield batch if move is None else move(batch)
+            left = batches.shares if shares is None else shares
+            if left and type(self.loader).__iter__ is DataLoader.__iter__:
+                raise LoaderError(ended_early(self.number + 1, length))
+        finally:
+            batches.end(epoch)
+            if batches.is_begun:
+                self.number, self.share = before
 
     def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
         """Yield from a loader whose batches are not ours to choose: its samples are counted."""

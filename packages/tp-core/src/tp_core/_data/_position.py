@@ -35,10 +35,10 @@ class LoaderPosition:
             epoch, batches = (epoch, self.number + 1) if self._has_begun else (self._epoch, self._first)
         state: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "batches": batches}
         if self._batches is not None:
-            state["samples"] = sum(map(len, self._batches.order[:batches]))
+            state["samples"] = sum(map(len, self._batches.order_of(epoch)[:batches]))
             state["dataset"] = self._n_samples()
             if not order_is_ours(self._batches.inner):
-                state["order"] = self._batches.digest
+                state["order"] = self._batches.digest_of(epoch)
         elif self.stream is not None:
             state["stream"] = self.stream.state_dict()
         return state

@@ -74,7 +74,8 @@ class FullyShardedSession(ProcessGroupSession):
         What lies in no unit is there for all of the step, so it may call any method of the module.
 
         Raises:
-            StepError: The step computed with a parameter of a unit, outside of the unit's forward pass.
+            StepError: The step computed with a parameter of a unit, outside of the unit's forward pass; or
+                the model has been converted since it was prepared.
         """
         return self.run_several(step, [model], batch)
 
@@ -98,6 +99,14 @@ class FullyShardedSession(ProcessGroupSession):
             error.add_note(self.sharding.remedies())
             raise
         except RuntimeError as error:
+            if "Expected out tensor to have dtype" in str(error):  # what was to be gathered
+                found = {str(p.dtype) for model in models for p in model.parameters()}
+                msg = (
+                    "the model was converted to another type after it was prepared: its shards are "
+                    f"{' and '.join(sorted(found))}, and are gathered in the type that they had then; "
+                    "convert it before, model.to(dtype), or give the trainer a precision"
+                )
+                raise StepError(msg) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             msg = (
