@@ -122,6 +122,50 @@ class MakesTheOptimizerAnew(TrueSession):
         return type(optimizer)([dict(group) for group in optimizer.param_groups])
 
 
+class KnowsFirstParametersAlone(TrueSession):
+    """Gives the optimizer what has taken the place of its parameters, where it has seen these before."""
+
+    def prepare_model(self, model):
+        prepared = super().prepare_model(model)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                copies = self.__dict__.setdefault("copies", {})
+                copy = copies.setdefault(id(parameter), torch.nn.Parameter(parameter.detach()))
+                copy.requires_grad_(parameter.requires_grad)
+                setattr(module, name, copy)
+        return self.average_gradients(self.unwrap(prepared), find_unused_parameters=True)
+
+    def prepare_optimizer(self, optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [self.copies[id(p)] for p in group["params"]]
+        return optimizer
+
+
+class StepsTheLastOptimizer(TrueSession):
+    def prepare_optimizer(self, optimizer):
+        if hasattr(self, "optimizer"):
+            self.optimizer.step = lambda *_: None
+        self.optimizer = optimizer
+        return optimizer
+
+
+class WrapsWhatHasNoGradients(TrueSession):
+    def average_gradients(self, model, **options):
+        return torch.nn.parallel.DistributedDataParallel(model, **options)
+
+
+class IsMainOnItsHost(TrueSession):
+    @property
+    def is_main(self):
+        return self.local_rank == 0
+
+
+class CountsLocalRanksItself(TrueSession):
+    @property
+    def local_rank(self):
+        return self.rank
+
+
 class WeighsStandInsByNought(TrueSession):
     def backward(self, loss, *, retain_graph=False, create_graph=False):
         (loss * self._factor).backward(retain_graph=retain_graph)
@@ -214,6 +258,11 @@ CAUGHT = [
     (MakesTheOptimizerAnew, "test_a_scheduler_made_for_the_plain_optimizer_drives_the_prepared_one"),
     (KeepsTheLossAlone, "test_all_that_a_step_returned_comes_back"),
     (LooksTogether, "test_what_is_not_finite_is_found_by_one_rank_without_the_others"),
+    (KnowsFirstParametersAlone, "test_an_optimizer_made_after_the_model_was_prepared_steps_it"),
+    (StepsTheLastOptimizer, "test_several_optimizers_step_their_parts_of_a_model"),
+    (WrapsWhatHasNoGradients, "test_a_model_without_gradients_is_evaluated_as_it_is"),
+    (IsMainOnItsHost, "test_ranks_of_several_hosts_know_who_they_are"),
+    (CountsLocalRanksItself, "test_ranks_of_several_hosts_know_who_they_are"),
     (WeighsStandInsByNought, "test_a_stand_in_whose_loss_is_not_finite_counts_as_nothing"),
     (KeepsNoBuffers, BUFFERS),
     (RunsTwice, BUFFERS),

@@ -6,6 +6,7 @@ from tp_core.testing._exchange_checks import ExchangeChecks
 from tp_core.testing._loader_checks import LoaderChecks
 from tp_core.testing._norm_checks import NormChecks
 from tp_core.testing._rank_checks import RankChecks
+from tp_core.testing._script_checks import ScriptChecks
 from tp_core.testing._session_checks import SessionChecks
 from tp_core.testing._state_checks import StateChecks
 from tp_core.testing._step_checks import StepChecks
@@ -20,6 +21,7 @@ class BackendConformance(
     LoaderChecks,
     NormChecks,
     RankChecks,
+    ScriptChecks,
     SessionChecks,
     StateChecks,
     StepChecks,

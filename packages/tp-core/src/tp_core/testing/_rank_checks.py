@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ class RankChecks(PooledKit):
         assert all(0 <= who["data_rank"] < who["data_size"] for who in found)
         assert {who["data_rank"] for who in found} == set(range(found[0]["data_size"]))
         assert all(who["is_its_device"] for who in found), "it computes on a device that it was not given"
+
+    def test_ranks_of_several_hosts_know_who_they_are(self) -> None:
+        found = self.everywhere(_who_on_hosts)
+        assert [who["rank"] for who in found] == list(range(self.processes))
+        assert [who["is_main"] for who in found] == [rank == 0 for rank in range(self.processes)]
+        assert [who["local_rank"] for who in found] == [0] * self.processes
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
@@ -133,6 +140,15 @@ def _who(kit: RankChecks) -> dict[str, Any]:
             "local_rank_of_launcher": make_job(kit).environment.local_rank,
             "is_its_device": session.device in session.job.devices,
         }
+
+
+def _who_on_hosts(kit: RankChecks) -> dict[str, Any]:
+    """Look at a session as on as many hosts as there are ranks, where each is the first of its own."""
+    if kit.processes == 1:
+        return _who(kit)
+    hosts = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    with patch.dict(os.environ, hosts):
+        return _who(kit)
 
 
 def _reduced(kit: RankChecks, op: Any, dtype: torch.dtype) -> tuple[int, Tensor]:

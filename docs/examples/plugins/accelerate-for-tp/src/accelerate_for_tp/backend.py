@@ -102,7 +102,12 @@ class AccelerateSession(ProcessGroupSession):
         """
         self.check_plain(model)
         self.check_same_parameters(model)
-        prepared: nn.Module = self._accelerator.prepare_model(model.to(self.device))
+        is_trained = any(
+            p.requires_grad for p in model.parameters()
+        )  # else torch refuses to wrap it
+        prepared: nn.Module = self._accelerator.prepare_model(
+            model.to(self.device), evaluation_mode=not is_trained
+        )
         return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
