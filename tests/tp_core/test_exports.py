@@ -39,7 +39,7 @@ PUBLIC = {
         check_backend_name check_initialized check_offload check_process_count containers describe_given
         device_of_rank did_you_mean exports_of_stub file_meant find_units free_nbytes given_mesh has_left
         in_notebook is_dtensor
-        is_zero_redundancy join_rows kept_generators load_function need_of_shards new_process_group
+        is_zero_redundancy join_rows kept_generators load_function move_module need_of_shards new_process_group
         output_console parameter_type raised_where read_digests records_of reduction_type rendezvous_store
         resolve_options row_count seed_everything seed_of seeded shows_progress split_evenly
         sync_folder total_shard_norm whole_matrix_optimizer write_atomically

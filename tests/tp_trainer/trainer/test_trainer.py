@@ -64,6 +64,19 @@ def test_training_reduces_the_loss_and_reports_each_epoch():
     assert model.training
 
 
+def test_an_optimizer_of_before_trains_a_model_into_which_its_move_would_put_other_parameters():
+    """As on the device of an extension of torch, whose tensors are of another kind than the CPU's."""
+    with Trainer(seed=0, progress=False) as trainer:
+        expected, _ = fit(trainer)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with Trainer(seed=0, progress=False) as trainer:
+            model, _ = fit(trainer)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+
+
 def test_losses_are_means_over_samples_of_uneven_batches():
     data = make_data(7)
     model = make_model()

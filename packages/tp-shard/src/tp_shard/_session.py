@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.internal import is_dtensor
+from tp_core.internal import is_dtensor, move_module
 from tp_core.plugins import Job, ProcessGroupSession, TensorSlice, initial_value, materialize
 from tp_core.state import load_whole_state, plain_state
 
@@ -93,7 +93,7 @@ class ShardSession(ProcessGroupSession):
     def _join_copies(self, model: nn.Module) -> nn.Module:
         """Bring the model to the device, and let those who hold the same shards share their gradients."""
         materialize(model, lambda tensor: initial_value(tensor).to(self.device))
-        model = model.to(self.device)
+        model = move_module(model, self.device)
         self._share_whole_parameters(model)
         return self.average_gradients(
             model,

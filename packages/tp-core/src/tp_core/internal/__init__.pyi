@@ -10,6 +10,7 @@ from tp_core._devices._containers import Container as Container
 from tp_core._devices._containers import PerType as PerType
 from tp_core._devices._containers import containers as containers
 from tp_core._devices._free import free_nbytes as free_nbytes
+from tp_core._devices._modules import move_module as move_module
 from tp_core._devices._resolve import device_of_rank as device_of_rank
 from tp_core._fully_sharded._given import describe_given as describe_given
 from tp_core._fully_sharded._given import given_mesh as given_mesh

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tp_core._devices._modules import move_module
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._transfer import recursive_to
 from tp_core._suggestions import did_you_mean
@@ -57,7 +58,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         self.output_device: Any = devices[0] if output_device is None else self._device_of(output_device)
         self.src_device_obj = devices[0]
         if len(devices) == 1:
-            module.to(devices[0])
+            move_module(module, devices[0])
         self._replicas = Replicas(module, list(devices))
         self.register_load_state_dict_pre_hook(_take_both_names)  # type: ignore[no-untyped-call]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 from tp_core.errors import ConfigError
-from tp_core.internal import check_above_zero
+from tp_core.internal import check_above_zero, move_module
 from tp_core.plugins import (
     Backend,
     Job,
@@ -125,7 +125,7 @@ class DdpSession(ProcessGroupSession):
         """
         self.check_plain(model)
         self.check_same_parameters(model)
-        model = model.to(self.device)
+        model = move_module(model, self.device)
         options = self.options
         if options.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

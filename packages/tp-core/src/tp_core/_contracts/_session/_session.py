@@ -12,6 +12,7 @@ from tp_core._contracts._session._gradients import GradientSession
 from tp_core._contracts._session._ranks import RankSession
 from tp_core._data._batches import Share
 from tp_core._data._loader import PreparedLoader
+from tp_core._devices._modules import move_module
 from tp_core._devices._transfer import recursive_to
 from tp_core._tensors._sharding import check_initialized, check_no_first_fsdp, is_dtensor, is_sharded
 from tp_core.errors import ModelError, StepError
@@ -67,7 +68,7 @@ class Session(RankSession, GradientSession):
             ModelError: ``model`` is not a module, or it is wrapped already.
         """
         self.check_plain(model)
-        return model.to(self.device)
+        return move_module(model, self.device)
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile a prepared model in place, where the backend gains most from it.
