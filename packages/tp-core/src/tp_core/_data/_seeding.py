@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["kept_generators", "seed_everything", "seed_generators", "seed_of", "seeded", "seeded_own"]
+__all__ = [
+    "device_rng_state",
+    "kept_generators",
+    "seed_everything",
+    "seed_generators",
+    "seed_of",
+    "seeded",
+    "seeded_own",
+    "set_device_rng_state",
+]
 
 
 @contextmanager
@@ -27,21 +36,24 @@ def seeded(*key: int) -> Iterator[None]:
 
 
 @contextmanager
-def kept_generators(devices: Iterable[int] = ()) -> Iterator[None]:
+def kept_generators(devices: "Iterable[torch.device]" = ()) -> Iterator[None]:
     """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
 
     Args:
-        devices: Those of which CUDA devices, too.
+        devices: Those of which accelerators, too.
     """
     import torch
 
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices):
+    device_states = [(device, device_rng_state(device)) for device in devices]
+    with torch.random.fork_rng(()):
         try:
             yield
         finally:
+            for device, state in device_states:
+                set_device_rng_state(device, state)
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
@@ -94,3 +106,24 @@ def seed_of(key: tuple[int, ...]) -> int:
 
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
+
+
+def device_rng_state(device: "torch.device") -> "torch.Tensor":
+    """Return the state of an accelerator's default generator, on the CPU."""
+    import torch
+
+    module = torch.get_device_module(device)
+    # Of Apple's there is one, whose functions take no device.
+    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
+    """Set the state of an accelerator's default generator."""
+    import torch
+
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)

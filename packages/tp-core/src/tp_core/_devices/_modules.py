@@ -28,7 +28,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _makes_other_parameters(device: torch.device) -> bool:
-    """Return whether ``.to`` puts other parameters into a module: torch decides it for each kind of device."""
+    """Return whether ``.to`` puts other parameters into a module, which torch decides by the device."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
     before: Tensor = probe[0]
     probe.to(device)

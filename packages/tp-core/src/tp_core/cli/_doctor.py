@@ -189,7 +189,8 @@ def _candidates(selection: Selection) -> list[dict[str, Any]]:
 def _libraries() -> dict[str, str]:
     """Return the versions of what torch was built with for accelerators, where it was."""
     found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    if torch.cuda.is_available() and torch.version.cuda is not None:
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()  # not on Windows
+    if has_nccl and torch.cuda.is_available() and torch.version.cuda is not None:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {name: text for name, text in found.items() if text is not None}
 

@@ -82,7 +82,7 @@ def _copies() -> Iterator[dict[str, Any]]:
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return
-    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=kind.type == "cuda")
+    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=kind.type != "mps")
     first: torch.Tensor | None = None
     for index in range(torch.accelerator.device_count()):
         device = torch.device(kind.type, index)

@@ -2,10 +2,12 @@ from tp_core._builders import call_builder as call_builder
 from tp_core._builders import load_function as load_function
 from tp_core._contracts._option_values import check_above_zero as check_above_zero
 from tp_core._data._batches import split_evenly as split_evenly
+from tp_core._data._seeding import device_rng_state as device_rng_state
 from tp_core._data._seeding import kept_generators as kept_generators
 from tp_core._data._seeding import seed_everything as seed_everything
 from tp_core._data._seeding import seed_of as seed_of
 from tp_core._data._seeding import seeded as seeded
+from tp_core._data._seeding import set_device_rng_state as set_device_rng_state
 from tp_core._devices._containers import Container as Container
 from tp_core._devices._containers import PerType as PerType
 from tp_core._devices._containers import containers as containers

@@ -4,10 +4,14 @@ import contextlib
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tp_core.internal import kept_generators, seed_everything, seed_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "WorkerInfo",
@@ -94,7 +98,18 @@ def seed_generators(*key: int) -> None:
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
     """Leave the generators as they were: the caller's own, where its thread does the work."""
+    with kept_generators(_devices_in_use()):
+        yield
+
+
+def _devices_in_use() -> "Sequence[torch.device]":
+    """Return the accelerators, if this process uses them: none is to be started for its generator."""
     import torch
 
-    with kept_generators(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
-        yield
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ()
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return ()
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]

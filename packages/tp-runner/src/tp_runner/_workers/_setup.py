@@ -177,10 +177,10 @@ def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> N
         else:
             os.environ[name] = value
     os.environ[DEPTH_VARIABLE] = str(depth() + 1)
-    if setup.device.startswith("cuda"):
+    if not setup.device.startswith("cpu"):
         import torch
 
-        torch.cuda.set_device(setup.device)
+        torch.accelerator.set_device_index(torch.device(setup.device))
     limit_torch(setup.threads)
     _keep_freed_memory()
     root = logging.getLogger()

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tp_core.internal import seed_everything, seed_of
+from tp_core import available_devices
+from tp_core.internal import device_rng_state, seed_everything, seed_of, set_device_rng_state
 
 __all__ = ["capture", "reseed", "restore"]
 
@@ -18,20 +19,20 @@ def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "torch": _as_text(torch.get_rng_state()),
-        "cuda": {},
+        "devices": {},
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
     for device in devices:
-        if device.type == "cuda":
-            state["cuda"][str(device)] = _as_text(torch.cuda.get_rng_state(device))
+        if device.type != "cpu" and device in available_devices():  # jobs are planned without them, too
+            state["devices"][str(device)] = _as_text(device_rng_state(device))
     return state
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Put the generators where :func:`capture` found them."""
+    """Put the generators where :func:`capture` found them, those of devices that are here."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(_as_tensor(state["torch"]))
@@ -39,8 +40,10 @@ def restore(state: Mapping[str, Any]) -> None:
     if numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    for device, text in state["cuda"].items():
-        torch.cuda.set_rng_state(_as_tensor(text), device)
+    kept = state["devices"] if "devices" in state else state["cuda"]  # as files of before name them
+    for device in available_devices() if kept else ():
+        if str(device) in kept:
+            set_device_rng_state(device, _as_tensor(kept[str(device)]))
 
 
 def reseed(*key: int) -> None:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks._values import check_positive
@@ -84,8 +84,8 @@ class Profiler(Callback):
             finished.export_chrome_trace(str(self._folder / f"steps-{first}-{self._last}-rank-{rank}.json"))
 
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
+        if torch.accelerator.is_available():  # else torch warns of those that it was built for
+            activities += sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)
         self._profile = profile(
             activities=activities,
             # Without a step before them the profiler goes on until it is stopped.

@@ -1,5 +1,6 @@
 """How fast a run goes, and what it waits for."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,8 +121,9 @@ class Throughput(Callback):
             self._look(run)
 
     def _look(self, run: RunView) -> None:
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)  # what was only queued has not been done
+        is_accelerator = run.device.type != "cpu"
+        if is_accelerator:
+            torch.accelerator.synchronize(run.device)  # what was only queued has not been done
         seconds = max(time.perf_counter() - self._began, 1e-9)
         rate = self._samples / seconds
         numbers = {
@@ -133,9 +135,10 @@ class Throughput(Callback):
             numbers["tokens_per_s"] = rate * self._tokens
         if self._utilization is not None:
             numbers["mfu"] = rate * self._utilization
-        if run.device.type == "cuda":
-            numbers["peak_memory"] = float(torch.cuda.max_memory_allocated(run.device))
-            torch.cuda.reset_peak_memory_stats(run.device)
+        if is_accelerator:
+            with contextlib.suppress(RuntimeError):  # an allocator that counts nothing, as Apple's
+                numbers["peak_memory"] = float(torch.accelerator.max_memory_allocated(run.device))
+                torch.accelerator.reset_peak_memory_stats(run.device)
         run.log(**numbers)
         self._begin(run)
 

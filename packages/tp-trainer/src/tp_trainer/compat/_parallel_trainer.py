@@ -126,7 +126,7 @@ class ParallelTrainer:
             bsz,
             sampler=sampler,
             num_workers=num_workers,
-            pin_memory=self.get_device().type == "cuda",
+            pin_memory=self.get_device().type not in {"cpu", "mps"},
         )
 
     def save_model(self, ckpt: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -30,9 +30,10 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         "command": " ".join(sys.argv),
         "folder": os.getcwd(),  # noqa: PTH109 - a text
     }
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        facts["gpus"] = ", ".join(names)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        name_of = getattr(torch.get_device_module(accelerator), "get_device_name", lambda _: accelerator.type)
+        facts["gpus"] = ", ".join(map(name_of, range(torch.accelerator.device_count())))
     if revision := _revision():
         facts["git_revision"] = revision
     wanted = [*(name for name in sorted(environ) if name.startswith("TP_")), *_SLURM]

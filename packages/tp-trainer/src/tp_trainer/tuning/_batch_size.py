@@ -82,8 +82,8 @@ def largest_batch_size(
             failed = True
         using.zero_grad()
         gc.collect()
-        if session.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if session.device.type != "cpu":
+            torch.accelerator.empty_cache()
         return not any(session.gather_objects(failed))
 
     least = session.data_size

@@ -38,12 +38,16 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
 
 
 def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
-    if settings.start_method == "fork" and any(device.startswith("cuda") for device in devices):
+    if settings.start_method != "fork":
+        return
+    for kind in sorted({device.partition(":")[0] for device in devices} - {"cpu"}):
         import torch
 
-        if torch.cuda.is_initialized():
+        is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            name = kind.upper()
             msg = (
-                "start_method='fork' with CUDA devices needs a parent that has not used CUDA, and "
+                f"start_method='fork' with {name} devices needs a parent that has not used {name}, and "
                 "this one has; take 'forkserver' or 'spawn'"
             )
             raise ConfigError(msg)

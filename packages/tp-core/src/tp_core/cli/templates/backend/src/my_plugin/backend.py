@@ -69,7 +69,7 @@ class MyPluginSession(Session):
 
     def __init__(self, job: Job, options: MyPluginOptions) -> None:
         super().__init__(job)
-        self._pins = options.pin_memory and self.device.type == "cuda"
+        self._pins = options.pin_memory and self.device.type != "cpu"
 
     def run(
         self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any
