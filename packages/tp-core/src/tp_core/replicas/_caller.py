@@ -104,13 +104,31 @@ class Caller(NamedTuple):
 
 
 def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
-    """Return what makes contexts with this thread's autocast of a device type.
+    """Return what makes contexts with this thread's autocast of a device type."""
+    dtype = torch.get_autocast_dtype(kind)
+    return lambda _: _in_autocast(kind, dtype)
 
-    Replicas on the CPU have their parameters in common, and torch has one cache of cast ones for all threads:
-    whether the gradients of two parts were added up in bfloat16 or in float32 would be a matter of luck.
+
+@contextmanager
+def _in_autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast without its cache of lowered weights, which all threads have in common.
+
+    Replicas that share weights would use the one that another made, and ``torch.autocast`` empties it at its
+    end: how gradients are rounded would follow from the threads' timing. Copies are never kept in it.
     """
-    dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled() and kind != "cpu"
-    return lambda _: torch.autocast(kind, dtype=dtype, cache_enabled=cache)
+    enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(False)
+    torch.autocast_increment_nesting()  # so that one within, of the module's own, does not empty it, either
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_dtype(kind, before)
+        torch.set_autocast_enabled(kind, enabled)
 
 
 @contextmanager
