@@ -17,7 +17,9 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         module: The module.
         device: Where to.
     """
-    if not _makes_other_parameters(device):
+    replaces_all = torch.__future__.get_overwrite_module_params_on_conversion()
+    is_there = all(p.device == device for p in module.parameters())
+    if (is_there and not replaces_all) or not _makes_other_parameters(device):
         return module.to(device)
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
