@@ -9,17 +9,18 @@ from tp_core.testing import AdapterConformance, EngineConformance, LoggerConform
 from tp_trainer.testing import CallbackConformance
 
 GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
+GUIDE_OF_TESTS = GUIDE.with_name("plugin-tests.md")
 
 
-def defined_in_the_block_of(name):
+def defined_in_the_block_of(name, guide=GUIDE):
     """Return a class that a block of the guide defines, with the imports of the blocks before it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [b for b in blocks if f"class {name}(" in b]
     kept = (ast.Import, ast.ImportFrom, ast.ClassDef)  # and not what uses them
     body = [node for node in ast.parse(block).body if isinstance(node, kept)]
     namespace = {"__name__": "guide"}
     exec("from tp_core.plugins import Backend, PluginRegistry, Session, Verdict, hookimpl", namespace)
-    exec(compile(ast.Module(body, []), str(GUIDE), "exec"), namespace)
+    exec(compile(ast.Module(body, []), str(guide), "exec"), namespace)
     return namespace[name]
 
 
@@ -42,6 +43,10 @@ class TestTheLoggerOfTheGuide(LoggerConformance):
         for name, step, value in json.loads((folder / "numbers.json").read_text()):
             found.setdefault(name, []).append((step, value))
         return found
+
+
+class TestTheLoggerOfTheGuideOfTests(defined_in_the_block_of("TestLines", GUIDE_OF_TESTS)):
+    """Makes and reads it as the guide does."""
 
 
 class TestTheCallbackOfTheGuide(CallbackConformance):

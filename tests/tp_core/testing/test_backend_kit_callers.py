@@ -55,6 +55,12 @@ class Reseeds(TrueSession):
         return super().prepare_model(model)
 
 
+class DrawsAlikeOnAllRanks(TrueSession):
+    def prepare_model(self, model):
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        return super().prepare_model(model)
+
+
 class DrawsOfPython(TrueSession):
     def prepare_loader(self, loader, **options):
         random.random()
@@ -248,6 +254,7 @@ CAUGHT = [
     (HasGradientsInEvaluation, MODES, "no_grad"),
     (RunsOnAThreadOfItsOwn, MODES, "no_grad"),
     (Reseeds, DRAWS),
+    (DrawsAlikeOnAllRanks, DRAWS),
     (DrawsOfPython, DRAWS),
     (LeavesAType, LEAVES),
     (LeavesAVariable, LEAVES),

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
 from tp_core.testing import LoggerConformance
 
@@ -142,3 +143,10 @@ def _folder(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     return folder
+
+
+def test_what_read_returns_is_said_where_it_is_something_else(tmp_path):
+    kit = TestKept()
+    kit.read = lambda folder: [("loss", 1, 1.0)]
+    with pytest.raises(ConfigError, match=r"read\(\) must return the steps and values of each name"):
+        kit.test_numbers_may_come_and_go(tmp_path)

@@ -53,7 +53,27 @@ class SkipsTheLastBatch(Session):
         return output * 0.5 if len(batch[0]) < 4 else output
 
 
+class ForgetsMomenta(Session):
+    def prepare_optimizer(self, optimizer):
+        optimizer.state.clear()
+        return optimizer
+
+
+class KeepsTheFirstRate(Session):
+    def prepare_optimizer(self, optimizer):
+        rates = [group["lr"] for group in optimizer.param_groups]
+
+        def take_back(optimizer, *_):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        optimizer.register_step_pre_hook(take_back)
+        return optimizer
+
+
 CAUGHT = [
+    (ForgetsMomenta, "two fits"),
+    (KeepsTheFirstRate, "schedule"),
     (NeverScales, "accumulate"),
     (NeverLimits, "clip_value"),
     (NeverClips, "clip_norm"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tp_core._launch._environment import LaunchEnvironment
 from tp_core.testing._assess_checks import environment_now
 from tp_core.testing._bodies import (
     State,
@@ -101,8 +102,9 @@ def _modes(kit: CallerChecks, mode: str) -> list[tuple[bool, bool, torch.dtype]]
 def _drawn(kit: CallerChecks) -> list[str]:
     model = kit.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # So that a generator which is seeded does not come back to where it was.
-    torch.rand(1), random.random()  # noqa: S311
+    # So that a generator which is seeded does not come back to where it was, nor to where another rank's is.
+    for _ in range(1 + LaunchEnvironment.read().rank):
+        torch.rand(1), random.random()  # noqa: S311
     before = environment_now()
     with open_session(kit, model=model) as session:
         session.prepare_model(model)

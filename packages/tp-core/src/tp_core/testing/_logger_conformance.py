@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tp_core._contracts._logger import Logger, RunInfo, RunStatus
+from tp_core.errors import ConfigError
 from tp_core.testing._limits import DeclaredLimits
 
 __all__ = ["LoggerConformance"]
@@ -77,7 +78,7 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
 
     def test_numbers_that_are_not_finite_stay_what_they_are(self, tmp_path: Path) -> None:
         self._write(tmp_path, [{"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1.0}])
-        (_, nan), *others = self.read(tmp_path)["loss"]
+        (_, nan), *others = self._found(tmp_path)["loss"]
         assert math.isnan(nan)
         assert others == [(2, math.inf), (3, -math.inf), (4, 1.0)]
 
@@ -85,12 +86,12 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
     def test_names_of_many_kinds_are_taken(self, tmp_path: Path, name: str) -> None:
         """A store that allows fewer characters may write others, but must take the number."""
         self._write(tmp_path, [{name: 1.0}, {name: 2.0}])
-        [values] = self.read(tmp_path).values()
+        [values] = self._found(tmp_path).values()
         assert values == [(1, 1.0), (2, 2.0)]
 
     def test_a_run_without_numbers_leaves_a_record_that_can_be_read(self, tmp_path: Path) -> None:
         self._write(tmp_path, [])
-        assert self.read(tmp_path) == {}
+        assert self._found(tmp_path) == {}
 
     def test_hyperparameters_are_written(self, tmp_path: Path) -> None:
         self._write(tmp_path, [{"loss": 1.0}])
@@ -162,8 +163,18 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
             logger.log(row, step=step, epoch=1)
         logger.close("finished")
 
-    def _compare(self, folder: Path, expected: dict[str, list[tuple[int, float]]]) -> None:
+    def _found(self, folder: Path) -> dict[str, list[tuple[int, float]]]:
         found = self.read(folder)
+        if not isinstance(found, dict) or not all(isinstance(rows, list) for rows in found.values()):
+            msg = (
+                "read() must return the steps and values of each name in their order, "
+                f"{{'loss': [(1, 0.5), (2, 0.25)]}}, got {type(found).__name__}: {found!r}"
+            )
+            raise ConfigError(msg)
+        return found
+
+    def _compare(self, folder: Path, expected: dict[str, list[tuple[int, float]]]) -> None:
+        found = self._found(folder)
         assert sorted(found) == sorted(expected)
         for name, values in expected.items():
             assert [step for step, _ in found[name]] == [step for step, _ in values], name
