@@ -17,14 +17,18 @@ import pytest
 # that tests start. They would spin, which beside other load makes a small model's step ten times as dear.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # one comes with trio, and imports it in every worker
-from hypothesis import HealthCheck, settings
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # on a machine for the gpu tests, which need pytest alone
+    settings = None
 
 # How long an example takes says something about the machine alone. `default` draws the same few examples
 # each time; `thorough`, which `hatch run slow` asks for, many, and others each time, but for CI.
-_anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
-settings.register_profile("default", _anywhere, max_examples=25, derandomize=True)
-settings.register_profile("thorough", _anywhere, max_examples=100, derandomize="CI" in os.environ)
-settings.load_profile("default")
+if settings is not None:
+    _anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    settings.register_profile("default", _anywhere, max_examples=25, derandomize=True)
+    settings.register_profile("thorough", _anywhere, max_examples=100, derandomize="CI" in os.environ)
+    settings.load_profile("default")
 
 
 def pytest_configure(config):

@@ -404,8 +404,12 @@ def _list(ini, environment, end):
             str(ROOT),
             "--collect-only",
         ]
-        run([*command, *map(str, files)], environment, deadline=end)
-        for event in read_record(record):
+        output, _ = run([*command, *map(str, files)], environment, deadline=end)
+        events = read_record(record)
+        if all(event["event"] != "collected" for event in events):
+            failed = True
+            print(output[-3000:], file=sys.stderr)
+        for event in events:
             if event["event"] == "not collected":
                 failed = True
                 print(event["message"], file=sys.stderr)

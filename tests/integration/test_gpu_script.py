@@ -151,6 +151,38 @@ def test_a_file_that_cannot_be_imported_costs_no_other(tests_of):
     assert found["test_last[a b]"]["outcome"] == "passed"
 
 
+HIDING = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"hypothesis", "pytest_timeout", "xdist", "transformers"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_pytest_is_all_that_the_tests_need(script, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    record = tmp_path / "record"
+    path = ROOT / "tests" / "tp_dp_gather" / "test_gpu.py"
+    command = [sys.executable, SCRIPT.with_name("session.py"), record, script.write_ini(tmp_path), ROOT]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = execute([*command, "--collect-only", path], env=environment)
+    (collected,) = [e for e in script.read_record(record) if e["event"] == "collected"]
+    assert len(collected["ids"]) > 5, done.stdout
+
+
+def test_a_list_without_the_tests_is_an_error(script, tmp_path, monkeypatch, capfd):
+    (tmp_path / "conftest.py").write_text("import nothing_of_that_name")
+    (tmp_path / "test_a.py").write_text("def test_a(): pass")
+    monkeypatch.setattr(script, "groups_of_tests", lambda folder: {"a": [tmp_path / "test_a.py"]})
+    monkeypatch.setattr(script, "benchmark_limits", lambda environment: {})
+    assert script._list(script.write_ini(tmp_path), dict(os.environ), script.now() + 800) == 1
+    assert "nothing_of_that_name" in capfd.readouterr().err
+
+
 def test_when_time_is_up_what_was_not_run_is_said(tests_of, script, tmp_path, monkeypatch):
     # Time is up as soon as that test hangs, however long the others took.
     monkeypatch.setattr(script, "now", lambda: 1e3 * (tmp_path / "hanging").exists())
