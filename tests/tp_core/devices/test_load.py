@@ -135,7 +135,7 @@ def test_an_accelerator_that_tells_nothing_is_no_error(
     two_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del two_gpus.utilization, two_gpus.device_memory_used
-    two_gpus.get_device_properties = lambda device: SimpleNamespace()
+    del two_gpus.get_device_properties  # as torch.mps
     monkeypatch.setattr(torch.accelerator, "get_memory_info", failing(NotImplementedError()))
     assert device_loads()[0] == DeviceLoad(torch.device("cuda:0"), "cuda", None, None, None)
 

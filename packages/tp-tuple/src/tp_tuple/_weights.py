@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from tp_core import resolve_devices
 from tp_core.errors import ConfigError
+from tp_core.internal import free_nbytes
 
 from tp_tuple._speeds import Speeds
 
@@ -28,7 +29,8 @@ def resolve_weights(
         devices: The devices, if the user named them.
 
     Raises:
-        ConfigError: The weights are not of a known kind, or do not match the number of devices.
+        ConfigError: The weights are not of a known kind, or do not match the number of devices; or a device
+            does not tell how much of its memory is free.
     """
     if weights is None:
         return None
@@ -72,8 +74,8 @@ def free_memory(devices: Sequence[torch.device]) -> list[float]:
 def _free(device: torch.device) -> float:
     if device.type == "cpu":
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    module = getattr(torch, device.type)
-    free, _total = module.mem_get_info(device)
-    # What torch's allocator caches is free, too, though the driver does not know.
-    held = module.memory_reserved(device) - module.memory_allocated(device)
-    return float(free + held)
+    free = free_nbytes(device)
+    if free is None:
+        msg = f"weights='memory' asks how much memory is free on {device}, which does not tell; give numbers"
+        raise ConfigError(msg)
+    return float(free)

@@ -104,7 +104,7 @@ def require_utilization(loads: Sequence[DeviceLoad]) -> None:
 
 def _accelerator_load(device: torch.device) -> DeviceLoad:
     module = torch.get_device_module(device)
-    properties = module.get_device_properties(device)
+    properties = _ask(module, "get_device_properties", device)  # Apple's module has no such function
     total: int | None = getattr(properties, "total_memory", None)
     percent = _ask(module, "utilization", device)
     used = _ask(module, "device_memory_used", device)
@@ -121,9 +121,9 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
     )
 
 
-def _ask(module: Any, name: str, device: torch.device) -> float | None:
-    """Call a function of torch that needs the vendor's management library, if that is there."""
-    function: Callable[[torch.device], float] | None = getattr(module, name, None)
+def _ask(module: Any, name: str, device: torch.device) -> Any:
+    """Call a function of a device's module, if it is there and the vendor's library that it may need."""
+    function: Callable[[torch.device], Any] | None = getattr(module, name, None)
     if function is None:
         return None
     try:
