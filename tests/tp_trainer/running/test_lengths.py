@@ -80,7 +80,7 @@ def test_a_loader_of_more_batches_than_it_says_is_told_once_with_its_number(kind
     seen = []
     train(loaders(3)[kind], seen=seen, epochs=3)
     (message,) = warnings(caplog)
-    assert message.startswith("the loader has more than the 3 batches that its len() says")
+    assert message.startswith("the loader has more than the 3 batches that its len() sa")
     assert len(seen) == 9
 
 
@@ -175,3 +175,72 @@ def test_an_iterator_that_ends_in_an_evaluation_is_named():
             trainer.evaluate(nn.Linear(1, 1), Batches(5), step=asks_too_much)
         with pytest.raises(StepError, match="StopIteration was raised in asks_too_much"):
             trainer.predict(nn.Linear(1, 1), Batches(5), asks_too_much).collect()
+
+
+class Growing(Dataset):
+    samples = 8
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, i):
+        return DATA[i]
+
+
+def test_a_dataset_that_has_grown_since_the_run_began_is_told(caplog):
+    data, seen = Growing(), []
+    callback = Callback()
+    callback.on_epoch_end = lambda run: setattr(data, "samples", 20)
+    train(DataLoader(data, batch_size=4), seen=seen, epochs=3, callbacks=[callback])
+    (message,) = warnings(caplog)
+    assert message.startswith("the loader has more than the 2 batches that its len() said when the run began")
+    assert len(seen) == 6
+
+
+class LeavesOut(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__() if batch.sum() > 30)
+
+
+class Repeats(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__() for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean"),
+    [(LeavesOut, sum(range(8, 18)) / 10), (Repeats, sum(range(18)) / 18)],
+)
+def test_a_class_that_leaves_batches_out_or_repeats_them_is_evaluated_by_what_it_yields(kind, mean):
+    loader = kind(DATA[:18], batch_size=4)
+    with Trainer(progress=False, devices="cpu") as trainer:
+        found = trainer.evaluate(nn.Linear(1, 1), loader, step=lambda m, b: {"mean": b.mean()})
+    assert found["mean"] == pytest.approx(mean)
+
+
+def test_a_class_that_repeats_batches_is_told_where_its_length_does_not_say_so(caplog):
+    train(Repeats(DATA, batch_size=4))
+    assert "more than the 5 batches" in warnings(caplog)[0]
+
+
+def leave_out(samples):
+    return torch.stack([sample for sample in samples if sample % 4])
+
+
+def test_samples_that_collate_leaves_out_are_told_once(caplog):
+    loader = DataLoader(DATA, batch_size=4, collate_fn=leave_out)
+    train(loader, epochs=2)
+    (message,) = warnings(caplog)
+    assert message.startswith("the first tensor of a batch has 3 rows, and 4 samples were chosen for it")
+
+
+def test_what_can_be_gone_through_once_is_an_error_where_it_has_ended(caplog):
+    with pytest.raises(LoaderError, match="after 0 of 5 batches; an iterator, such as a generator, is gone"):
+        train((batch for batch in DATA.split(4)), steps_per_epoch=5, epochs=2)
+    loaders = {"a": Batches(5), "b": (batch for batch in DATA.split(4))}
+    with pytest.raises(LoaderError, match="the validation's loader 'b' has yielded no sample"):
+        train(Batches(5), val_loader=loaders, epochs=2)
+    assert not warnings(caplog)
+    with Trainer(progress=False, devices="cpu") as trainer:
+        assert trainer.evaluate(nn.Linear(1, 1), iter([]), step=lambda m, b: m(b).mean()) == {}
+    assert "evaluate() has no result" in warnings(caplog)[0]

@@ -131,3 +131,18 @@ def test_gradients_that_the_step_makes_are_told_on_one_device(caplog):
     fit(ONE, goes_back)
     (message,) = warnings(caplog)
     assert message.startswith("the step has called backward() itself")
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_gradients_that_the_step_clears_are_an_error_where_batches_are_added_up(call):
+    model, calls = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        calls.append(None)
+        (optimizer.zero_grad, optimizer.step)[call - 1]()
+        return plain(model, batch)
+
+    message = "the step has cleared the gradients" if call == 1 else r"the step has called step\(\)"
+    with Trainer(progress=False, accumulate=2, **ONE) as trainer, pytest.raises(StepError, match=message):
+        trainer.fit(model, optimizer, loader(), step=step)

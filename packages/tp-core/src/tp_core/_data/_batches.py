@@ -139,6 +139,11 @@ class EpochBatches:
         return self._digest
 
     @property
+    def is_training(self) -> bool:
+        """Whether the batches are to train on."""
+        return self._training
+
+    @property
     def is_begun(self) -> bool:
         """Whether an iteration has not ended."""
         return bool(self._begun)

@@ -1,5 +1,6 @@
 """How many samples a batch has that nobody has counted; apart from `Parts`, which load without torch."""
 
+import logging
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +8,9 @@ from torch import Tensor
 from tp_core._data._parts import Parts
 from tp_core._devices._tree import tree_leaves
 
-__all__ = ["count_samples"]
+__all__ = ["count_samples", "has_fewer"]
+
+log = logging.getLogger("tp_core")
 
 
 def count_samples(batch: Any) -> int:
@@ -28,3 +31,22 @@ def count_samples(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.size(0)
     return 1
+
+
+def has_fewer(batch: Any, samples: int) -> bool:
+    """Return whether a batch has fewer samples than were chosen for it, and log a warning then.
+
+    A collate function that leaves samples out does not say so, and where there is one sample left, or what is
+    no tensor, it is not seen.
+    """
+    if not 1 < (found := count_samples(batch)) < samples:
+        return False
+    log.warning(
+        "the first tensor of a batch has %d rows, and %d samples were chosen for it: if collate_fn leaves "
+        "samples out, the batch counts as %d in means over samples, and in gradients on several ranks and "
+        "where batches are accumulated; return how many it has from the step, as 'weight'",
+        found,
+        samples,
+        samples,
+    )
+    return True

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tp_core._data._batches import EpochBatches, Share
-from tp_core._data._counting import count_samples
+from tp_core._data._counting import count_samples, has_fewer
 from tp_core._data._position import LoaderPosition
 from tp_core._data._streams import Stream, split_stream, start
 from tp_core._data._user_loaders import (
@@ -20,7 +20,9 @@ from tp_core._data._user_loaders import (
     copy_loader,
     drawing,
     ended_early,
+    has_too_many,
     is_indexed,
+    iterates_itself,
     order_is_ours,
 )
 from tp_core.errors import LoaderError
@@ -51,6 +53,8 @@ class PreparedLoader(LoaderPosition):
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     number = -1
     share: Share | None = None
+    _has_fewer = False  # batches than were chosen have been seen
+    _left: Iterator[Any] | None = None  # the iteration at hand of a class with its own
 
     def __init__(
         self,
@@ -174,12 +178,16 @@ class PreparedLoader(LoaderPosition):
         raise LoaderError(msg)
 
     def has_more(self) -> bool:
-        """Whether a loader whose batches are not ours to choose has one after the last that it yielded.
+        """Whether a loader has a batch after the last one that it yielded, whatever its length said before.
 
         To be asked while there is the iteration. A stream keeps that batch for the next epoch; that of
         another loader is dropped.
         """
-        return self.stream is not None and self.stream.has_more()
+        if self.stream is not None:
+            return self.stream.has_more()
+        if self._left is not None:
+            return next(self._left, _NOTHING) is not _NOTHING
+        return self._batches is not None and len(self._batches.order) > self.number + 1
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "loader":  # not there yet, as while unpickling
@@ -214,41 +222,57 @@ class PreparedLoader(LoaderPosition):
             self._agree(f"the order of the samples in epoch {epoch}", batches.digest)
         batches.begin(epoch)
         length, shares = len(batches.order), None
+        has_own = iterates_itself(self.loader)
+        looks = True
         try:
-            for batch in start(self._source, seed=self._seed, epoch=epoch, is_ours=True):
+            source = start(self._source, seed=self._seed, epoch=epoch, is_ours=True)
+            self._left = source if has_own else None
+            if has_own and self._size == 1:  # it may leave batches out, or repeat them
+                yield from self._iterate_counted(source, first)
+                return
+            for batch in source:
                 if shares is None:
                     shares = batches.shares
+                if not shares:
+                    raise LoaderError(has_too_many(self.loader, length))
                 self.number, self.share = shares.popleft()
+                if looks:  # in training at the first batch of an epoch alone
+                    self._has_fewer = self._has_fewer or has_fewer(batch, self.share.samples)
+                    looks = not self._has_fewer and not batches.is_training
                 if on_share is not None:
                     on_share(self.share)
                 yield batch if move is None else move(batch)
-            left = batches.shares if shares is None else shares
-            if left and type(self.loader).__iter__ is DataLoader.__iter__:
+            if batches.shares if shares is None else shares:
                 raise LoaderError(ended_early(self.number + 1, length))
         finally:
+            self._left = None
             batches.end(epoch)
             if batches.is_begun:
                 self.number, self.share = before
 
-    def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
-        """Yield from a loader whose batches are not ours to choose: its samples are counted."""
+    def _iterate_counted(self, source: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yield batches that others have chosen, whose samples are counted."""
         move, on_share = self._move, self._on_share
         share = Share(0, 0)
+        for number, batch in enumerate(source, start=first):
+            self.number = number
+            if on_share is not None:
+                # The other ranks' counts are not known here: theirs are taken to be the same.
+                samples = count_samples(batch)
+                if samples != share.samples:
+                    share = Share(samples, samples * self._size)
+                self.share = share
+                on_share(share)
+            yield batch if move is None else move(batch)
+
+    def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
+        """Yield from a loader whose batches are not ours to choose."""
         source = stream.epoch(epoch, goes_on=self.goes_on, done=first)
         if self._any_rank is not None:
             yield from self._iterate_together(source, self._any_rank)
             return
         try:
-            for number, batch in enumerate(source, start=first):
-                self.number = number
-                if on_share is not None:
-                    # The other ranks' counts are not known here: theirs are taken to be the same.
-                    samples = count_samples(batch)
-                    if samples != share.samples:
-                        share = Share(samples, samples * self._size)
-                    self.share = share
-                    on_share(share)
-                yield batch if move is None else move(batch)
+            yield from self._iterate_counted(source, first)
         finally:
             stream.leave()
 

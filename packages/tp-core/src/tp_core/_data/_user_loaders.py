@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, SupportsFloat, TypeGuard
 
 from torch.utils.data import (
@@ -24,7 +24,9 @@ __all__ = [
     "copy_loader",
     "drawing",
     "ended_early",
+    "has_too_many",
     "is_indexed",
+    "iterates_itself",
     "order_is_ours",
     "position_holder",
 ]
@@ -147,3 +149,18 @@ def ended_early(done: int, batches: int) -> str:
         "raised StopIteration, as next() does on an iterator that has ended, and torch takes that for the "
         "end of the data; look at the dataset's __getitem__ and at collate_fn: give next() a default there"
     )
+
+
+def has_too_many(loader: object, batches: int) -> str:
+    """Return the message for a loader of the user's own class that yields more batches than it should."""
+    return (
+        f"the loader, {type(loader).__name__}, has yielded more than the {batches} batches that its sampler "
+        "gives: its own __iter__ repeats some, and which samples of them are this rank's is not known; "
+        "repeat samples in the sampler instead"
+    )
+
+
+def iterates_itself(loader: Iterable[Any]) -> bool:
+    """Return whether a loader is of a class whose own ``__iter__`` may leave batches out, or repeat them."""
+    own = type(loader).__iter__
+    return own is not DataLoader.__iter__ and not getattr(own, "__module__", "").startswith("torchdata.")

@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import PreparedLoader, Session, StepOutput
 
 from tp_trainer._metrics._evaluation import evaluate
@@ -52,6 +52,7 @@ class Validation:
 
         Raises:
             CutShortError: A rank has seen a signal; on all ranks, between the same two batches.
+            LoaderError: A loader has yielded no sample, on any rank.
 
         Collectives: those of `evaluate`, for each loader.
         """
@@ -59,6 +60,14 @@ class Validation:
         for prefix, batches in self.loaders.items():
             batches.set_epoch(epoch)
             found = evaluate(session, self.run, self.step, model, batches, self.metrics, seen=seen, most=most)
+            if not found:
+                which = f" {prefix.rstrip('/')!r}" if prefix else ""
+                msg = (
+                    f"the validation's loader{which} has yielded no sample, so there is no result; an "
+                    "iterator, such as a generator, is gone through once: give what begins anew, such as a "
+                    "list or a DataLoader"
+                )
+                raise LoaderError(msg)
             results |= {prefix + name: value for name, value in numbers_in(found).items()}
         return results
 

@@ -108,13 +108,11 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, *, is_first: boo
     tells = events.has("on_backward_end")
 
     def run_first(step: Step, model: Any, batch: Any) -> StepOutput:
-        nonlocal run
-        run = work.run
-        return run_watched(run, update.session, update.optimizer, step, model, batch)
+        return run_watched(work.run, update.session, update.optimizer, step, model, batch)
 
     def finish_first() -> bool:
-        nonlocal finish
-        is_made = update.finish()
+        nonlocal run, finish
+        run, is_made = work.run, update.finish()
         if is_made:
             finish = update.finish
             whose = f"the optimizer, {type(update.optimizer).__name__},"

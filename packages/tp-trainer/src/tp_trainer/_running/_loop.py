@@ -165,11 +165,13 @@ class Loop(Between):
                 if done == steps and not self._has_told_of_more:
                     self._tell_of_more()
             if done < steps and self._ending is None:
-                give = f"give steps_per_epoch={done}, or" if done else "give"
-                msg = (
-                    f"the loader ended after {done} of {steps} batches; {give} a loader that has as many "
-                    "batches as it says"
-                )
+                give = f"give steps_per_epoch={done}, or a loader that has as many batches as it says"
+                if not done:
+                    give = (
+                        "an iterator, such as a generator, is gone through once: give what begins anew, such "
+                        "as a list or a DataLoader, or look at why it has no batch"
+                    )
+                msg = f"the loader ended after {done} of {steps} batches; {give}"
                 raise LoaderError(msg)
             self.meter.flush()
         self._is_over = True
@@ -182,8 +184,8 @@ class Loop(Between):
         elif self._train.has_more():
             self._has_told_of_more = True
             log.warning(
-                "the loader has more than the %d batches that its len() says, and each epoch ends after %d "
-                "of them; correct its __len__(), or give steps_per_epoch=",
+                "the loader has more than the %d batches that its len() said when the run began, and each "
+                "epoch ends after %d of them; correct its __len__(), or give steps_per_epoch=",
                 self._steps,
                 self._steps,
             )

@@ -43,13 +43,14 @@ def tell_of_no_gradients(parameters: Sequence[Tensor], *, whose: str) -> None:
 def run_watched(
     run: RunStep, session: Session, optimizer: Optimizer, step: Step, model: Any, batch: Any
 ) -> StepOutput:
-    """Run the step of ``fit`` on its first batch, and look at whether it does what ``fit`` does after it.
+    """Run the step on a batch of the first optimizer step, and look at whether it does what is for ``fit``.
 
     Gradients that it makes itself are added to those of the loss that it returns. On one device that may be
     meant, for a loss that comes in pieces; where there are several nobody averages them.
 
     Raises:
-        StepError: The step has stepped the optimizer; or made gradients, where there are several devices.
+        StepError: The step has stepped the optimizer, or cleared gradients; or made some, where there are
+            several devices.
     """
     parameters = parameters_of(optimizer)
     before = [_state(p.grad) for p in parameters]
@@ -58,7 +59,14 @@ def run_watched(
         output = run(step, model, batch)
     finally:
         handle.remove()
-    if before != [_state(p.grad) for p in parameters]:
+    after = [_state(p.grad) for p in parameters]
+    if any(old is not None and new is None for old, new in zip(before, after, strict=True)):
+        msg = (
+            "the step has cleared the gradients of the batches before it, of which fit() makes one optimizer "
+            "step with this one's; leave zero_grad() to fit()"
+        )
+        raise StepError(msg)
+    if before != after:
         msg = (
             "the step has called backward() itself, and fit() adds the gradients of the loss that it returns "
             "to those; return the loss alone, or take a loop of your own: trainer.loop(...)"

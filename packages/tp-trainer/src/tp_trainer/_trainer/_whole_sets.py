@@ -1,5 +1,6 @@
 """What is computed from the samples of all ranks: evaluation, predictions, gathered rows."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from tp_trainer._steps._precision import Step
 from tp_trainer._trainer._base import TrainerBase
 
 __all__ = ["WholeSets"]
+
+log = logging.getLogger("tp_trainer")
 
 
 class WholeSets(TrainerBase):
@@ -70,6 +73,11 @@ class WholeSets(TrainerBase):
                 found = evaluate(self.session, run, step, model, batches, checked, seen=self._seen)
             finally:
                 batches.set_epoch(epoch)
+            if not found and self.is_main:
+                log.warning(
+                    "evaluate() has no result: the loader has yielded no sample; an iterator, such as a "
+                    "generator, is gone through once"
+                )
             results |= {prefix + name: value for name, value in found.items()}
         return results
 
