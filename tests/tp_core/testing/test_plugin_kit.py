@@ -61,6 +61,9 @@ IMPORTING = [
     ("import torch", "it imports torch, numpy"),
     ("import typer", "it imports typer"),
     ("print('here I am')", "it prints while it is imported: 'here I am"),
+    ("import os; os.write(1, b'here I am')", "it prints while it is imported: 'here I am"),
+    ("import os; os.environ['OMP_NUM_THREADS'] = '3'", "it changes the environment variable OMP_NUM_THREADS"),
+    ("import logging; logging.basicConfig(level=10)", "it changes the root logger while it is imported"),
     (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
         "it starts threads",
