@@ -173,3 +173,23 @@ def test_what_cannot_be_split_says_what_it_takes():
         PreparedLoader(DataLoader(Numbers(8), batch_size=3), size=2)
     with pytest.raises(LoaderError, match="length of a stream says nothing of the shares of 2 ranks"):
         len(PreparedLoader(DataLoader(Numbers(8), batch_size=2), size=2))
+
+
+class Noisy(Numbers):
+    def __iter__(self):
+        return (number + torch.rand(()) for number in super().__iter__())
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_is_read_again_draws_nothing_from_the_generators_of_the_run(goes_on):
+    loaders = [PreparedLoader(DataLoader(Noisy(12), batch_size=2), seed=1) for _ in range(2)]
+    for loader in loaders:
+        loader.goes_on = goes_on
+    batches = iter(loaders[0])
+    for _ in range(3):
+        next(batches)
+    state, drawn = loaders[0].state_dict(), torch.get_rng_state()
+    wanted = [next(batches) for _ in range(2)]
+    loaders[1].load_state_dict(state, replay=True)
+    torch.set_rng_state(drawn)
+    assert torch.equal(torch.cat(list(islice(loaders[1], 2))), torch.cat(wanted))

@@ -9,7 +9,7 @@ goes on with. A pass goes from the stream's beginning to its end::
 
 import hashlib
 import pickle
-import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from tp_core._data._batches import tell_epoch
-from tp_core._data._seeding import seeded
-from tp_core._data._user_loaders import copy_loader, position_holder
+from tp_core._data._seeding import kept_generators, seeded
+from tp_core._data._user_loaders import copy_loader, is_hugging_face, position_holder
 from tp_core._data._workers import outliving_workers
 from tp_core.errors import LoaderError
 
@@ -54,7 +54,7 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return None
     dataset: Any = loader.dataset
-    if _is_hugging_face(dataset):
+    if is_hugging_face(dataset):
         if size > 1:
             from datasets.distributed import split_dataset_by_node
 
@@ -76,12 +76,6 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
         batches = BatchSampler(loader.sampler, own, loader.drop_last)
         copied.__dict__.update(batch_size=own, batch_sampler=batches)
     return copied
-
-
-def _is_hugging_face(dataset: object) -> bool:
-    datasets = sys.modules.get("datasets")  # who has made one has imported it
-    kind = getattr(datasets, "IterableDataset", None)
-    return isinstance(kind, type) and isinstance(dataset, kind)
 
 
 class _Shard(IterableDataset[Any]):
@@ -203,8 +197,11 @@ class Stream:
                 self._beginning = _digest(holder.state_dict())
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
-        self._left = islice(iterator, skip, None) if skip else iterator
-        return self._left
+        if skip:
+            with kept_generators():  # what is read again draws again
+                deque(islice(iterator, skip), maxlen=0)
+        self._left = iterator
+        return iterator
 
     def has_more(self) -> bool:
         """Whether there is another batch where the iteration at hand was left; one of a stream is kept.
@@ -280,7 +277,7 @@ class Stream:
         self._iterator, self._ahead, self._skip, self._is_placed = None, _NOTHING, 0, False
         self._beginning = state.get("beginning")
         holder = position_holder(self.loader)
-        if replay and _is_hugging_face(getattr(self.loader, "dataset", None)):
+        if replay and is_hugging_face(getattr(self.loader, "dataset", None)):
             holder = None  # their positions are without what lies in a shuffle buffer
         if "position" in state and holder is not None:
             if done or goes_on:  # else an iteration begins at the beginning

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, SupportsFloat, TypeGuard
 
@@ -25,6 +26,7 @@ __all__ = [
     "drawing",
     "ended_early",
     "has_too_many",
+    "is_hugging_face",
     "is_indexed",
     "iterates_itself",
     "order_is_ours",
@@ -77,6 +79,13 @@ def copy_loader(
     if collate is not None:
         copied.__dict__["collate_fn"] = collate(loader.collate_fn)
     return copied
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether a dataset is an iterable one of Hugging Face's ``datasets``."""
+    datasets = sys.modules.get("datasets")  # who has made one has imported it
+    kind = getattr(datasets, "IterableDataset", None)
+    return isinstance(kind, type) and isinstance(dataset, kind)
 
 
 def order_is_ours(batch_sampler: Any) -> bool:
