@@ -104,6 +104,7 @@ def test_training_with_dropout_is_reproducible():
 
 NEVER = {
     "_cudnn_attention_forward",  # an operator, which says so itself
+    "_cudnn_attention_forward_no_dropout_inplace",  # has no dropout
     "_fused_sdp_choice",  # only says which kernel it would be
     "_nested_tensor_softmax_with_shape",  # is marked, and is_random_op nothing
     "random",  # a module in torch's namespace

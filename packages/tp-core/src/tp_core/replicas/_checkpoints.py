@@ -11,8 +11,7 @@ backward inside of its own call draws while others do, without any lock.
 """
 
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -33,37 +32,53 @@ def correct_checkpoints(generator: torch.Generator) -> None:
         ModelError: This version of torch keeps the checkpoint's random state elsewhere.
     """
     frame: FrameType | None = sys._getframe(1)
+    is_found = False  # what the checkpoint has noted, in a function that it called
     while frame is not None:
         if frame.f_code.co_filename == _FILE:
-            for state in _states_of(frame, generator.device):
-                if not hasattr(state, "tp_is_corrected"):
-                    state.copy_(generator.get_state())
-                    state.tp_is_corrected = True  # type: ignore[attr-defined]
+            noted = _noted_by(frame)
+            if noted is not None:
+                _correct(noted, generator)
+            is_found = is_found or noted is not None
+            if frame.f_code.co_name == "checkpoint":
+                if not is_found:
+                    raise _moved("preserve_rng_state")
+                is_found = False
         frame = frame.f_back
 
 
-def _states_of(frame: FrameType, device: torch.device) -> Iterator[Tensor]:
-    """Yield the state that a checkpoint has noted for a device."""
-    name, variables = frame.f_code.co_name, frame.f_locals
-    noted: dict[str, Any]
-    if name == "forward" and "ctx" in variables:
-        noted = vars(variables["ctx"])
-    elif name == "checkpoint" and variables.get("gen") is not None:
-        noted = variables["gen"].gi_frame.f_locals
-    else:
+def _noted_by(frame: FrameType) -> dict[str, Any] | None:
+    """Return what a checkpoint's function has noted before the forward, by its names in torch."""
+    variables = frame.f_locals
+    if frame.f_code.co_name == "forward" and "ctx" in variables:
+        return vars(variables["ctx"])
+    steps = variables.get("gen")  # whatever the function that drives them is called
+    if isinstance(steps, GeneratorType) and steps.gi_frame is not None and steps.gi_code.co_filename == _FILE:
+        return steps.gi_frame.f_locals
+    return None
+
+
+def _correct(noted: dict[str, Any], generator: torch.Generator) -> None:
+    if "preserve_rng_state" not in noted:
+        raise _moved("preserve_rng_state")
+    if not noted["preserve_rng_state"]:
         return
-    if not noted.get("preserve_rng_state", True):
-        return
+    device = generator.device
     key = "fwd_cpu_state"
     states: list[Any] = [noted.get(key)]
     if device.type != "cpu":
         key = "fwd_device_states"
         pairs = zip(noted.get("fwd_devices", ()), noted.get(key, ()), strict=True)
         states = [state for index, state in pairs if index == device.index]
-    if not all(isinstance(state, Tensor) for state in states) or "preserve_rng_state" not in noted:
-        msg = (
-            f"this version of torch ({torch.__version__}) does not keep a checkpoint's random state in "
-            f"{key!r}, and replicas on one device would draw other numbers in backward; use one device"
-        )
-        raise ModelError(msg)
-    yield from states
+    for state in states:
+        if not isinstance(state, Tensor):
+            raise _moved(key)
+        if not hasattr(state, "tp_is_corrected"):
+            state.copy_(generator.get_state())
+            state.tp_is_corrected = True  # type: ignore[attr-defined]
+
+
+def _moved(key: str) -> ModelError:
+    return ModelError(
+        f"this version of torch ({torch.__version__}) does not keep a checkpoint's random state in "
+        f"{key!r}, and replicas on one device would draw other numbers in backward; use one device"
+    )
