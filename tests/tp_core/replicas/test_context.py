@@ -194,7 +194,7 @@ def test_a_thread_enters_the_callers_side_streams_on_all_devices():
     assert entered == ["side"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # torch's own use, once
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own use, once
 def test_transforms_of_torch_func_reach_every_replica_that_shares_memory():
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     replicas = Replicas(module, ["cpu"] * 3)

@@ -50,7 +50,9 @@ def test_an_executor_that_a_worker_leaves_open_ends_with_it(method, is_running, 
     class LeavesOne(OrderedRunner):
         @staticmethod
         def producer_work(device, cfg, data):
-            cfg.executor = concurrent.futures.ProcessPoolExecutor(1)
+            # Not by Python 3.14's fork server: a process forked from one that has it cannot start its own.
+            context = multiprocessing.get_context("fork")
+            cfg.executor = concurrent.futures.ProcessPoolExecutor(1, context)
             return cfg.executor.submit(os.getpid).result()
 
     runner = LeavesOne(1, start_method=method)

@@ -149,7 +149,7 @@ def test_a_container_cannot_be_a_unit():
         find_units(Model(), nn.ModuleList)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
