@@ -1,8 +1,9 @@
 """An evaluation within an epoch, on the loader that is trained on."""
 
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from tp_trainer import Callback, Trainer
 
 
@@ -33,3 +34,34 @@ def batches_of_two_epochs(*, evaluates):
 
 def test_an_evaluation_on_the_loader_that_is_trained_on_changes_no_batch():
     assert batches_of_two_epochs(evaluates=True) == batches_of_two_epochs(evaluates=False)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_is_trained_on_is_evaluated_whole_and_goes_on(workers):
+    seen, found = [], []
+
+    def step(model, batch):
+        seen.extend(batch.tolist())
+        return model(batch.float()[:, None]).square().mean()
+
+    def numbers(model, batch):
+        return {"mean": batch.double().mean()}
+
+    with Trainer(seed=1, progress=False, devices="cpu") as trainer:
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=workers, persistent_workers=bool(workers))
+        model, batches = nn.Linear(1, 1), trainer.prepare(loader)
+        callback = Callback()
+        callback.on_step_end = lambda run: found.append(
+            trainer.evaluate(model, batches, step=numbers)["mean"]
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        trainer.fit(model, optimizer, batches, step=step, steps_per_epoch=3, epochs=2, callbacks=[callback])
+        found.append(trainer.evaluate(model, batches, step=numbers)["mean"])
+        assert torch.equal(torch.cat(list(trainer.predict(model, batches, lambda _, b: b))), torch.arange(22))
+    assert seen == list(range(22))
+    assert found == pytest.approx([10.5] * 7)

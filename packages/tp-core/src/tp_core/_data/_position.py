@@ -1,6 +1,7 @@
 """Where a loader stands, told and found again: what a checkpoint keeps of it."""
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from tp_core._data._batches import EpochBatches
@@ -23,6 +24,21 @@ class LoaderPosition:
     _epoch: int
     _first: int
     _batches: EpochBatches | None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have an iteration go over all of a stream in this block; one that trains on it goes on after it."""
+        stream, number = self.stream, self.number
+        if stream is None or not self.goes_on:
+            yield
+            return
+        self.stream = own = stream.anew()
+        self.goes_on = False
+        try:
+            yield
+        finally:
+            own.close()
+            self.stream, self.goes_on, self.number = stream, True, number
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
         """Return where the loader stands, for :meth:`load_state_dict`.

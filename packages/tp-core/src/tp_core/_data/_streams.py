@@ -204,10 +204,7 @@ class Stream:
         return iterator
 
     def has_more(self) -> bool:
-        """Whether there is another batch where the iteration at hand was left; one of a stream is kept.
-
-        A loader that knows its own position is not asked: it would be at another one then.
-        """
+        """Whether there is another batch; not of a loader that knows its position, which would move."""
         if self._left is None or position_holder(self.loader) is not None:
             return False
         batch = next(self._left, _NOTHING)
@@ -219,6 +216,11 @@ class Stream:
         """Forget the iteration at hand, which may have workers, where no other epoch goes on with it."""
         self._left = None
 
+    def anew(self) -> "Stream":
+        """Return the stream from its beginning, with an iteration and workers of its own."""
+        loader = copy_loader(self.loader, None, None) if isinstance(self.loader, DataLoader) else self.loader
+        return Stream(loader, seed=self._seed, size=self._size, is_ours=self._is_ours)
+
     def _tell_pass(self) -> None:
         tell_epoch(self.loader, self._pass)
         dataset: Any = getattr(self.loader, "dataset", None)
@@ -228,8 +230,6 @@ class Stream:
     def close(self) -> None:
         """End its iteration, and the workers of that."""
         self._iterator, self._ahead = None, _NOTHING
-
-    # -- where it stands ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return which pass it is in, how many batches of it are done, and what the loader knows itself."""

@@ -71,7 +71,7 @@ def evaluate(
     """
     meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {}, seen=seen)
     collecting = metric_set.collecting(step)
-    with telling_of_ended_iterators(), evaluating(session, model), torch.no_grad():
+    with telling_of_ended_iterators(), evaluating(session, model), batches.whole(), torch.no_grad():
         for batch in islice(batches, most):
             output = metric_set.take(batches.number, run(collecting, model, batch))
             has_no_loss = isinstance(output, Mapping) and "loss" not in output

@@ -70,7 +70,7 @@ class Predictions:
         rounds, batches = Rounds(self._session, seen=self._seen()), self._batches
         epoch = batches.next_epoch
         try:
-            with telling_of_ended_iterators(), evaluating(self._session, self._model):
+            with telling_of_ended_iterators(), evaluating(self._session, self._model), batches.whole():
                 for batch in batches:
                     pieces = self._predicted(batch)
                     yield from rounds.reach(batches.number)
