@@ -23,6 +23,7 @@ from tp_core.errors import ModelError
 __all__ = ["correct_checkpoints"]
 
 _FILE = torch.utils.checkpoint.__file__
+_ASKED = "preserve_rng_state"
 
 
 def correct_checkpoints(generator: torch.Generator) -> None:
@@ -41,7 +42,7 @@ def correct_checkpoints(generator: torch.Generator) -> None:
             is_found = is_found or noted is not None
             if frame.f_code.co_name == "checkpoint":
                 if not is_found:
-                    raise _moved("preserve_rng_state")
+                    raise _moved(_ASKED)
                 is_found = False
         frame = frame.f_back
 
@@ -50,7 +51,8 @@ def _noted_by(frame: FrameType) -> dict[str, Any] | None:
     """Return what a checkpoint's function has noted before the forward, by its names in torch."""
     variables = frame.f_locals
     if frame.f_code.co_name == "forward" and "ctx" in variables:
-        return vars(variables["ctx"])
+        noted: dict[str, Any] = vars(variables["ctx"])
+        return noted
     steps = variables.get("gen")  # whatever the function that drives them is called
     if isinstance(steps, GeneratorType) and steps.gi_frame is not None and steps.gi_code.co_filename == _FILE:
         return steps.gi_frame.f_locals
@@ -58,9 +60,9 @@ def _noted_by(frame: FrameType) -> dict[str, Any] | None:
 
 
 def _correct(noted: dict[str, Any], generator: torch.Generator) -> None:
-    if "preserve_rng_state" not in noted:
-        raise _moved("preserve_rng_state")
-    if not noted["preserve_rng_state"]:
+    if _ASKED not in noted:
+        raise _moved(_ASKED)
+    if not noted[_ASKED]:
         return
     device = generator.device
     key = "fwd_cpu_state"
