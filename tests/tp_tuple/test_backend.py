@@ -76,11 +76,11 @@ def test_the_step_runs_on_each_device_with_its_part():
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_logged_values_are_those_of_the_whole_batch(workers):
-    context = "fork" if workers else None  # which takes a lambda along
     def step(model, batch):
         x, _ = batch
         return {"loss": squares(model, batch), "rows": x, "mean": x.mean(), "n": 1.0, "nothing": None}
 
+    context = "fork" if workers else None  # which takes a lambda along
     with opened(cost=lambda item: float(item[0].abs().sum())) as session:
         model = session.prepare_model(nn.Linear(3, 1))
         loader = DataLoader(data(), 7, num_workers=workers, multiprocessing_context=context)
