@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Runs the tests with every Python that this machine has (pyenv's, uv's, the system's and those on the PATH), each
-# in an environment of its own, and with the oldest torch on one of them; prints one table at the end.
+# in an environment of its own, and with the oldest and the newest torch on one of them; prints one table at the end.
 #
 #   tests/matrix.sh                                      the fast part of the suite, everywhere
 #   tests/matrix.sh --wheels                             each wheel alone, each pair and all of them, everywhere,
 #                                                        with nothing but what they require; the README of each
 #   MATRIX_ARGS="tests/tp_core -x" tests/matrix.sh       arguments for pytest
 #   MATRIX_PYTHONS="3.12 3.13" tests/matrix.sh           these alone
-#   MATRIX_OLDEST="" tests/matrix.sh                     without the oldest torch, whose build has gigabytes
+#   MATRIX_ALSO="" tests/matrix.sh                       without the other versions of torch, builds of gigabytes
 #   MATRIX_DIR=folder tests/matrix.sh                    environments are made there, kept, and used again
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 pythons=${MATRIX_PYTHONS-"3.11 3.12 3.13 3.14"}
 torch=${MATRIX_TORCH-2.13.0}
-oldest=${MATRIX_OLDEST-"3.12 2.11.0"}  # a Python and the torch to try on it
+also=${MATRIX_ALSO-"3.12=2.11.0 3.12=2.15.0"}  # a Python and the torch to try on it, the oldest and the newest
 read -ra arguments <<< "${MATRIX_ARGS-}"
 case "${1-}" in
     "") kind="" ;;
@@ -100,11 +100,11 @@ for minor in $pythons; do
         try "$interpreter" "$torch"
     done
 done
-if [ -n "$oldest" ]; then
-    read -r minor old <<< "$oldest"
+for pair in $also; do
+    minor=${pair%=*} other=${pair#*=}
     interpreter=$(interpreters "$minor" | head -n 1)
-    if [ -n "$interpreter" ]; then try "$interpreter" "$old"; else missing+=("$minor for torch $old"); fi
-fi
+    if [ -n "$interpreter" ]; then try "$interpreter" "$other"; else missing+=("$minor for torch $other"); fi
+done
 
 echo
 {
