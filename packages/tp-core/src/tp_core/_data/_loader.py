@@ -250,31 +250,33 @@ class PreparedLoader(LoaderPosition):
             if batches.is_begun:
                 self.number, self.share = before
 
-    def _iterate_counted(self, source: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield batches that others have chosen, whose samples are counted."""
+    def _iterate_counted(
+        self, source: Iterator[Any], first: int, leave: Callable[[], None] | None = None
+    ) -> Iterator[Any]:
+        """Yield batches that others have chosen, whose samples are counted; in the end call ``leave``."""
         move, on_share = self._move, self._on_share
         share = Share(0, 0)
-        for number, batch in enumerate(source, start=first):
-            self.number = number
-            if on_share is not None:
-                # The other ranks' counts are not known here: theirs are taken to be the same.
-                samples = count_samples(batch)
-                if samples != share.samples:
-                    share = Share(samples, samples * self._size)
-                self.share = share
-                on_share(share)
-            yield batch if move is None else move(batch)
+        try:
+            for number, batch in enumerate(source, start=first):
+                self.number = number
+                if on_share is not None:
+                    # The other ranks' counts are not known here: theirs are taken to be the same.
+                    samples = count_samples(batch)
+                    if samples != share.samples:
+                        share = Share(samples, samples * self._size)
+                    self.share = share
+                    on_share(share)
+                yield batch if move is None else move(batch)
+        finally:
+            if leave is not None:
+                leave()
 
     def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
-        """Yield from a loader whose batches are not ours to choose."""
+        """Return the batches of a loader that are not ours to choose: one generator is on each one's way."""
         source = stream.epoch(epoch, goes_on=self.goes_on, done=first)
         if self._any_rank is not None:
-            yield from self._iterate_together(source, self._any_rank)
-            return
-        try:
-            yield from self._iterate_counted(source, first)
-        finally:
-            stream.leave()
+            return self._iterate_together(source, self._any_rank)
+        return self._iterate_counted(source, first, stream.leave)
 
     def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
         """Yield as many batches as the rank that has most: this one's last again, which counts nothing.
