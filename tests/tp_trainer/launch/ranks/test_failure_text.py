@@ -50,9 +50,10 @@ def test_a_rank_that_the_launcher_ended_is_not_the_first(ranks):
     assert _first({0: -15}, ranks).rank == 10
 
 
-def test_ranks_that_had_left_well_before_the_first_failure_are_named(ranks):
+@pytest.mark.parametrize("collected", [0, None], ids=["by us", "by torch"])
+def test_ranks_that_had_left_well_before_the_first_failure_are_named(ranks, collected):
     ranks[0].stderr.write_text(_TRACEBACK.format("RuntimeError: Connection closed by peer"))
-    deaths = {2: Death(0, 0), 0: Death(1, 1), 1: Death(2, 0)}
+    deaths = {2: Death(0, collected), 0: Death(1, 1), 1: Death(2, 0)}
     failure = first_failure({0: (100, 1)}, ranks=ranks, deaths=deaths, killed=set(), keep_logs=False)
     assert failure.left == (12,)
     assert "before  rank 12 had ended with exit code 0, which is likely the cause" in str(failure)

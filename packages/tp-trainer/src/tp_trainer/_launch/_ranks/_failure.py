@@ -142,7 +142,9 @@ def first_failure(
     local = min(codes, key=lateness)
     pid, code = codes[local]
     end = deaths[local].order if local in deaths else len(ranks)
-    left = sorted(ranks[n].rank for n, death in deaths.items() if death.code == 0 and death.order < end)
+    # Whose status torch collected, and does not tell as a failure, had status 0.
+    well = {n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)}
+    left = sorted(ranks[n].rank for n in well if deaths[n].order < end)
     text, is_traceback, is_consequence = told[local]
     return Failure(
         rank=ranks[local].rank,

@@ -5,6 +5,7 @@ that the ranks share, where one that waits for the other looks.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ __all__ = ["Attempt", "Leavers"]
 
 _LOOK_S = 0.5
 _CONNECT_S = 10.0
+_MOST_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Leavers:
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
         self._ranks: Mapping[int, Rank] = {}
-        self._seen: set[int] = set()
+        self._looks: Counter[int] = Counter()  # at which each of them was seen to have left
         self._told: set[int] = set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tp-launch-leavers", daemon=True)
@@ -54,7 +56,7 @@ class Leavers:
         """Look at the ranks of a fresh attempt."""
         with self._lock:
             self._attempt, self._ranks = attempt, dict(ranks)
-            self._seen, self._told = set(), set()
+            self._looks, self._told = Counter(), set()
         if self._thread.ident is None:
             self._thread.start()
 
@@ -69,10 +71,14 @@ class Leavers:
             with self._lock:
                 attempt, ranks = self._attempt, self._ranks
                 deaths = self._deaths()
-                left = {local for local, death in deaths.items() if death.code == 0}
-                # Seen twice: ranks that end together need no telling.
-                new = (left & self._seen) - self._told
-                self._seen = left
+                self._looks.update(local for local, death in deaths.items() if not death.code)
+                # Seen twice: ranks that end together need no telling. Where torch has collected the status,
+                # it was 0 if torch lets the others go on.
+                new = {
+                    local
+                    for local, death in deaths.items()
+                    if self._looks[local] >= (2 if death.code == 0 else _MOST_LOOKS)
+                } - self._told
                 if attempt is None or not new or len(deaths) == len(ranks):
                     continue
                 self._told |= new
