@@ -6,35 +6,8 @@ import pytest
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import run
 from tp_core.plugins import PluginRegistry
-from tp_core.testing import fake_distribution
 
-HEAD = """
-    from tp_core.plugins import Backend, Session, Verdict, hookimpl
-
-    tp_contract = 1
-
-    class Odd(Backend):
-        name = "odd"
-        def assess(self, job):
-            {asked}
-            return Verdict.fits(1, "it is odd")
-        def open(self, job):
-            return Session(job)
-
-    @hookimpl
-    def tp_backends():
-        return [Odd()]
-"""
-
-
-def source(*, asked="pass"):
-    return dedent(HEAD).format(asked=asked)
-
-
-def odd(folder, text, *, point="odd_plugin", name="odd"):
-    return fake_distribution(
-        folder, "acme-odd", version="0.1", entry_points={name: point}, modules={"odd_plugin": text}
-    )
+from tests.tp_core.plugins.odd import odd, source
 
 
 @pytest.mark.parametrize(

@@ -18,36 +18,8 @@ from tp_core.plugins import _apart as apart_module
 from tp_core.plugins import _select as select_module
 from tp_core.plugins._select import select
 from tp_core.plugins._settings import read_settings, restore_settings
-from tp_core.testing import fake_distribution
 
-HEAD = """
-    from tp_core.plugins import Backend, Command, Session, Verdict, hookimpl
-
-    tp_contract = 1
-
-    class Odd(Backend):
-        name = "odd"
-        def assess(self, job):
-            {asked}
-            return Verdict.fits(1, "it is odd")
-        def open(self, job):
-            return Session(job)
-
-    @hookimpl
-    def tp_backends():
-        {hooked}
-        return [Odd()]
-"""
-
-
-def source(*, loaded="", hooked="", asked=""):
-    return dedent(HEAD).format(hooked=hooked or "pass", asked=asked or "pass") + "\n" + dedent(loaded) + "\n"
-
-
-def odd(folder, text, *, point="odd_plugin", name="odd"):
-    return fake_distribution(
-        folder, "acme-odd", version="0.1", entry_points={name: point}, modules={"odd_plugin": text}
-    )
+from tests.tp_core.plugins.odd import odd, source
 
 
 def job():
