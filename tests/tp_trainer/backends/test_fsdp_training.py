@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.testing import RankPool, run_ranks
-from tp_trainer import FsdpOptions, Trainer
+from tp_trainer import Callback, FsdpOptions, Trainer
 
 
 class Block(nn.Module):
@@ -198,13 +198,50 @@ def refused_optimizers():
         for make in (
             lambda p: Muon(p, lr=0.1),
             torch.optim.LBFGS,
+            torch.optim.Rprop,
             lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
             lambda p: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.SGD, lr=0.1),
         ):
-            with pytest.raises(ConfigError) as caught:
-                trainer.prepare(model, make(list(model.parameters())))
-            found.append(str(caught.value))
+            for use in (lambda o: trainer.prepare(model, o), lambda o: o.step(lambda: torch.zeros(()))):
+                with pytest.raises(ConfigError) as caught:
+                    use(make(list(model.parameters())))
+                found.append(str(caught.value))
     return found
+
+
+def stale_optimizer():
+    """Return the refusals of an optimizer that has parameters which shards have taken the place of."""
+    model = Net()
+    optimizer = adam(model)
+    found = []
+    with trainer_of() as trainer:
+        model, batches = trainer.prepare(model, loader())
+        trainer.backward(trainer.run(step, model, next(iter(batches))))
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        found.append(str(caught.value))
+        with pytest.raises(ConfigError) as caught:
+            trainer.loop(batches, state={"model": model, "optimizer": optimizer})
+        found.append(str(caught.value))
+    return found
+
+
+def even_lbfgs(backend="fsdp"):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Block(4), nn.Linear(4, 2)).double()
+    with trainer_of(backend) as trainer:
+        model, batches = trainer.prepare(model, loader())
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+        for batch in batches:
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = trainer.run(step, model, batch)
+                trainer.backward(loss)
+                return trainer.global_loss(loss)
+
+            optimizer.step(closure)
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
 
 
 def optimizer_with_a_state(backend="fsdp"):
@@ -329,6 +366,84 @@ def test_averages_of_weights_and_hooks_on_gradients(pool):
         torch.testing.assert_close(gradients, seen, rtol=1e-8, atol=1e-10)
 
 
+class AddL1(Callback):
+    """Adds the gradient of an L1 penalty, as the documents say."""
+
+    @torch.no_grad()
+    def on_optimizer_step(self, run, grad_norm):
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.sign(), alpha=0.01)
+
+
+def with_l1(model, batch):
+    return step(model, batch) + 0.01 * sum(p.abs().sum() for p in model.parameters() if p.requires_grad)
+
+
+def of_whole_tensors(model, batch):
+    return step(model, batch) + sum(p.full_tensor().abs().sum() for p in model.blocks.parameters())
+
+
+def gradient_penalty(model, batch):
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return step(model, batch) + slope.square().mean()
+
+
+def gradients_of_parameters(model, batch):
+    loss = step(model, batch)
+    return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.blocks.parameters())))
+
+
+def perturbed(model, batch):
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    return step(model, (batch[0] + 0.1 * slope, batch[1]))
+
+
+def refused_steps():
+    found = []
+    for run in (with_l1, of_whole_tensors, gradient_penalty, gradients_of_parameters, perturbed):
+        with pytest.raises(StepError) as caught:
+            fit(run=run)
+        found.append(str(caught.value))
+    return found
+
+
+def test_penalties_over_shards_and_steps_that_go_back_are_refused_with_what_to_write(pool):
+    for found in pool.run(refused_steps):
+        for message in found[:2]:
+            assert "parameter.grad.add_(parameter.sign(), alpha=...)" in message
+        for message in found[2:]:
+            assert "take the backend 'ddp'" in message
+
+
+@pytest.mark.slow
+def test_a_penalty_that_is_written_so_is_that_of_one_device(pool):
+    _, expected = fit("single", run=with_l1)
+    for _, weights in pool.run(functools.partial(fit, callbacks=[AddL1()])):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
+
+
+def convolutions(backend="fsdp"):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    model = model.to(memory_format=torch.channels_last)
+    images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(4)).double()
+    with trainer_of(backend) as trainer:
+        batches = DataLoader(images.contiguous(memory_format=torch.channels_last), batch_size=4)
+        trainer.fit(model, sgd(model), batches, step=lambda model, x: model(x).square().mean())
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+def test_a_model_in_channels_last_is_that_of_one_device(pool):
+    expected = convolutions("single")
+    for state in pool.run(convolutions):
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
+
+
 def outside_of_a_unit():
     with trainer_of() as trainer:
         model, batches = trainer.prepare(Net(), loader(4))
@@ -443,11 +558,30 @@ def test_a_model_that_is_split_otherwise_is_refused(pool, shard, words):
 
 @pytest.mark.slow
 def test_optimizers_that_need_whole_matrices_are_refused_by_name(pool):
-    for muon, lbfgs, fused, zero in pool.run(refused_optimizers):
-        assert "no fused SGD for DTensors" in fused
-        assert "Muon computes with whole matrices" in muon
-        assert "LBFGS computes with whole matrices" in lbfgs
-        assert "ZeroRedundancyOptimizer" in zero
+    words = (
+        "Muon computes with whole matrices",
+        "LBFGS computes with whole matrices",
+        "no Rprop for DTensors",
+        "no fused SGD for DTensors",
+        "ZeroRedundancyOptimizer",
+    )
+    for found in pool.run(refused_optimizers):
+        for word, prepared, made_after in zip(words, found[::2], found[1::2], strict=True):
+            assert word in prepared
+            assert word in made_after
+
+
+def test_an_optimizer_from_before_the_preparation_that_was_not_given_to_it_is_refused(pool):
+    for found in pool.run(stale_optimizer):
+        assert all("AdamW was made before the model was prepared" in message for message in found)
+
+
+@pytest.mark.slow
+def test_lbfgs_is_that_of_one_device_where_all_shards_are_of_one_size(pool):
+    expected = even_lbfgs("single")
+    for state in pool.run(even_lbfgs):
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
 
 
 def resumed_elsewhere(folder, backend, epochs):

@@ -59,7 +59,7 @@ class ProcessGroupSession(Session):
         self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
         self._leave = leave
         self._factor = 1.0
-        self._reductions = ReductionWatch()
+        self._reductions = ReductionWatch(self.check_optimizer, ranks=self._data_size)
 
     @property
     def rank(self) -> int:

@@ -27,9 +27,16 @@ _TWICE = (
 
 
 class ReductionWatch:
-    """Makes sure, before any optimizer of this process steps, that gradients have been averaged."""
+    """Makes sure, before any optimizer of this process steps, that gradients have been averaged.
 
-    def __init__(self) -> None:
+    Args:
+        check: Raises where the session does not let an optimizer step; called when it steps for the first
+            time with its parameters.
+        ranks: How many average gradients with each other; one has none to average.
+    """
+
+    def __init__(self, check: Callable[[Optimizer], None], *, ranks: int) -> None:
+        self._check, self._ranks = check, ranks
         self._models: list[ref[SteppingDataParallel]] = []
         # The identities of the parameters whose gradients are averaged, as long as their modules live: others
         # may have them later. Weak references to parameters would keep them from being converted.
@@ -104,7 +111,10 @@ class ReductionWatch:
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         known, fine = self._fine.get(id(optimizer), (None, None))
         is_fine = known is not None and known() is optimizer and fine == lists
-        if not is_fine and self._check_known(optimizer):
+        if is_fine:
+            return
+        self._check(optimizer)
+        if self._ranks == 1 or self._check_known(optimizer):
             self._fine[id(optimizer)] = ref(optimizer), lists
 
     def _check_known(self, optimizer: Optimizer) -> bool:

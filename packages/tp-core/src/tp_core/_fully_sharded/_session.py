@@ -14,9 +14,19 @@ from tp_core._fully_sharded._given import sharded_modules
 from tp_core._fully_sharded._gradients import local_gradients
 from tp_core._fully_sharded._optimizers import check_optimizer, move_state
 from tp_core._fully_sharded._sharding import Sharding
-from tp_core.errors import StepError
+from tp_core._tensors._sharding import is_dtensor
+from tp_core.errors import ConfigError, StepError
 
 __all__ = ["FullyShardedSession"]
+
+
+_SHARDS_ALONE = (
+    "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "
+    "pass, when this rank had its shard alone. Call the module itself (which calls its forward), or leave it "
+    "out of the option units: what is in none is there in all of the step. For a penalty over all parameters "
+    "(L1, EWC) add its gradient before the optimizer steps, as in a callback's on_optimizer_step: "
+    "parameter.grad.add_(parameter.sign(), alpha=...)"
+)
 
 
 class FullyShardedSession(ProcessGroupSession):
@@ -40,8 +50,11 @@ class FullyShardedSession(ProcessGroupSession):
         Collectives: a broadcast of each parameter and buffer, an all-gather of what lies in no unit.
         """
         self.sharding.shard(model)
+        self._reductions.know(model)
         if self._data_size > 1:
-            self._reductions.know(model)
+            for parameter in model.parameters():
+                if is_dtensor(parameter) and parameter.requires_grad:
+                    parameter.register_hook(_refuse_direct)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -50,7 +63,6 @@ class FullyShardedSession(ProcessGroupSession):
         Raises:
             ConfigError: The optimizer computes with whole matrices, or shards its state itself.
         """
-        check_optimizer(optimizer)
         optimizer = super().prepare_optimizer(optimizer)
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -58,7 +70,24 @@ class FullyShardedSession(ProcessGroupSession):
                 if shard is not None:
                     group["params"][index] = shard
                     move_state(optimizer, parameter, shard)
+        check_optimizer(optimizer)
         return optimizer
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Make sure that an optimizer steps shards, and not the parameters that they took the place of.
+
+        Raises:
+            ConfigError: It was made before the model was prepared; or it cannot step shards.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(self.sharding.shard_of(p) is not None for p in held):
+            msg = (
+                f"the {type(optimizer).__name__} was made before the model was prepared, and would train "
+                "nothing: preparing put shards in the place of the parameters that it has; give it to "
+                "trainer.prepare(model, optimizer) too, or make it from model.parameters() after that"
+            )
+            raise ConfigError(msg)
+        check_optimizer(optimizer)
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile unit by unit: what gathers their parameters stays outside of what is compiled."""
@@ -107,14 +136,14 @@ class FullyShardedSession(ProcessGroupSession):
                     "convert it before, model.to(dtype), or give the trainer a precision"
                 )
                 raise StepError(msg) from error
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            msg = (
-                "the step computed with a parameter of a unit that is fully sharded, outside of the unit's "
-                "forward pass, when this rank had its shard alone; call the module itself (which calls its "
-                "forward), or leave it out of the option units: what is in none is there in all of the step"
-            )
-            raise StepError(msg) from error
+            _check_shards_alone(error)
+            if "not have been used in the graph" in str(error):
+                msg = (
+                    "the step asked torch.autograd.grad for gradients of fully sharded parameters, which are "
+                    "in no graph: units compute with copies that are gathered; take the backend 'ddp'"
+                )
+                raise StepError(msg) from error
+            raise
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of the loss over the whole global batch, to this rank's slices."""
@@ -122,6 +151,9 @@ class FullyShardedSession(ProcessGroupSession):
             super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
         except torch.OutOfMemoryError as error:
             error.add_note(self.sharding.remedies())
+            raise
+        except RuntimeError as error:
+            _check_shards_alone(error)
             raise
 
     @contextmanager
@@ -161,3 +193,16 @@ class FullyShardedSession(ProcessGroupSession):
         grads = local_gradients(model)
         if grads:
             torch._foreach_mul_(grads, factor)
+
+
+def _check_shards_alone(error: RuntimeError) -> None:
+    if "mixed torch.Tensor and DTensor" in str(error):
+        raise StepError(_SHARDS_ALONE) from error
+
+
+def _refuse_direct(_gradient: Tensor) -> None:
+    """Refuse a gradient that comes to a shard itself, and not to what was gathered of it.
+
+    It would count this rank's share of the batch alone, where the others' gradients are averaged over all.
+    """
+    raise StepError(_SHARDS_ALONE)

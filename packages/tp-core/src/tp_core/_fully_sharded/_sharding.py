@@ -153,7 +153,7 @@ class Sharding:
         materialize(module, self._first_value)
         tensors = [t for t in [*module.parameters(), *module.buffers()] if not is_dtensor(t)]
         for tensor in tensors:
-            tensor.data = tensor.data.to(self._device)
+            tensor.data = tensor.data.to(self._device).contiguous()  # fully_shard takes no channels_last
         if self._share is not None:
             self._share(module)
         for tensor in tensors:

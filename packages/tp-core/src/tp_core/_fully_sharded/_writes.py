@@ -10,6 +10,11 @@ from tp_core.errors import StepError
 
 __all__ = ["WriteWatch"]
 
+_WENT_BACK = (
+    "the step made a backward pass of its own (torch.autograd.grad, for a gradient penalty, say), after "
+    "which fully sharded parameters are shards again; take the backend 'ddp', whose ranks have whole ones"
+)
+
 
 class WriteWatch:
     """Makes sure that the parameters of one unit are as they were when its forward pass ends.
@@ -59,7 +64,10 @@ class WriteWatch:
         before, self._before = self._before, None
         if before is None or torch.compiler.is_compiling():
             return
-        changed = [a != b for a, b in zip(before, self._now(), strict=True)]
+        now = self._now()
+        if len(now) != len(before):  # torch dropped what was gathered, as after a backward pass
+            raise StepError(_WENT_BACK)
+        changed = [a != b for a, b in zip(before, now, strict=True)]
         if self._is_first and self._sums is not None:
             sums = zip(self._sums, self._sums_now(), strict=True)
             changed = [c or not a.equal(b) for c, (a, b) in zip(changed, sums, strict=True)]
@@ -72,7 +80,8 @@ class WriteWatch:
             f"{self._class}, which each rank has gathered for this pass "
             "alone: fully sharded, what is written is lost. Change weights between two steps, on what "
             "model.parameters() gives then, compute the changed weight anew in each forward pass "
-            "(torch.nn.utils.parametrize), or take the backend 'ddp'"
+            "(torch.nn.utils.parametrize), or take the backend 'ddp', also for a step that asks "
+            "torch.autograd.grad for gradients"
         )
         raise StepError(msg)
 

@@ -44,6 +44,7 @@ class Sorted:
 
 
 def sort_state(
+    session: Session,
     state: Mapping[str, Any],
     *,
     prepared: Callable[[nn.Module], nn.Module | None],
@@ -58,6 +59,7 @@ def sort_state(
     other one, such as an average of weights, is kept as it is.
 
     Args:
+        session: Says which optimizers can step.
         state: What the user named.
         prepared: Returns the prepared model of a module, if it was prepared.
         scaler: Scales the loss, or ``None``.
@@ -66,7 +68,8 @@ def sort_state(
         schedulers: Schedulers that the run has anyway.
 
     Raises:
-        ConfigError: A name is taken, or an optimizer has parameters of no model in ``state``.
+        ConfigError: A name is taken, or an optimizer has parameters of no model in ``state``, or cannot
+            step what it has.
     """
     models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
     for taken in (models, optimizers, schedulers):
@@ -92,6 +95,7 @@ def sort_state(
             others.append(name)
     known = {id(p) for model in models.values() for p in model.parameters()}
     for name, one in optimizers.items():
+        session.check_optimizer(one)
         parameters = [p for group in one.param_groups for p in group["params"]]
         if name in state and any(id(p) not in known for p in parameters):
             msg = (

@@ -80,7 +80,7 @@ class RunStarter(TrainerBase):
         return start_loop(
             self.session,
             replace(settings, backend=self.selection.chosen.name),
-            sort_state(settings.state, prepared=self._prepared.get, scaler=self._scaler),
+            sort_state(self.session, settings.state, prepared=self._prepared.get, scaler=self._scaler),
             train,
             duties=Duties(
                 validate=None if validate is None else partial(self._validated, validate),
@@ -152,6 +152,7 @@ class RunStarter(TrainerBase):
             after_epoch=save,
         )
         found = sort_state(
+            session,
             settings.state,
             prepared=self._prepared.get,
             scaler=self._scaler,

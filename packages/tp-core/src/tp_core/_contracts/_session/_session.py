@@ -88,6 +88,13 @@ class Session(RankSession, GradientSession):
         """Return an optimizer over the prepared model's parameters."""
         return optimizer
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Make sure that an optimizer, prepared or not, can step what it has; by default any can.
+
+        Raises:
+            ConfigError: It has parameters that the backend has replaced, or is of a kind that it cannot use.
+        """
+
     def prepare_loader(
         self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
     ) -> PreparedLoader:
