@@ -44,8 +44,11 @@ def loaded_by(statement):
 
 
 LOOK_AT_ALL = """
-import json, os, sys
+import json, os, sys, warnings
+sys.modules["numpy"] = None  # torch does without, and whoever imports it afterwards is seen
+warnings.simplefilter("ignore")
 import torch
+del sys.modules["numpy"]
 for package in sys.argv[1:]:
     if os.fork() == 0:
         before = set(sys.modules)
@@ -58,7 +61,7 @@ for package in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def loaded_after_torch():
-    """What all names of each package load, in processes forked from one that has imported torch."""
+    """What all names of each package load, in processes forked from one that has imported torch alone."""
     command = [sys.executable, "-c", LOOK_AT_ALL, *MAY_LOAD]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)
     return dict(map(json.loads, done.stdout.splitlines()))

@@ -33,11 +33,13 @@ class Five:
 def fresh(statements: dict[str, tuple[str, str]], folder: str) -> dict[str, list[float]]:
     """Return the seconds of each statement in fresh interpreters, where another ran before it.
 
-    Bytecode is kept in ``folder``, and the round that writes it is not counted.
+    Bytecode is kept in ``folder``, and the round that writes it is not counted. Importing torch leaves a full
+    collection of garbage due, some 80 ms over torch's own objects, which whoever allocates next pays for: it
+    is made before the clock starts, since it would belong to any import.
     """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ |= {"PYTHONPATH": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
-    program = "import time, torch; {}; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+    program = "import gc, time, torch; {}; gc.collect(); t = time.perf_counter(); {}; print(time.perf_counter() - t)"
     times: dict[str, list[float]] = {name: [] for name in statements}
     for counted in [False] + [True] * ROUNDS:
         for name, (before, statement) in statements.items():
