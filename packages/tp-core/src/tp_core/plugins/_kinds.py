@@ -12,10 +12,19 @@ from tp_core._contracts._engine import Engine
 from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError
 from tp_core.plugins._contribution import PluginInfo
-from tp_core.plugins._markers import CONTRACT_VERSION, hookimpl
+from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl
 from tp_core.plugins._spec import Command
 
-__all__ = ["HOOK_OF", "WORD_OF", "all_validated", "as_plugin", "contract_of", "name_of", "validated"]
+__all__ = [
+    "HOOK_OF",
+    "WORD_OF",
+    "all_validated",
+    "as_plugin",
+    "check_hooks_marked",
+    "contract_of",
+    "name_of",
+    "validated",
+]
 
 T = TypeVar("T")
 
@@ -48,8 +57,18 @@ def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
 
 
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
-    """Return what a hook brings, as :func:`validated` returns each."""
-    return [validated(item, kind, info) for item in hook()]
+    """Return what a hook brings, as :func:`validated` returns each.
+
+    Raises:
+        ContractError: It brings no list, or something in it is of another kind.
+    """
+    answer = hook()
+    if not isinstance(answer, Iterable):
+        one = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
+        got = f"the {WORD_OF[kind]} itself" if one else f"{type(answer).__name__}: {answer!r}"
+        msg = f"{HOOK_OF[kind]} of plugin {info} must return a list of {kind.__name__} objects, got {got}"
+        raise ContractError(msg)
+    return [validated(item, kind, info) for item in answer]
 
 
 def validated(item: object, kind: type[T], info: PluginInfo) -> T:
@@ -104,6 +123,9 @@ def contract_of(plugin: object, info: PluginInfo) -> int | None:
         ContractError: It is another version than that of this process.
     """
     declared: int | None = getattr(plugin, "tp_contract", None)
+    if declared is not None and type(declared) is not int:
+        msg = f"plugin {info} must declare tp_contract as a whole number, got {declared!r}"
+        raise ContractError(msg)
     if declared not in {None, CONTRACT_VERSION}:
         msg = (
             f"plugin {info} was built for version {declared!r} of the hook contract, and this "
@@ -111,6 +133,19 @@ def contract_of(plugin: object, info: PluginInfo) -> int | None:
         )
         raise ContractError(msg)
     return declared
+
+
+def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
+    """Make sure that each function called like a hook is one: pluggy ignores those without the marker.
+
+    Raises:
+        ContractError: One of them lacks ``@hookimpl``.
+    """
+    for hook in HOOK_OF.values():
+        function = getattr(plugin, hook, None)
+        if callable(function) and not hasattr(function, f"{PROJECT_NAME}_impl"):  # where pluggy looks
+            msg = f"plugin {info} has a function {hook} that is no hook: decorate it with @hookimpl"
+            raise ContractError(msg)
 
 
 def name_of(item: object) -> str:

@@ -19,7 +19,15 @@ from tp_core.plugins._apart import ProgramStopError, call
 from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
 from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
 from tp_core.plugins._discovery import find_entry_points, load
-from tp_core.plugins._kinds import HOOK_OF, WORD_OF, all_validated, as_plugin, contract_of, name_of
+from tp_core.plugins._kinds import (
+    HOOK_OF,
+    WORD_OF,
+    all_validated,
+    as_plugin,
+    check_hooks_marked,
+    contract_of,
+    name_of,
+)
 from tp_core.plugins._markers import PROJECT_NAME
 from tp_core.plugins._spec import OWN_COMMANDS, Command, HookSpecs
 
@@ -231,6 +239,7 @@ class PluginRegistry:
             )
             raise DuplicateNameError(msg)
         declared = contract_of(plugin, info)
+        check_hooks_marked(plugin, info)
         try:
             self._manager.register(plugin, name=info.name)
             self._manager.check_pending()
