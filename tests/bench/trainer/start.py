@@ -39,7 +39,8 @@ def fresh(statements: dict[str, tuple[str, str]], folder: str) -> dict[str, list
     """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ |= {"PYTHONPATH": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
-    program = "import gc, time, torch; {}; gc.collect(); t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+    timed = "gc.collect(); t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+    program = f"import gc, time, torch; {{}}; {timed}"
     times: dict[str, list[float]] = {name: [] for name in statements}
     for counted in [False] + [True] * ROUNDS:
         for name, (before, statement) in statements.items():

@@ -190,7 +190,7 @@ def test_a_custom_batch_sampler_is_split_too():
 def test_ranks_compare_the_order_when_it_is_the_users(sampler, asked):
     compared = []
     loader = PreparedLoader(
-        loader_of(6, 2, sampler=sampler), size=2, agree=lambda what, value: compared.append(what)
+        loader_of(6, 2, sampler=sampler), size=2, agree=lambda what, value, **_: compared.append(what)
     )
     list(loader)
     assert compared[:2] == ["the number of batches of a loader", "what a loader draws"]
@@ -243,6 +243,12 @@ def test_a_distributed_sampler_would_split_twice():
     sampler = DistributedSampler(range(4), num_replicas=2, rank=0)
     with pytest.raises(LoaderError, match="would split it again"):
         PreparedLoader(loader_of(4, 2, sampler=sampler), size=2)
+    in_batches = BatchSampler(sampler, batch_size=2, drop_last=False)
+    for size in (1, 2):  # in one process half of the samples were left out without a word
+        with pytest.raises(LoaderError, match=f"over 2 ranks, and the backend .* again, over {size}"):
+            PreparedLoader(DataLoader(range(4), batch_sampler=in_batches), size=size)
+    alone = DistributedSampler(range(4), num_replicas=1, rank=0)
+    assert len(PreparedLoader(loader_of(4, 2, sampler=alone))) == 2
 
 
 def test_a_loader_without_length_says_what_to_give():

@@ -326,7 +326,7 @@ class WrapsTwice(TrueSession):
 
 
 class AgreesWithEverybody(TrueSession):
-    def check_agreement(self, what, value):
+    def check_agreement(self, what, value, **_):
         pass
 
 

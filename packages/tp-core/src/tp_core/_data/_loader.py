@@ -7,6 +7,7 @@ samples it has.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,6 +31,7 @@ from tp_core.errors import LoaderError
 __all__ = ["PreparedLoader"]
 
 _NOTHING = object()
+_WHOLE_DATA = "tp splits the data over the ranks itself: give every rank the whole dataset, in the same order"
 
 
 class PreparedLoader(LoaderPosition):
@@ -67,7 +69,7 @@ class PreparedLoader(LoaderPosition):
         shard: bool = True,
         move: Callable[[Any], Any] | None = None,
         on_share: Callable[[Share | None], None] | None = None,
-        agree: Callable[[str, object], None] | None = None,
+        agree: Callable[..., None] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
         collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None = None,
     ) -> None:
@@ -83,7 +85,7 @@ class PreparedLoader(LoaderPosition):
             shard: Whether batches are split over the data ranks.
             move: Moves a batch to the device; ``None`` leaves it where it is.
             on_share: Called with the share of each batch before it is yielded.
-            agree: ``agree(what, value)`` raises unless all ranks have the same value.
+            agree: ``agree(what, value, remedy=...)`` raises unless all ranks have the same value.
             any_rank: ``any_rank(mine)`` returns whether it holds on any rank. Given where ranks must take the
                 same steps in evaluation, too: a rank that has no samples then gets a stand-in.
             collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
@@ -102,7 +104,7 @@ class PreparedLoader(LoaderPosition):
         self._seed = seed
         self._move = move
         self._on_share = on_share
-        self._agree = agree if shard else None
+        self._agree = partial(agree, remedy=_WHOLE_DATA) if shard and agree is not None else None
         self._any_rank, self._agree_on_start = any_rank, agree
         self._rank, self._size = rank, size
         self._batches: EpochBatches | None = None
@@ -123,13 +125,15 @@ class PreparedLoader(LoaderPosition):
                 is_ours=self._source is not loader,
             )
             return
-        if size > 1 and isinstance(loader.sampler, DistributedSampler):
-            msg = (
-                "the loader's DistributedSampler already splits the data over the ranks, and the "
-                "backend would split it again; give a plain loader (shuffle=True), or pass "
-                "shard=False"
-            )
-            raise LoaderError(msg)
+        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            # In one process, too: the sampler gives a share of the data, and nobody takes the others.
+            if isinstance(sampler, DistributedSampler) and max(size, sampler.num_replicas) > 1:
+                msg = (
+                    f"the loader's DistributedSampler already splits the data over {sampler.num_replicas} "
+                    f"ranks, and the backend would split it again, over {size}; give a plain loader "
+                    "(shuffle=True), or pass shard=False"
+                )
+                raise LoaderError(msg)
         self._batches = EpochBatches(
             loader.batch_sampler,
             seed=seed,

@@ -91,12 +91,15 @@ class RankSession:
         Collectives: one barrier over all ranks.
         """
 
-    def check_agreement(self, what: str, value: object) -> None:
+    def check_agreement(
+        self, what: str, value: object, *, remedy: str = "start every rank with the same script and arguments"
+    ) -> None:
         """Make sure that all ranks have the same ``value``.
 
         Args:
             what: The words for it in the message.
             value: Something small that pickles and compares.
+            remedy: What to do where ranks disagree.
 
         Raises:
             DisagreementError: On every rank, if they differ.
@@ -115,7 +118,7 @@ class RankSession:
         if other is not None:
             msg = (
                 f"ranks disagree on {what}: rank 0 has {values[0]!r}, rank {other} has "
-                f"{values[other]!r}; start every rank with the same script and arguments"
+                f"{values[other]!r}; {remedy}"
             )
             raise DisagreementError(msg)
 
