@@ -33,7 +33,7 @@ class Silent(TupleCollateAdapter):
 )
 def test_an_adapter_that_fails_is_left_out_and_named(adapter, reason, caplog):
     collate = AdaptedCollate(list, (adapter(), TupleCollateAdapter()), 2, None, None)
-    assert collate([1, 2, 3]).parts == ([1, 2], [3])
+    assert collate([1, 2, 3]).batch == ([1, 2], [3])
     assert (
         f"the collate adapter '{adapter.name}' of {adapter.__module__} is left out: {reason}" in caplog.text
     )

@@ -9,7 +9,6 @@ from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import LossReduction, Parts, StepOutput, combine_outputs
 
 from tp_dp_gather._data_parallel import DataParallel
-from tp_dp_gather._scatter import scatter, sizes_of
 
 __all__ = ["has_loss_of_each_part", "output_by_parts"]
 
@@ -52,7 +51,8 @@ def output_by_parts(
     """
     count = len(calls[0])
     try:
-        sizes = sizes_of(batch, most=count, dim=model.dim)
+        sizes = model.scattering.sizes(batch, most=count)
+        parts = model.scattering.parts(batch, sizes)
     except ConfigError as error:
         sizes = []
         cause: ConfigError | None = error
@@ -66,7 +66,6 @@ def output_by_parts(
             "('tuple', 'ddp')"
         )
         raise StepError(msg) from cause
-    parts = scatter(batch, sizes, model.dim)
     devices = model.replicas.devices
     outputs = []
     for i, part in enumerate(parts):

@@ -1,8 +1,9 @@
 """The wrapper that splits whole batches and gathers the outputs."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,9 +16,9 @@ from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
 from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
-from tp_dp_gather._scatter import Arguments, scatter_arguments, split_scattered
+from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "in_forward_of_part"]
 
 Device = int | str | torch.device
 
@@ -28,6 +29,24 @@ _SUCCESSORS = {
     "batch_outputs": "pass gather_to_one_device=False, which returns one output per device",
 }
 """Options of the DataParallel that this one follows: their defaults, and what to pass instead."""
+
+
+# Replicas run with the caller's context variables, so that their threads see it, too.
+_has_part: ContextVar[bool] = ContextVar("_has_part", default=False)
+
+
+def in_forward_of_part() -> bool:
+    """Whether the caller runs in the forward of a replica that has one of several parts."""
+    return _has_part.get()
+
+
+@contextmanager
+def _forward_of_parts(count: int) -> Iterator[None]:
+    before = _has_part.set(count > 1 or _has_part.get())
+    try:
+        yield
+    finally:
+        _has_part.reset(before)
 
 
 class DataParallel(ReplicaWrapper):
@@ -49,6 +68,9 @@ class DataParallel(ReplicaWrapper):
         except_keywords: Keys, at any depth of dicts, named tuples and dataclasses, whose values are
             not gathered: they become tuples of parts.
         sort_and_gather: Order the parts by their devices' indices instead of ``device_ids``.
+        broadcast: Arguments that each device gets whole: names of the module's parameters, or places of
+            positional arguments. Others that are no tensors are in each part, too; but a list, tuple or array
+            as long as the batch has rows is refused, as it may have an entry for each.
 
     Attributes:
         module: The module.
@@ -74,6 +96,7 @@ class DataParallel(ReplicaWrapper):
         inputs_are_scattered: bool = False,
         except_keywords: Collection[str] | str = (),
         sort_and_gather: bool = False,
+        broadcast: Collection[str | int] | str = (),
         **upstream: Any,
     ) -> None:
         self._refuse({k: v for k, v in upstream.items() if v != _DEFAULTS.get(k, ...)}, _SUCCESSORS)
@@ -99,6 +122,9 @@ class DataParallel(ReplicaWrapper):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = frozenset(keywords)
         self.sort_and_gather = sort_and_gather
+        self.scattering = Scattering(
+            dim, frozenset((broadcast,) if isinstance(broadcast, str) else tuple(broadcast))
+        )
         self._unseen = set(keywords)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
@@ -112,22 +138,26 @@ class DataParallel(ReplicaWrapper):
             ModelError: The module cannot be replicated as it is, or is not on the first device.
         """
         most = len(self.device_ids)
+        sizes: list[int] | None = None
         if self.inputs_are_scattered:
             arguments = split_scattered(inputs, kwargs, most=most)
         elif self._overrides(DataParallel, "scatter"):
             arguments = self._scattered(*self.scatter(inputs, kwargs, self.device_ids))
         else:
-            arguments = scatter_arguments(inputs, kwargs, most=most, dim=self.dim)
-        outputs = self._run(arguments)
+            arguments, sizes = self._scatter(inputs, kwargs, self.module.forward)
+        with _forward_of_parts(len(arguments)):
+            outputs = self._run(arguments)
         if self._recorded is not None:
             self._recorded.append(outputs)
         if self.sort_and_gather:
             outputs = sorted_by_device(outputs, self.device_ids)
+            sizes = sizes and sorted_by_device(sizes, self.device_ids)
         if not self.gather_to_one_device:
             return tuple(outputs)
-        if most == 1 and self._overrides(DataParallel, "gather"):
-            return outputs[0]  # as in nn.DataParallel, for which such methods are written
-        return self.gather(outputs, self.output_device)
+        if self._overrides(DataParallel, "gather"):
+            # One device as in nn.DataParallel, for which such methods are written.
+            return outputs[0] if most == 1 else self.gather(outputs, self.output_device)
+        return self._gather(outputs, self.output_device, sizes)
 
     def __getattr__(self, name: str) -> Any:
         """Return what the wrapper lacks and the module has.
@@ -150,10 +180,11 @@ class DataParallel(ReplicaWrapper):
 
     def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
         """Run a method of the module on every part of its arguments, and gather what it returns."""
-        most = len(self.device_ids)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs))):
-            return getattr(self.module, name)(*inputs, **kwargs)
-        arguments = scatter_arguments(inputs, kwargs, most=most, dim=self.dim)
+        method = getattr(self.module, name)
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs)))
+        if not has_tensors and self.scattering.rows({**dict(enumerate(inputs)), **kwargs}) is None:
+            return method(*inputs, **kwargs)
+        arguments, sizes = self._scatter(inputs, kwargs, method)
         devices = self.replicas.devices
 
         def call(replica: nn.Module, part: Any) -> Any:
@@ -161,8 +192,16 @@ class DataParallel(ReplicaWrapper):
             moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
             return getattr(replica, name)(*moved, **named)
 
-        outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
-        return self.gather(outputs, self.output_device)
+        with _forward_of_parts(len(arguments)):
+            outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
+        if self._overrides(DataParallel, "gather"):
+            return self.gather(outputs, self.output_device)
+        return self._gather(outputs, self.output_device, sizes)
+
+    def _scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
+    ) -> tuple[list[Arguments], list[int] | None]:
+        return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
 
     @contextmanager
     def recorded(self) -> Iterator[list[Sequence[Any]]]:
@@ -190,10 +229,12 @@ class DataParallel(ReplicaWrapper):
             The positional arguments of each part, and the keyword arguments of each.
 
         Raises:
-            ConfigError: Tensors have different numbers of rows.
+            ConfigError: Tensors have different numbers of rows, or a list, tuple or array is as long.
         """
         devices = resolve_devices(device_ids)
-        parts = scatter_arguments(tuple(inputs), dict(kwargs or {}), most=len(devices), dim=self.dim)
+        parts, _ = self.scattering.arguments(
+            tuple(inputs), dict(kwargs or {}), most=len(devices), function=self.module.forward
+        )
         moved = [
             recursive_to(part, device, non_blocking=device.type != "cpu")
             for part, device in zip(parts, devices, strict=False)
@@ -212,7 +253,10 @@ class DataParallel(ReplicaWrapper):
         Raises:
             ConfigError: ``outputs`` is empty, or its elements differ in structure.
         """
-        gathering = Gathering(self._device_of(output_device), self.dim, self.except_keywords)
+        return self._gather(outputs, output_device, None)
+
+    def _gather(self, outputs: Sequence[Any], output_device: Device, sizes: Sequence[int] | None) -> Any:
+        gathering = Gathering(self._device_of(output_device), self.dim, self.except_keywords, sizes)
         result = gathering.gather(outputs)
         if self._unseen:
             self._warn_of_unseen(gathering.keys)

@@ -26,6 +26,7 @@ def data_parallel(
     inputs_are_scattered: bool = False,
     except_keywords: Collection[str] | str = (),
     sort_and_gather: bool = False,
+    broadcast: Collection[str | int] | str = (),
 ) -> Any:
     """Run ``module`` once on several devices: the functional form of `DataParallel`.
 
@@ -43,6 +44,7 @@ def data_parallel(
         inputs_are_scattered: Each argument is a tuple or list of parts.
         except_keywords: Keys whose values are not gathered.
         sort_and_gather: Order the parts by their devices' indices.
+        broadcast: Arguments that each device gets whole.
 
     Returns:
         The outputs, joined along ``dim`` on ``output_device``; or a tuple with each part's output, on its
@@ -66,6 +68,7 @@ def data_parallel(
         inputs_are_scattered=inputs_are_scattered,
         except_keywords=except_keywords,
         sort_and_gather=sort_and_gather,
+        broadcast=broadcast,
     )
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return wrapped(*args, **(module_kwargs or {}))

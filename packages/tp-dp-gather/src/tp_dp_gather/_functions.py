@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from tp_core import DeviceSpec, recursive_to, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import split_evenly
 from tp_core.replicas import Replicas, ReplicaWrapper
 
 from tp_dp_gather._gather import Gathering, sorted_by_device
-from tp_dp_gather._scatter import rows_of
-from tp_dp_gather._scatter import scatter as split
+from tp_dp_gather._scatter import Scattering
 
 __all__ = ["gather", "parallel_apply", "replicate", "scatter", "sort_by_device"]
 
@@ -34,7 +32,7 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
         most one, larger ones first.
 
     Raises:
-        ConfigError: Tensors have different numbers of rows.
+        ConfigError: Tensors have different numbers of rows, or a list, tuple or array is as long.
         DeviceError: ``target_devices`` names a device that this process does not have.
 
     Example:
@@ -42,9 +40,9 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
         [(3, 2), (2, 2)]
     """
     devices = resolve_devices(target_devices)
-    rows = rows_of(inputs, dim)
-    sizes = [s.stop - s.start for s in split_evenly(rows, min(len(devices), rows))] if rows else [0]
-    pieces = split(inputs, sizes, dim) if rows else [inputs]
+    scattering = Scattering(dim)
+    sizes = scattering.sizes(inputs, most=len(devices))
+    pieces = scattering.parts(inputs, sizes) if len(sizes) > 1 else [inputs]
     return tuple([_moved(piece, device) for piece, device in zip(pieces, devices, strict=False)])
 
 

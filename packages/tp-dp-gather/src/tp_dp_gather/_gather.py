@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from tp_core import recursive_to
 from tp_core.errors import ConfigError
-from tp_core.internal import containers
+from tp_core.internal import containers, is_array, join_cut, length_along
+
+from tp_dp_gather._samples import are_samples, is_sequence
 
 __all__ = ["Gathering", "sorted_by_device"]
 
@@ -18,22 +22,27 @@ class Gathering:
     """One gathering of outputs: what goes where, and which keys there were.
 
     Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``,
-    containers are gone through, and all else becomes a list with an entry per part. What stands
+    containers are gone through, and all else becomes a list with an entry per part. Where it is known how
+    many rows each part had, lists and arrays with an entry for each become one. What stands
     under one of the ``kept`` keys, at any depth, becomes a tuple of parts that stay where they are.
 
     Args:
         device: Where the tensors go.
         dim: The dimension to concatenate along.
         kept: The keys whose values are not gathered.
+        sizes: How many rows each part had, if that is known.
 
     Attributes:
         keys: All keys that were met.
     """
 
-    def __init__(self, device: torch.device, dim: int, kept: Collection[str]) -> None:
+    def __init__(
+        self, device: torch.device, dim: int, kept: Collection[str], sizes: Sequence[int] | None = None
+    ) -> None:
         self._device = device
         self._dim = dim
         self._kept = kept
+        self._sizes = sizes
         self.keys: set[str] = set()
 
     def gather(self, outputs: Sequence[Any], path: str = "output") -> Any:
@@ -50,9 +59,13 @@ class Gathering:
             return self._join(outputs, path)
         if all(o is None for o in outputs):
             return None
+        if isinstance(first, PackedSequence) or (is_array(first) and self._has_rows(outputs, path)):
+            return self._join(outputs, path)
         container = _TABLE[type(first)]
         if container is None:
             return list(outputs)
+        if is_sequence(first) and self._are_samples(outputs, path):
+            return type(first)(entry for output in outputs for entry in recursive_to(output, self._device))
         names = _names(first)
         for i, other in enumerate(outputs):
             if (
@@ -78,14 +91,85 @@ class Gathering:
                 values.append(self.gather(column, f"{path}[{i if name is None else name!r}]"))
         return container.rebuild(first, values)
 
-    def _join(self, outputs: Sequence[Any], path: str) -> Tensor:
+    def _join(self, outputs: Sequence[Any], path: str) -> Any:
+        kind = Tensor if isinstance(outputs[0], Tensor) else type(outputs[0])
         for i, other in enumerate(outputs):
-            if not isinstance(other, Tensor):
-                msg = f"{path} is a tensor in part 0 and {_describe(other)} in part {i}; return one structure"
+            if not isinstance(other, kind):
+                msg = (
+                    f"{path} is {_describe(outputs[0])} in part 0 and {_describe(other)} in part {i}; return "
+                    "one structure"
+                )
                 raise ConfigError(msg)
+        if kind is not Tensor:
+            return join_cut(recursive_to(list(outputs), self._device), self._dim)
         wait = self._device.type == "cpu"  # or it would be read before it is there
         moved = [o.to(self._device, non_blocking=not wait) for o in outputs]
-        return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, self._dim)
+        if moved[0].dim() == 0:
+            return torch.stack(moved)
+        self._has_rows(moved, path)
+        return join_cut(moved, self._dim)
+
+    def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
+        """Return whether all parts have their rows along the dimension; what is nested is not looked at.
+
+        Raises:
+            ConfigError: They have them along another one; or in none, and cannot be joined.
+        """
+        if (
+            self._sizes is None
+            or len(outputs) < 2
+            or (isinstance(outputs[0], Tensor) and outputs[0].is_nested)
+        ):
+            return False
+        shapes = [tuple(output.shape) for output in outputs]
+        if all(length_along(o, self._dim) == n for o, n in zip(outputs, self._sizes, strict=True)):
+            others = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
+            where = "only their rows may differ: pad them to one length" if len(others) > 1 else None
+        else:
+            dims = range(min(map(len, shapes)))
+            theirs = [d for d in dims if all(s[d] == n for s, n in zip(shapes, self._sizes, strict=True))]
+            where = (
+                f"the rows are along dim {theirs[0]}: return them along dim {self._dim}" if theirs else None
+            )
+            if where is None:
+                return False
+        if where is None:
+            return True
+        msg = (
+            f"{path} cannot be joined along dim {self._dim}: its shapes are "
+            f"{' and '.join(map(str, shapes))} for parts of {list(self._sizes)} rows, and {where}, or keep "
+            "it in parts with except_keywords or gather_to_one_device=False"
+        )
+        raise ConfigError(msg)
+
+    def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
+        """Return whether a list or tuple has an entry for each row of its part, and not for each value.
+
+        Raises:
+            ConfigError: It may be either.
+        """
+        sizes = self._sizes
+        if sizes is None or [len(o) if is_sequence(o) else -1 for o in outputs] != list(sizes):
+            return False
+        if len(set(sizes)) > 1:
+            return True
+        kinds = {are_samples(o, n, self._dim) for o, n in zip(outputs, sizes, strict=True)}
+        if True not in kinds:
+            return False
+        tensors = [leaf for leaf in outputs[0] if isinstance(leaf, Tensor)]
+        scalars = bool(tensors) and not any(t.dim() for t in tensors)
+        if isinstance(outputs[0], list) and not scalars:
+            return True
+        if (isinstance(outputs[0], tuple) and scalars) or any(sizes[0] in t.shape for t in tensors):
+            return (
+                False  # values: a loss and a score, or rows along another dimension, which is refused there
+            )
+        msg = (
+            f"{path} is {_describe(outputs[0])} of each part, which has as many rows: it may have an entry "
+            "for each of them or not: return one tensor, torch.stack(values), or keep it in parts with "
+            "except_keywords or gather_to_one_device=False"
+        )
+        raise ConfigError(msg)
 
 
 def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:

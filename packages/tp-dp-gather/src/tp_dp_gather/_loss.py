@@ -12,7 +12,7 @@ from tp_core import recursive_to
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas
 
-from tp_dp_gather._scatter import rows_of, scatter
+from tp_dp_gather._scatter import Scattering
 
 __all__ = ["parallel_loss"]
 
@@ -97,7 +97,7 @@ def parallel_loss(
 
 
 def _rows(output: Any, dim: int, part: int) -> int:
-    rows = rows_of(output, dim)
+    rows = Scattering(dim).rows(output)
     if rows is None:
         msg = f"part {part} of the outputs has no rows along dim {dim}: {type(output).__name__}"
         raise ConfigError(msg)
@@ -110,11 +110,12 @@ def _targets(targets: Any, counts: list[int], dim: int) -> list[Any]:
             msg = f"there are {len(counts)} parts of the output and {len(targets)} of the targets"
             raise ConfigError(msg)
         return list(targets)
-    rows = rows_of(targets, dim)
+    scattering = Scattering(dim)
+    rows = scattering.rows(targets)
     if rows != sum(counts):
         msg = f"the targets have {rows} rows along dim {dim}, and the outputs have {sum(counts)}"
         raise ConfigError(msg)
-    return scatter(targets, counts, dim)
+    return scattering.parts(targets, counts)
 
 
 def reduction_of(criterion: Any, *, asked: str | None) -> str | None:

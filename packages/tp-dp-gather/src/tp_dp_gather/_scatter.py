@@ -1,86 +1,246 @@
 """From whole arguments to the arguments of each part."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from tp_core import tree_leaves, tree_map
+from torch.nn.utils.rnn import PackedSequence
+from tp_core import tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import split_evenly
+from tp_core.internal import containers, cut_rows, is_array, length_along, split_evenly
 
-__all__ = ["Arguments", "rows_of", "scatter", "scatter_arguments", "sizes_of", "split_scattered"]
+from tp_dp_gather._samples import ColumnList, SampleList, SampleTuple, are_samples, is_sequence
+
+__all__ = ["Arguments", "Scattering", "split_scattered"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_MARKED = (SampleList, SampleTuple)
+_TABLE = containers(stop=lambda cls: issubclass(cls, _MARKED))
+_OUTSIDE_LISTS = containers(
+    stop=lambda cls: issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "_fields"))
+)
 
-def rows_of(value: Any, dim: int) -> int | None:
-    """Return how many rows the tensors in ``value`` have along ``dim``; ``None`` if there are none.
 
-    Raises:
-        ConfigError: Tensors have different numbers of rows.
+@dataclass(frozen=True, slots=True)
+class Scattering:
+    """How arguments are cut into parts: tensors by their rows, all else is in every part.
+
+    A list, tuple or array that is as long as there are rows would be wrong in every part, if it has an entry
+    for each row: so it is refused, unless it is known what it is.
+
+    Attributes:
+        dim: The dimension of the rows.
+        broadcast: Arguments that every part gets whole: names, or places of positional ones.
+        knows_samples: Whether lists of samples are marked, and arrays have rows as tensors have.
+        uncut: By id, what of a loader's batches holds several samples and cannot be cut.
+        counts: How many samples the loaders' last batches have, where that is known.
     """
-    rows: int | None = None
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, Tensor) or leaf.dim() <= dim:
-            continue
-        if rows is None:
-            rows = leaf.shape[dim]
-        elif leaf.shape[dim] != rows:
-            msg = (
-                f"all tensors must have the same number of rows along dim {dim}, got {rows} and "
-                f"{leaf.shape[dim]} (shape {tuple(leaf.shape)}); tensors that belong to no row can be "
-                "buffers of the module, or scattered by hand with inputs_are_scattered=True"
-            )
+
+    dim: int = 0
+    broadcast: frozenset[str | int] = frozenset()
+    knows_samples: bool = False
+    uncut: Mapping[int, Any] = field(default_factory=dict)
+    counts: Sequence[int] = ()
+
+    def arguments(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        most: int,
+        function: Callable[..., Any] | None = None,
+    ) -> tuple[list[Arguments], list[int] | None]:
+        """Split whole arguments into those of at most ``most`` parts, of sizes that differ by at most one.
+
+        Fewer rows than devices make fewer parts; arguments without tensors, or without rows, make one.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            most: How many parts there may be.
+            function: What gets them, for the names of positional ones.
+
+        Returns:
+            The arguments of each part, and how many rows each has; ``None`` where nothing was split.
+
+        Raises:
+            ConfigError: Tensors have different numbers of rows, or a value may have an entry for each.
+        """
+        given: dict[str | int, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        names = _names(function, len(args)) if self.broadcast else {}
+        whole = {k: v for k, v in given.items() if k in self.broadcast or names.get(k) in self.broadcast}
+        rest = {k: v for k, v in given.items() if k not in whole}
+        sizes = self.sizes(rest, most=most)
+        if len(sizes) < 2:
+            return [(args, kwargs)], None
+        pieces: dict[str | int, list[Any]] = {}
+        done: dict[int, tuple[Any, list[Any]]] = {}
+        for key, value in rest.items():
+            try:
+                pieces[key] = self._pieces(value, sizes, done)
+            except ConfigError as error:
+                name = _names(function, len(args)).get(key, key)
+                msg = f"argument {name!r}: {error}"
+                raise ConfigError(msg) from None
+        pieces |= {k: [v] * len(sizes) for k, v in whole.items()}
+        parts = [
+            (tuple(pieces[i][part] for i in range(len(args))), {k: pieces[k][part] for k in kwargs})
+            for part in range(len(sizes))
+        ]
+        return parts, sizes
+
+    def sizes(self, value: Any, *, most: int) -> list[int]:
+        """Return how many rows each of at most ``most`` parts gets; an empty list where there are none.
+
+        Raises:
+            ConfigError: Tensors have different numbers of rows.
+        """
+        rows = self.rows(value)
+        return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
+
+    def rows(self, value: Any) -> int | None:
+        """Return how many rows the tensors in ``value`` have; ``None`` if there are none.
+
+        What lists hold is asked where there is nothing else: it may be a tensor for each sample.
+
+        Raises:
+            ConfigError: Tensors have different numbers of rows.
+        """
+        for table in (_OUTSIDE_LISTS, _TABLE):
+            rows: int | None = None
+            for leaf in tree_leaves(value, table=table):
+                length = self._length(leaf)
+                if rows is None:
+                    rows = length
+                elif length is not None and length != rows:
+                    raise ConfigError(self._uneven(leaf, length, rows))
+            if rows is not None:
+                if table is _TABLE and self.counts and rows not in self.counts:
+                    raise ConfigError(self._in_a_list(rows))
+                return rows
+        return None
+
+    def parts(self, value: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return one value for each size; the pieces of tensors are views.
+
+        Raises:
+            ConfigError: As in :meth:`arguments`.
+        """
+        return self._pieces(value, sizes, {})
+
+    def _pieces(self, value: Any, sizes: Sequence[int], done: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
+        if id(value) in done:
+            return done[id(value)][1]
+        rows, container = sum(sizes), _TABLE[type(value)]
+        if isinstance(value, _MARKED):
+            if len(value) != rows:
+                raise ConfigError(self._uneven(value, len(value), rows))
+            pieces = [type(value)(piece) for piece in _cut(value, sizes)]
+        elif container is None:
+            pieces = self._leaf(value, sizes)
+        elif is_sequence(value) and len(value) == rows and self._is_refused(value, rows):
+            raise ConfigError(self._as_long_as_the_batch(value))
+        else:
+            children = list(container.children(value))
+            columns = [self._pieces(child, sizes, done) for child in children]
+            pieces = [
+                value
+                if all(column[i] is child for column, child in zip(columns, children, strict=True))
+                else container.rebuild(value, [column[i] for column in columns])
+                for i in range(len(sizes))
+            ]
+        done[id(value)] = value, pieces  # with the value: ids are of objects that live
+        return pieces
+
+    def _leaf(self, value: Any, sizes: Sequence[int]) -> list[Any]:
+        rows, length = sum(sizes), self._length(value)
+        if self.uncut.get(id(value)) is value:
+            if isinstance(value, Tensor):
+                msg = (
+                    f"it is a tensor of shape {tuple(value.shape)}, and the batch's samples are not along "
+                    f"its dim {self.dim}; collate it with the samples first, or choose their dimension: "
+                    'options={"dp-gather": {"dim": ...}}'
+                )
+            else:
+                msg = (
+                    f"it is a {type(value).__name__} of the batch, and it is not known how to cut "
+                    "it into samples; let collate_fn return tensors, arrays and lists with an entry for "
+                    f"each, or name the argument to give all of it to each device: {self._naming()}"
+                )
             raise ConfigError(msg)
-    return rows
+        if length is None:
+            if is_array(value) and length_along(value) == rows:
+                raise ConfigError(self._as_long_as_the_batch(value))
+            return [value] * len(sizes)
+        if length != rows:
+            raise ConfigError(self._uneven(value, length, rows))
+        return list(cut_rows(value, sizes, self.dim))
+
+    def _length(self, leaf: Any) -> int | None:
+        if isinstance(leaf, _MARKED):
+            return len(leaf)
+        return None if is_array(leaf) and not self.knows_samples else length_along(leaf, self.dim)
+
+    def _is_refused(self, value: Any, rows: int) -> bool:
+        if isinstance(value, ColumnList):
+            return False
+        kind = are_samples(value, rows, self.dim)
+        return kind is True or (kind is None and isinstance(value, list))
+
+    def _uneven(self, leaf: Any, length: int, rows: int) -> str:
+        what = f"a {type(leaf).__name__} of {length}"
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
+            what = f"shape {tuple(leaf.shape)}"
+        return (
+            f"all tensors must have the same number of rows along dim {self.dim}, got {rows} and {length} "
+            f"({what}); tensors that belong to no row can be buffers of the module, be named to go to each "
+            f"device whole, {self._naming()}, or scattered by hand with inputs_are_scattered=True"
+        )
+
+    def _in_a_list(self, rows: int) -> str:
+        return (
+            f"tensors with {rows} rows are given in a list, and the batch has {self.counts[-1]} samples, so "
+            "that they may be one for each; give the list as it is in the loader's batch, where that is "
+            "known, or tensors with a row for each sample"
+        )
+
+    def _as_long_as_the_batch(self, value: Any) -> str:
+        what = type(value).__name__
+        instead = (
+            "give it as it is in the loader's batch, where it is known to have an entry for each sample"
+            if self.knows_samples
+            else "give a tensor, or scatter by hand with inputs_are_scattered=True"
+        )
+        return (
+            f"it is a {what} of {len(value)}, and there are as many rows, so that each device may need "
+            f"its own entries of it: {instead}; or name the argument to give all of it to each "
+            f"device: {self._naming()}"
+        )
+
+    def _naming(self) -> str:
+        return (
+            'options={"dp-gather": {"broadcast": ("name",)}}' if self.knows_samples else 'broadcast=("name",)'
+        )
 
 
-def sizes_of(value: Any, *, most: int, dim: int) -> list[int]:
-    """Return how many rows each of at most ``most`` parts gets; an empty list where there are none.
-
-    Raises:
-        ConfigError: Tensors have different numbers of rows.
-    """
-    rows = rows_of(value, dim)
-    return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
+def _cut(value: Sequence[Any], sizes: Sequence[int]) -> Iterator[Sequence[Any]]:
+    first = 0
+    for size in sizes:
+        yield value[first : first + size]
+        first += size
 
 
-def scatter(value: Any, sizes: Sequence[int], dim: int) -> list[Any]:
-    """Return one value for each size: tensors are split, all else is in every part.
-
-    The pieces of tensors are views; those that have no such dimension are in every part too.
-    """
-    pieces: dict[int, Sequence[Tensor]] = {}
-
-    def piece(leaf: Any, i: int) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() <= dim:
-            return leaf
-        if id(leaf) not in pieces:
-            pieces[id(leaf)] = torch.split(leaf, list(sizes), dim)
-        return pieces[id(leaf)][i]
-
-    def part(i: int) -> Any:
-        return tree_map(lambda leaf: piece(leaf, i), value)
-
-    return [part(i) for i in range(len(sizes))]
-
-
-def scatter_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int, dim: int
-) -> list[Arguments]:
-    """Split whole arguments into those of at most ``most`` parts, of sizes that differ by at most one.
-
-    Fewer rows than devices make fewer parts; arguments without tensors, or without rows, make one.
-
-    Raises:
-        ConfigError: Tensors have different numbers of rows.
-    """
-    sizes = sizes_of((args, kwargs), most=most, dim=dim)
-    if not sizes:
-        return [(args, kwargs)]
-    scattered: list[Arguments] = scatter((args, kwargs), sizes, dim)
-    return scattered
+def _names(function: Callable[..., Any] | None, count: int) -> dict[str | int, str]:
+    """Return the names of the first positional arguments of a function, by their places."""
+    try:
+        parameters = [] if function is None else list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {i: p.name for i, p in enumerate(parameters[:count]) if p.kind is not p.VAR_POSITIONAL}
 
 
 def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int) -> list[Arguments]:
@@ -98,10 +258,11 @@ def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int)
     ]
     count: int | None = None
     for name, arg in named:
-        if isinstance(arg, Tensor):
+        if isinstance(arg, Tensor | PackedSequence):
+            what = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
             msg = (
                 f"with inputs_are_scattered=True {name} must be a tuple or list with one part per device, "
-                f"got a tensor of shape {tuple(arg.shape)}"
+                f"got a {what}"
             )
             raise ConfigError(msg)
         if not isinstance(arg, tuple | list):

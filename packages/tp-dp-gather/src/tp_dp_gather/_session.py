@@ -1,13 +1,22 @@
 """The session of the backend ``dp-gather``."""
 
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
-from tp_core.plugins import Job, Session, StepOutput
+from torch.utils.data import DataLoader, default_collate
+from tp_core.errors import StepError
+from tp_core.internal import Envelope, iterates_itself
+from tp_core.plugins import Job, PreparedLoader, Session, StepOutput
 
 from tp_dp_gather._by_parts import Step, has_loss_of_each_part, output_by_parts
-from tp_dp_gather._data_parallel import DataParallel
+from tp_dp_gather._data_parallel import DataParallel, in_forward_of_part
 from tp_dp_gather._options import GatherOptions
+from tp_dp_gather._samples import CountedCollate, Marker
 
 __all__ = ["GatherSession"]
 
@@ -23,6 +32,8 @@ class GatherSession(Session):
     def __init__(self, job: Job, options: GatherOptions) -> None:
         super().__init__(job)
         self._options = options
+        self._uncut: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._counts: deque[int] = deque(maxlen=8)  # of several loaders that one step takes batches of
         # The last step that several devices ran, and whether it got a loss of each of them.
         self._known: tuple[Step, bool] | None = None
 
@@ -33,12 +44,51 @@ class GatherSession(Session):
             ModelError: ``model`` is not a module, or it is wrapped already.
         """
         options = self._options
-        return DataParallel(
+        prepared = DataParallel(
             super().prepare_model(model),
             list(self.job.devices),
             dim=options.dim,
             except_keywords=options.except_keywords,
+            broadcast=options.broadcast,
         )
+        prepared.scattering = replace(
+            prepared.scattering, knows_samples=True, uncut=self._uncut, counts=self._counts
+        )
+        return prepared
+
+    def prepare_loader(
+        self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
+    ) -> PreparedLoader:
+        """Return a loader of whole batches, in which lists with an entry for each sample are marked.
+
+        Raises:
+            LoaderError: The loader cannot be iterated.
+        """
+        # A class that iterates itself looks into its batches: their number of samples stays unknown.
+        is_counted = isinstance(loader, DataLoader) and loader.batch_sampler and not iterates_itself(loader)
+        collate = getattr(loader, "collate_fn", None)
+        marker = Marker(
+            self._options.dim,
+            lists_are_columns=collate is default_collate,
+            uncut=self._uncut,
+            counts=self._counts,
+        )
+        return PreparedLoader(
+            loader,
+            seed=self.job.seed,
+            training=training,
+            shard=shard,
+            move=partial(self.move_batch, marker=marker),
+            on_share=self.take_share,
+            collate=CountedCollate if is_counted else None,
+        )
+
+    def move_batch(self, batch: Any, *, marker: Marker | None = None) -> Any:
+        """Move a batch to the first device, and mark what it has of each sample."""
+        if not isinstance(batch, Envelope):
+            return super().move_batch(batch)
+        moved = super().move_batch(batch.batch)
+        return moved if marker is None else marker.mark(moved, batch.samples)
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile the user's module and its replicas; scattering and gathering stay outside."""
@@ -74,6 +124,19 @@ class GatherSession(Session):
         if not self._known[1]:
             return output
         return output_by_parts(step, model, batch, calls, loss=self.job.loss)
+
+    def check_in_step(self, what: str) -> None:
+        """Make sure that this is not called in the forward of a replica, which has a part of the batch.
+
+        Raises:
+            StepError: It is.
+        """
+        if in_forward_of_part():
+            msg = (
+                f"{what} was called within the model's forward, which has one device's part of "
+                "the batch; call it in the step, which sees the whole batch, or take Trainer(backend='tuple')"
+            )
+            raise StepError(msg)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module of a prepared model."""

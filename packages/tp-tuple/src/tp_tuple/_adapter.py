@@ -52,5 +52,5 @@ class _PartCollate:
     def __call__(self, items: list[Any]) -> Parts:
         splitter = self._splitter
         pieces, order = splitter.rows(items)
-        parts = [self._collate_fn(splitter.take(items, rows)) for rows in pieces]
+        parts = splitter.collated(self._collate_fn, items, pieces)
         return splitter.label(parts, [len(rows) for rows in pieces], order)

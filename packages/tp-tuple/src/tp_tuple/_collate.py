@@ -1,7 +1,7 @@
 """Collate functions that return a batch for each device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
@@ -22,6 +22,7 @@ __all__ = [
     "tp_collate",
 ]
 
+T = TypeVar("T")
 Select = Callable[[Any, Sequence[int]], Any]
 
 _PLAIN = frozenset({tuple, list})
@@ -103,6 +104,24 @@ class Splitter:
         except (LookupError, TypeError) as error:
             raise ConfigError(_needs_select(items)) from error
 
+    def collated(
+        self, collate_fn: Callable[[Any], T], items: Any, pieces: Sequence[Sequence[int]]
+    ) -> list[T]:
+        """Return what a collate function makes of each piece; its errors say of how many items."""
+        batches = []
+        for rows in pieces:
+            try:
+                batches.append(collate_fn(self.take(items, rows)))
+            except Exception as error:
+                if len(pieces) > 1:
+                    error.add_note(
+                        f"collate_fn was given {len(rows)} of the {len(items)} samples of a batch, those of "
+                        "one device. If it leaves samples out, it may leave none for a device: leave them out "
+                        "in the dataset or the sampler"
+                    )
+                raise
+        return batches
+
     def label(self, values: Sequence[Any], counts: list[int], order: list[int] | None) -> Parts:
         """Return the values as parts that know their sizes."""
         if self.speeds is None:
@@ -148,7 +167,7 @@ class TupleCollate:
             if isinstance(whole, Tensor):
                 return splitter.label(whole.split_with_sizes(counts), counts, None)
             return tuple([splitter.label(tensor.split_with_sizes(counts), counts, None) for tensor in whole])
-        batches = [self.collate_fn(splitter.take(items, rows)) for rows in pieces]
+        batches = splitter.collated(self.collate_fn, items, pieces)
         if self._is_torchs and isinstance(batches[0], list) and isinstance(batches[0][0], str | bytes):
             return splitter.label(batches, counts, order)  # text stays a list of the items themselves
         if not self._has_values:

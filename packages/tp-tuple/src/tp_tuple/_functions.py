@@ -6,12 +6,16 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from tp_core import tree_leaves
+from tp_core.internal import containers, join_cut
 from tp_core.replicas import Replicas
 
 from tp_tuple._transpose import arguments_of_parts, per_value
 
 __all__ = ["cat", "tuple_fn"]
+
+_CONTAINERS = containers()
 
 
 def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
@@ -27,7 +31,7 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
 
     Returns:
         For each value a tensor on the first part's device, whose size in ``dim`` is the sum of the parts';
-        a value whose parts are not tensors as it came.
+        where the parts are dicts or dataclasses, one with such tensors; all else as it came.
 
     Raises:
         RuntimeError: The shapes of a value's parts differ in another dimension.
@@ -45,10 +49,21 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
 
 
 def _cat(parts: Sequence[Any], dim: int) -> Any:
-    if not parts or not all(isinstance(p, Tensor) for p in parts):
+    if not parts:
         return parts
-    moved = [p.to(parts[0].device) for p in parts]
-    return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim)
+    first = parts[0]
+    container = _CONTAINERS[type(first)]
+    if container is not None and not isinstance(first, tuple | list):
+        labels = list(container.labels(first))
+        if any(type(p) is not type(first) or list(container.labels(p)) != labels for p in parts):
+            return parts
+        columns = zip(*(container.children(p) for p in parts), strict=True)
+        return container.rebuild(first, [_cat(column, dim) for column in columns])
+    for kind in (Tensor, PackedSequence):
+        if all(isinstance(p, kind) for p in parts):
+            moved = [p.to(first.data.device) for p in parts]
+            return torch.stack(moved) if kind is Tensor and first.dim() == 0 else join_cut(moved, dim)
+    return parts
 
 
 @overload

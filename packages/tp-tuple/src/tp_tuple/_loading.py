@@ -4,27 +4,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tp_core import recursive_pin
 from tp_core.errors import ConfigError, LoaderError, StepError
+from tp_core.internal import Envelope
 from tp_core.plugins import CollateAdapter, Parts, Verdict, registry
 
 from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._speeds import Speeds
 
-__all__ = ["AdaptedCollate", "Envelope", "PlacedParts", "find_adapters"]
+__all__ = ["AdaptedCollate", "PlacedParts", "find_adapters"]
 
 log = logging.getLogger("tp_tuple")
-
-
-class Envelope:
-    """Parts on their way through the loader: torch pins any tuple as a plain list."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-
-    def pin_memory(self) -> "Envelope":
-        """Return an envelope of parts in page-locked memory."""
-        return Envelope(self.parts.map(recursive_pin))
 
 
 class PlacedParts(Parts):
@@ -72,7 +61,8 @@ class AdaptedCollate:
                 weights=self._weights,
                 cost=self._cost,
             )
-        return Envelope(self._adapted(items))
+        parts = self._adapted(items)
+        return Envelope(parts, sum(parts.counts))
 
     def _choose(self, sample: Any) -> CollateAdapter:
         verdicts = [(a, _assessed(a, sample, self._parts)) for a in self._adapters]

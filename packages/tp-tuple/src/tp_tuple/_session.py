@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to
 from tp_core.errors import LoaderError
+from tp_core.internal import Envelope
 from tp_core.plugins import (
     Job,
     Parts,
@@ -19,7 +20,7 @@ from tp_core.plugins import (
 )
 from tp_core.replicas import Replicas
 
-from tp_tuple._loading import AdaptedCollate, Envelope, PlacedParts, find_adapters
+from tp_tuple._loading import AdaptedCollate, PlacedParts, find_adapters
 from tp_tuple._meeting import Meeting, meeting_here
 from tp_tuple._options import TupleOptions
 from tp_tuple._speeds import Speeds
@@ -106,7 +107,7 @@ class TupleSession(Session):
 
     def move_batch(self, batch: Any) -> Any:
         """Move each part to its device."""
-        parts = batch.parts if isinstance(batch, Envelope) else batch
+        parts = batch.batch if isinstance(batch, Envelope) else batch
         if not isinstance(parts, Parts):
             msg = (
                 "the backend 'tuple' needs batches in parts, one per device, and the loader yielded "
@@ -114,7 +115,7 @@ class TupleSession(Session):
             )
             raise LoaderError(msg)
         samples = sum(parts.counts)
-        self.take_share(Share(samples, samples))  # a batch in an envelope counts as one
+        self.take_share(Share(samples, samples))  # of parts that come from no loader, too
         return self._placed(parts)
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.nn.utils.rnn import PackedSequence
 from tp_core.errors import ConfigError, TransferError
 from tp_core.internal import containers
 
@@ -26,6 +27,8 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
         ConfigError: The parts have different numbers of values, or different keys.
     """
     first = results[0]
+    if isinstance(first, PackedSequence):  # a tuple by inheritance, a value by use
+        return make(list(results))
     if isinstance(first, tuple | list):
         lengths = [len(r) if isinstance(r, tuple | list) else None for r in results]
         if any(n != len(first) for n in lengths):
@@ -89,7 +92,7 @@ def arguments_of_parts(
 
 def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
     """Return the number of parts of the argument with that place or name."""
-    if not isinstance(arg, tuple | list):
+    if not isinstance(arg, tuple | list) or isinstance(arg, PackedSequence):
         shape = getattr(arg, "shape", None)
         what = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
         msg = (

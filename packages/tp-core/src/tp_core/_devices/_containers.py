@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from tp_core.errors import TransferError
 
@@ -182,10 +184,41 @@ def _dataclass_of(cls: type) -> Container:
     def present(value: Any) -> list[str]:
         return [n for n in names if hasattr(value, n)]  # init=False fields may not be set yet
 
-    def rebuild(old: Any, values: list[Any]) -> Any:
+    given = frozenset(f.name for f in dataclasses.fields(cls) if f.init)
+    derives = hasattr(cls, "__post_init__") and cls.__dataclass_params__.init  # type: ignore[attr-defined]
+    # InitVars: nobody has their values any more.
+    lacking = frozenset(_required(cls) if derives else ()) - given
+
+    def rederived(old: Any, values: dict[str, Any]) -> Any:
+        """Return what ``dataclasses.replace`` makes: ``__post_init__`` derives from the new values."""
+        stale = [n for n, v in values.items() if n not in given and v is getattr(old, n)]
+        if lacking and stale:
+            msg = (
+                f"cannot derive {', '.join(map(repr, stale))} of another {cls.__qualname__}: __post_init__ "
+                f"takes {', '.join(map(repr, sorted(lacking)))}, which is not kept; keep it in a "
+                "field, or make the derived one a property"
+            )
+            raise TransferError(msg)
         new = copy.copy(old)
-        for name, value in zip(present(old), values, strict=True):
-            object.__setattr__(new, name, value)  # frozen ones refuse plain assignment
+        if not lacking:
+            new = dataclasses.replace(old, **{n: v for n, v in values.items() if n in given})
+            for name, value in getattr(old, "__dict__", {}).items():
+                new.__dict__.setdefault(name, value)  # what was set on it later
+        for name, value in values.items():
+            # Given values have been through __post_init__ once; of derived ones those that moved, or were
+            # split, are right, and numbers and the like are those that belong to the new values.
+            if name not in stale or not hasattr(new, name):
+                object.__setattr__(new, name, value)
+        return new
+
+    def rebuild(old: Any, values: list[Any]) -> Any:
+        named = dict(zip(present(old), values, strict=True))
+        if derives:
+            new = rederived(old, named)
+        else:
+            new = copy.copy(old)
+            for name, value in named.items():
+                object.__setattr__(new, name, value)  # frozen ones refuse plain assignment
         for name in cached & vars(new).keys() if cached else ():
             del new.__dict__[name]  # it was computed from the old values
         return new
@@ -205,6 +238,12 @@ def _dataclass_of(cls: type) -> Container:
     )
 
 
+def _required(cls: type) -> list[str]:
+    """Return the names without which the class cannot be called."""
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+
 _LIST = Container(_same, _positions, _rebuild_list)
 _TUPLE = Container(_same, _positions, _rebuild_tuple)
 _STRUCTSEQ = Container(_same, _positions, _rebuild_structseq)
@@ -213,6 +252,8 @@ _EXACT: Mapping[type, Container | None] = MappingProxyType(
         dict: Container(dict.values, _keys, _rebuild_dict),
         list: Container(_same, _positions, lambda _, values: values),
         tuple: Container(_same, _positions, lambda _, values: tuple(values)),
-        torch.Size: None,  # a tuple by inheritance, a value by use
+        # Tuples by inheritance, values by use.
+        torch.Size: None,
+        PackedSequence: None,
     }
 )

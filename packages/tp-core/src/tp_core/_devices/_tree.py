@@ -21,8 +21,8 @@ def tree_map(
     """Return ``obj`` with ``leaf(value)`` in place of each value that is not a container.
 
     Containers are mappings, lists, tuples, named tuples, torch's result tuples, dataclass
-    instances, and subclasses of these; all else is a leaf, sets too. Types are kept, and so are
-    attributes that a subclass has besides its items. Keys are not visited.
+    instances, and subclasses of these; all else is a leaf, packed sequences and sets too. Types are
+    kept, and so are attributes that a subclass has besides its items. Keys are not visited.
 
     An object that occurs twice in ``obj`` occurs once in the result. A container in which no leaf
     became another object is returned itself and not copied, as ``Tensor.to`` returns the tensor

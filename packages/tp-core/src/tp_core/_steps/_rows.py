@@ -1,13 +1,14 @@
 """What a step returned for its samples, in rows that are joined and not averaged."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from tp_core._data._cutting import join_cut, length_along, take_rows
 from tp_core._data._parts import Parts
 from tp_core.errors import StepError
 
@@ -66,8 +67,9 @@ def join_rows(values: Sequence[Any]) -> Any:
         StepError: The values are not built alike, or hold something without rows.
     """
     first = values[0]
-    if all(isinstance(v, Tensor) and v.dim() for v in values):
-        return torch.cat(list(values))
+    kinds = {Tensor if isinstance(v, Tensor) else type(v) for v in values}
+    if len(kinds) == 1 and all(length_along(v) is not None for v in values):
+        return join_cut(values)
     if all(isinstance(v, list) for v in values):
         return [entry for value in values for entry in value]
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
@@ -76,32 +78,30 @@ def join_rows(values: Sequence[Any]) -> Any:
         return _like(first, [join_rows(entries) for entries in zip(*values, strict=True)])
     if all(v is None for v in values):
         return None
-    if all(_is_array(v) and v.ndim for v in values):
-        return sys.modules["numpy"].concatenate(list(values))
-    kinds = sorted({_describe(v) for v in values})
+    described = sorted({_describe(v) for v in values})
     msg = (
         "values of several batches or parts are joined by their rows: give tensors, arrays or lists with "
-        f"one row for each sample, alone or in dicts and tuples, and the same ones each time; got {kinds}"
+        f"one row for each sample, alone or in dicts and tuples, and the same ones each time; got {described}"
     )
     raise StepError(msg)
 
 
 def _taken(value: Any, place: list[int]) -> Any:
     """Return ``value`` with its rows in another order."""
-    if isinstance(value, Tensor):
-        return value[torch.tensor(place, device=value.device)]
+    if length_along(value) is not None:
+        return take_rows(value, place)
     if isinstance(value, list):
         return [value[i] for i in place]
     if isinstance(value, Mapping):
         return {key: _taken(v, place) for key, v in value.items()}
     if isinstance(value, tuple):
         return _like(value, [_taken(v, place) for v in value])
-    return value[place] if _is_array(value) else value
+    return value
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return ``value`` with ``function`` applied to its tensors, those in the entries of lists too."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | PackedSequence):
         return function(value)
     if isinstance(value, list):
         return [_mapped(function, v) for v in value]
@@ -115,22 +115,13 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [leaf for v in value.values() for leaf in _leaves(v)]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, PackedSequence):
         return [leaf for v in value for leaf in _leaves(v)]
     return [] if value is None else [value]
 
 
 def _length(leaf: Any) -> int | None:
-    if isinstance(leaf, list):
-        return len(leaf)
-    if isinstance(leaf, Tensor) or _is_array(leaf):
-        return leaf.shape[0] if leaf.ndim else None
-    return None
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return len(leaf) if isinstance(leaf, list) else length_along(leaf)
 
 
 def _like(first: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:

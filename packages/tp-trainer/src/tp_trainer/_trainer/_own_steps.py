@@ -159,6 +159,7 @@ class OwnSteps(TrainerBase):
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=False)
         session, shares = self.session, self._shares
+        session.check_in_step("global_loss()")
         share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
         loss = loss.detach().reshape(())
         if session.data_size == 1:

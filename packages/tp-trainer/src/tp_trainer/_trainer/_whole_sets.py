@@ -127,12 +127,14 @@ class WholeSets(TrainerBase):
             The same with the rows of all ranks, in the order of the global batch, without gradients.
 
         Raises:
-            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known.
+            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known;
+                or this is the forward of a model that has a part of the batch.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
         """
         session, shares = self._open(by="gather_for_metrics()"), self._shares
+        session.check_in_step("gather_for_metrics()")
         is_nothing = shares is not None and shares.holds_nothing(batch)
         from tp_trainer._steps._gathering import gather_rows
 
@@ -152,14 +154,16 @@ class WholeSets(TrainerBase):
             The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
 
         Raises:
-            StepError: The backend runs the step on parts of the batch, and this is not such a step, or not
-                all parts take part; or there are no rows; or a rank without a sample does not take part.
+            StepError: The backend runs the step or the model's forward on parts of the batch, and this is not
+                such a step, or is such a forward; or not all parts take part; or there are no rows; or a rank
+                without a sample does not take part.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
         all-reduce.
         """
         session = self.session
+        session.check_in_step("all_gather()")
         from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
 
         return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))

@@ -174,6 +174,16 @@ class Session(RankSession, GradientSession):
         )
         raise StepError(msg)
 
+    def check_in_step(self, what: str) -> None:
+        """Make sure that the caller sees the batch as a step does, and not the part of a model's replica.
+
+        Args:
+            what: What is called, for the message.
+
+        Raises:
+            StepError: The backend runs the model's forward on parts of the batch, and this is in one.
+        """
+
     def run_several(
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
     ) -> StepOutput:

@@ -1,0 +1,362 @@
+"""A batch is what its samples are: every kind trains as on one device, or is refused in words, on every backend."""
+
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from tp_core.errors import ConfigError, StepError
+from tp_core.testing import RankPool
+from tp_trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor")
+
+SAMPLES, BATCH = 14, 6  # batches of 6, 6 and 2: one that is as long as a pair
+
+
+def sample(i):
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(3, generator=generator, dtype=torch.float64)
+    sequence = torch.randn(i % 4 + 1, 3, generator=generator, dtype=torch.float64)
+    return {"x": x, "k": 1 + i / 4, "text": str(i), "sequence": sequence, "i": i}
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        return sample(i)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return map(sample, range(SAMPLES))
+
+
+@dataclass
+class Derived:
+    x: Tensor
+    texts: list[str]
+    rows: int = field(init=False)
+
+    def __post_init__(self):
+        self.rows = len(self.x)
+
+
+@dataclass(frozen=True)
+class Positions:
+    x: Tensor
+    first: InitVar[int]
+    rows: int = field(init=False)
+
+    def __post_init__(self, first):
+        object.__setattr__(self, "rows", len(self.x) + first)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    texts: list[str]
+
+
+class Opaque:
+    """A batch of a class that nobody knows: its tensors are attributes."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Model(nn.Module):
+    """Computes a number for each sample; what it gets of a sample besides is as many numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 1, dtype=torch.float64)
+        self.rnn = nn.GRU(3, 2, dtype=torch.float64)
+
+    def forward(self, x, *more, how=None, **named):
+        values = self.line(x)[:, 0]
+        return values if how is None else HOW[how](self, values, *more, **named)
+
+    def each(self, rows):
+        return torch.stack([self.line(row).sum() for row in rows])
+
+
+class Sequences(Model):
+    """Takes sequences alone."""
+
+    def forward(self, rows, *_):
+        return self.each(rows)
+
+
+class Packed(Model):
+    def forward(self, packed, *_):
+        return self.rnn(packed)[0]
+
+
+def zipped(_, values, texts):
+    return torch.stack([v * float(t) for v, t in zip(values, texts, strict=True)])
+
+
+def multiplied(_, values, factors):
+    return values * torch.as_tensor(factors)
+
+
+HOW = {
+    "texts": zipped,
+    "factors": multiplied,
+    "sequences": lambda m, v, rows: v + m.each(rows),
+    "objects": lambda m, v, objects: torch.stack([a + o["k"] for a, o in zip(v, objects, strict=True)]),
+    "pairs": lambda m, v, pairs: v + sum(m.line(p)[:, 0] for p in pairs),
+    "two": lambda m, v, two: v * two[0] + two[1],
+    "dense": lambda m, v, other: v + m.line(other.to_dense())[:, 0],
+    "nested": lambda m, v, other: v + torch.stack([m.line(o).sum() for o in other.unbind()]),
+    "derived": lambda m, v, batch: zipped(m, v, batch.texts) * (batch.rows == len(batch.x)),
+    "positions": lambda m, v, batch: v + batch.rows,
+    "named": lambda m, v, pair: zipped(m, v, pair.texts),
+    "deep": lambda m, v, deep: zipped(m, v, deep["a"]["texts"]) + deep["b"][0][:, 0],
+    "packed": lambda m, v, packed: v + torch.stack([s.sum() for s in unpack_sequence(packed)]),
+    "opaque": lambda m, v, batch: v + m.line(batch.x)[:, 0],
+    "time first": lambda m, v, x: v[None].expand(5, -1) + 0,
+    "states": lambda m, v: (v, m.rnn(v[None, :, None].expand(4, -1, 3))[1]),
+    "texts out": lambda m, v: {"v": v, "texts": [f"{i:.6f}" for i in v.tolist()]},
+    "rows out": lambda m, v: [{"v": row} for row in v[:, None]],
+    "array out": lambda m, v: (v, v.detach().numpy()),
+    "packed out": lambda m, v, packed: m.rnn(packed)[0],
+    "set": lambda m, v, names: v + len(names),
+}
+
+
+def of(name, convert: Callable[[list], Any] = list):
+    return lambda items: convert([item[name] for item in items])
+
+
+def collated(**makes):
+    def collate(items):
+        x = torch.stack([item["x"] for item in items])
+        return {"x": x} | {name: make(items) for name, make in makes.items()}
+
+    return collate
+
+
+def calls(how, *names, out=lambda output: output, model=Model):
+    def step(model, batch):
+        output = out(model(batch["x"], *(batch[name] for name in names), how=how))
+        return output.square().mean()
+
+    step.model = model
+    return step
+
+
+def sequences(convert):
+    return of("sequence", convert)
+
+
+def packed(sort):
+    return lambda rows: pack_sequence(
+        sorted(rows, key=len, reverse=True) if sort else rows, enforce_sorted=sort
+    )
+
+
+def whole(step, model=Model):
+    step.model = model
+    return step
+
+
+def squared(output):
+    return output.square().mean()
+
+
+class Case(NamedTuple):
+    """A kind of batch: what collates it, the step, and the errors of ``dp-gather`` and ``tuple``, if any."""
+
+    collate: Any
+    step: Any
+    gather: str | None = None
+    parts: str | None = None
+
+
+MORE = "as many rows"
+CASES = {
+    "texts": Case(collated(t=of("text")), calls("texts", "t")),
+    "texts in a tuple": Case(collated(t=of("text", tuple)), calls("texts", "t")),
+    "texts of torch's collate": Case(
+        lambda items: default_collate([{"x": i["x"], "t": i["text"]} for i in items]), calls("texts", "t")
+    ),
+    "pairs of torch's collate": Case(
+        lambda items: default_collate([(i["x"], i["text"]) for i in items]),
+        whole(lambda m, b: squared(m(b[0], b[1], how="texts"))),
+    ),
+    "texts by name": Case(
+        collated(texts=of("text")), whole(lambda m, b: squared(m(b["x"], how="texts", texts=b["texts"])))
+    ),
+    "arrays": Case(collated(k=of("k", np.array)), calls("factors", "k")),
+    "arrays made by the step": Case(
+        collated(k=of("k", np.array)), whole(lambda m, b: squared(m(b["x"], b["k"] * 2, how="factors")))
+    ),
+    "numbers in a list": Case(collated(k=of("k")), calls("factors", "k")),
+    "numbers in a tensor": Case(collated(k=of("k", torch.tensor)), calls("factors", "k")),
+    "sequences in a list": Case(collated(s=of("sequence")), calls("sequences", "s")),
+    "equal sequences in a list": Case(
+        collated(s=lambda items: [torch.stack([i["x"]] * 10) for i in items]), calls("sequences", "s")
+    ),
+    "sequences alone": Case(of("sequence"), whole(lambda m, b: squared(m(b)), Sequences)),
+    "equal sequences alone": Case(
+        lambda items: [torch.stack([i["x"]] * 10) for i in items],
+        whole(lambda m, b: squared(m(b)), Sequences),
+    ),
+    "tuples of images and targets": Case(
+        lambda items: tuple(zip(*((i["sequence"], {"k": i["k"]}) for i in items), strict=True)),
+        whole(lambda m, b: squared(m(b[0]) * torch.tensor([t["k"] for t in b[1]])), Sequences),
+    ),
+    "sequences moved by the step": Case(
+        of("sequence"),
+        whole(lambda m, b: squared(m([s * 2 for s in b])), Sequences),
+        gather="give the list as it is in the loader's batch|same number of rows",
+        parts="",
+    ),
+    "texts made by the step": Case(
+        collated(t=of("text")),
+        whole(lambda m, b: squared(m(b["x"], [t + "0" for t in b["t"]], how="texts"))),
+        gather=MORE,
+        parts="",
+    ),
+    "objects": Case(
+        lambda items: {"x": torch.stack([i["x"] for i in items]), "o": items}, calls("objects", "o")
+    ),
+    "no collation at all": Case(
+        list, whole(lambda m, b: squared(m(torch.stack([i["x"] for i in b]), b, how="objects")))
+    ),
+    "packed sequences": Case(collated(p=sequences(packed(False))), calls("packed", "p")),
+    "packed alone": Case(
+        sequences(packed(False)),
+        whole(lambda m, b: torch.stack([s.square().mean() for s in unpack_sequence(m(b))]).mean(), Packed),
+    ),
+    "packed in a dict": Case(
+        collated(d=lambda items: {"p": sequences(packed(False))(items)}),
+        whole(lambda m, b: squared(m(b["x"], b["d"]["p"], how="packed"))),
+    ),
+    "nested": Case(collated(n=sequences(torch.nested.nested_tensor)), calls("nested", "n")),
+    "jagged": Case(
+        collated(n=sequences(lambda s: torch.nested.nested_tensor(s, layout=torch.jagged))),
+        calls("nested", "n"),
+    ),
+    "sparse": Case(collated(s=of("x", lambda x: torch.stack(x).to_sparse())), calls("dense", "s")),
+    "sparse by rows": Case(
+        collated(s=of("x", lambda x: torch.stack(x).to_sparse_csr())),
+        calls("dense", "s"),
+        gather="sparse_csr cannot be cut into rows",
+        parts="",
+    ),
+    "dataclass that derives": Case(
+        collated(d=lambda items: Derived(torch.stack([i["x"] for i in items]), [i["text"] for i in items])),
+        calls("derived", "d"),
+    ),
+    "dataclass that derives and forgets": Case(
+        collated(d=lambda items: Positions(torch.stack([i["x"] for i in items]), 0)),
+        calls("positions", "d"),
+        gather="cannot derive 'rows' of another Positions",
+        parts="different",
+    ),
+    "named tuple": Case(
+        collated(p=lambda items: Pair(torch.stack([i["x"] for i in items]), [i["text"] for i in items])),
+        calls("named", "p"),
+    ),
+    "dicts of dicts": Case(
+        collated(
+            d=lambda items: {
+                "a": {"texts": [i["text"] for i in items]},
+                "b": [torch.stack([i["x"] for i in items])],
+            }
+        ),
+        calls("deep", "d"),
+    ),
+    "pairs of views": Case(
+        lambda items: default_collate([{"x": i["x"], "v": (i["x"], 2 * i["x"])} for i in items]),
+        calls("pairs", "v"),
+    ),
+    "a pair of numbers for all": Case(
+        collated(two=lambda _: (2.0, 3.0)), calls("two", "two"), gather=MORE, parts=""
+    ),
+    "an opaque batch": Case(
+        collated(o=lambda items: Opaque(torch.stack([i["x"] for i in items]))),
+        calls("opaque", "o"),
+        gather="a Opaque of the batch",
+        parts="",
+    ),
+    "a set": Case(
+        collated(s=lambda items: {i["text"] for i in items}),
+        calls("set", "s"),
+        gather="a set of the batch",
+        parts="different",
+    ),
+    "time first in": Case(
+        collated(t=of("x", lambda x: torch.stack([torch.stack(x)] * 5))),
+        whole(lambda m, b: squared(m(b["t"].transpose(0, 1)[:, 0]))),
+    ),
+    "time first given": Case(
+        collated(t=of("x", lambda x: torch.stack([torch.stack(x)] * 5))),
+        whole(
+            lambda m, b: m(b["t"].flatten(2), how=None).square().mean() if False else squared(m.each(b["t"]))
+        ),
+        gather="samples are not along its dim 0",
+        parts="different",
+    ),
+    "time first out": Case(
+        collated(),
+        calls("time first", "x"),
+        gather="the rows are along dim 1: return them along dim 0",
+        parts="",
+    ),
+    "states out": Case(
+        collated(), calls("states", out=lambda o: o[0]), gather="the rows are along dim 1", parts=""
+    ),
+    "texts out": Case(
+        collated(), calls("texts out", out=lambda o: o["v"] * torch.tensor([float(t) for t in o["texts"]]))
+    ),
+    "rows out": Case(collated(), calls("rows out", out=lambda o: torch.cat([row["v"] for row in o]))),
+    "array out": Case(collated(), calls("array out", out=lambda o: o[0] * torch.as_tensor(o[1]))),
+    "packed out": Case(
+        sequences(packed(False)),
+        whole(lambda m, b: torch.stack([s.square().mean() for s in unpack_sequence(m(b))]).mean(), Packed),
+    ),
+}
+
+
+def trained(case, backend, *, data=Samples, devices=("cpu", "cpu"), workers=0):
+    """Return the losses and weights of two epochs, and the backend that was taken."""
+    torch.manual_seed(0)
+    model = case.step.model()
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=case.collate, num_workers=workers)
+    where = {"devices": "cpu"} if backend == "single" else {"devices": list(devices), "backend": backend}
+    with Trainer(progress=False, seed=0, **where) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        steps = {"steps_per_epoch": 3} if data is Stream else {}
+        history = trainer.fit(model, optimizer, loader, step=case.step, epochs=2, **steps)
+        state = trainer.state_dict(model) if hasattr(trainer, "state_dict") else model.state_dict()
+        return [h.metrics["loss"] for h in history], state
+
+
+def same(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gathered_devices_train_as_one_or_say_why_not(name):
+    case = CASES[name]
+    if case.gather is None:
+        same(trained(case, "dp-gather"), trained(case, "single"))
+    else:
+        with pytest.raises((ConfigError, StepError, TypeError, ValueError), match=case.gather):
+            trained(case, "dp-gather")
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.parts != "different"])
+def test_devices_with_parts_train_as_one(name):
+    same(trained(CASES[name], "tuple"), trained(CASES[name], "single"))
