@@ -1,4 +1,4 @@
-"""A batch is what its samples are: every kind trains as on one device, or is refused in words, on every backend."""
+"""A batch is what its samples are: on every backend it trains as on one device, or is refused in words."""
 
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from tp_core.errors import ConfigError, StepError
 from tp_core.testing import RankPool
-from tp_trainer import Trainer
+from tp_trainer import DdpOptions, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor")
 
@@ -301,9 +301,7 @@ CASES = {
     ),
     "time first given": Case(
         collated(t=of("x", lambda x: torch.stack([torch.stack(x)] * 5))),
-        whole(
-            lambda m, b: m(b["t"].flatten(2), how=None).square().mean() if False else squared(m.each(b["t"]))
-        ),
+        whole(lambda m, b: squared(m.each(b["t"]))),
         gather="samples are not along its dim 0",
         parts="different",
     ),
@@ -338,8 +336,7 @@ def trained(case, backend, *, data=Samples, devices=("cpu", "cpu"), workers=0):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         steps = {"steps_per_epoch": 3} if data is Stream else {}
         history = trainer.fit(model, optimizer, loader, step=case.step, epochs=2, **steps)
-        state = trainer.state_dict(model) if hasattr(trainer, "state_dict") else model.state_dict()
-        return [h.metrics["loss"] for h in history], state
+        return [h.metrics["loss"] for h in history], model.state_dict()
 
 
 def same(found, expected):
@@ -360,3 +357,81 @@ def test_gathered_devices_train_as_one_or_say_why_not(name):
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.parts != "different"])
 def test_devices_with_parts_train_as_one(name):
     same(trained(CASES[name], "tuple"), trained(CASES[name], "single"))
+
+
+@pytest.mark.parametrize(
+    "name", ["texts", "sequences alone", "arrays", "no collation at all", "packed alone"]
+)
+def test_the_batches_of_a_stream_are_cut_where_its_samples_are(name):
+    case = CASES[name]
+    _, found = trained(case, "dp-gather", data=Stream)
+    torch.testing.assert_close(found, trained(case, "single", data=Stream)[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
+@pytest.mark.parametrize("name", ["texts", "packed sequences", "sequences alone"])
+def test_the_batches_of_workers_are_cut_alike(name, backend):
+    same(trained(CASES[name], backend, workers=2), trained(CASES[name], "single"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.gather is None and c.parts is None])
+def test_three_devices_cut_into_uneven_parts(name, backend):
+    same(trained(CASES[name], backend, devices=("cpu",) * 3), trained(CASES[name], "single"))
+
+
+def losses_on_a_rank(backend, names):
+    found = {}
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = case.step.model()
+        loader = DataLoader(Samples(), batch_size=BATCH, collate_fn=case.collate)
+        options = [DdpOptions(find_unused_parameters=True)] if backend == "ddp" else None
+        with Trainer(progress=False, seed=0, devices="cpu", backend=backend, options=options) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            history = trainer.fit(model, optimizer, loader, step=case.step, epochs=2)
+        found[name] = [h.metrics["loss"] for h in history]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2, timeout_s=120) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_train_as_one_device(ranks, backend, kinds):
+    names = [n for n, case in CASES.items() if case.parts != "different"]
+    names = names[:6] if kinds == 0 else names[6:]
+    for found in ranks.run(losses_on_a_rank, backend, names):
+        for name in names:
+            expected = trained(CASES[name], "single")[0]
+            torch.testing.assert_close(
+                found[name], expected, rtol=1e-9, atol=1e-12, msg=f"{name}: {{}}".format
+            )
+
+
+@pytest.mark.parametrize("call", ["all_gather", "gather_for_metrics", "global_loss"])
+def test_what_asks_for_all_rows_is_refused_in_a_forward_that_has_a_part(call):
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(3, 1)
+
+        def forward(self, x, ask):
+            rows = self.line(x)
+            return ask(rows.mean() if call == "global_loss" else rows)
+
+    with Trainer(progress=False, seed=0, devices=["cpu", "cpu"], backend="dp-gather") as trainer:
+        model = trainer.prepare(Asking())
+        with pytest.raises(
+            StepError, match=rf"{call}\(\) was called within the model's forward.*call it in the step"
+        ):
+            trainer.run(lambda m, b: m(b, getattr(trainer, call)).mean(), model, torch.ones(4, 3))
+        outside = trainer.run(lambda m, b: trainer.all_gather(m.line(b)).mean(), model, torch.ones(4, 3))
+        assert outside.dim() == 0

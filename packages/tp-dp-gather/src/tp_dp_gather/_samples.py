@@ -89,7 +89,7 @@ class Marker:
                 return SampleList(value) if isinstance(value, list) else SampleTuple(value)
         children = list(container.children(value))
         marked = [self._mark(child, samples, (*path, i)) for i, child in enumerate(children)]
-        if type(value) is list and (self._lists_are_columns or path in self._others):
+        if type(value) is list and len(value) == samples and self._is_of_columns(value, samples, path):
             return ColumnList(marked)
         if all(new is old for new, old in zip(marked, children, strict=True)):
             return value
@@ -99,6 +99,10 @@ class Marker:
         if self._lists_are_columns and not isinstance(value[0], str | bytes):
             return False
         return are_samples(value, samples, self._dim) is True
+
+    def _is_of_columns(self, value: list[Any], samples: int, path: tuple[int, ...]) -> bool:
+        known = self._lists_are_columns or path in self._others
+        return known and are_samples(value, samples, self._dim) is not True
 
     def _note(self, value: Any) -> None:
         try:

@@ -65,7 +65,11 @@ class GatherSession(Session):
             LoaderError: The loader cannot be iterated.
         """
         # A class that iterates itself looks into its batches: their number of samples stays unknown.
-        is_counted = isinstance(loader, DataLoader) and loader.batch_sampler and not iterates_itself(loader)
+        is_counted = (
+            isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not iterates_itself(loader)
+        )
         collate = getattr(loader, "collate_fn", None)
         marker = Marker(
             self._options.dim,

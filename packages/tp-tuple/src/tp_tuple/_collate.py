@@ -116,7 +116,7 @@ class Splitter:
                 if len(pieces) > 1:
                     error.add_note(
                         f"collate_fn was given {len(rows)} of the {len(items)} samples of a batch, those of "
-                        "one device. If it leaves samples out, it may leave none for a device: leave them out "
+                        "one device. If it leaves samples out, none may be left for a device: leave them out "
                         "in the dataset or the sampler"
                     )
                 raise

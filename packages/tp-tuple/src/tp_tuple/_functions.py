@@ -42,7 +42,7 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
         >>> [v.shape[0] for v in cat(((torch.zeros(2), torch.zeros(1)), (torch.ones(()),) * 2))]
         [3, 2]
     """
-    if not isinstance(returns[0], tuple | list):
+    if not isinstance(returns[0], tuple | list) or isinstance(returns[0], PackedSequence):
         return _cat(returns, dim)
     values = [_cat(value, dim) for value in returns]
     return type(returns)._make(values) if hasattr(returns, "_make") else tuple(values)
