@@ -34,7 +34,7 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        Container DIGESTS Envelope FullyShardedSession INDEX KNOWN_BACKENDS LEFT_KEY NotebookOutput
+        DIGESTS INDEX KNOWN_BACKENDS LEFT_KEY Container Envelope FullyShardedSession NotebookOutput
         PerType Progress SampleRows Sharding Units available_cores backward_of_nothing call_builder
         check_above_zero check_backend_name check_initialized check_offload check_process_count
         containers cut_rows describe_given device_of_rank device_rng_state did_you_mean exports_of_stub
