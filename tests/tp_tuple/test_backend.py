@@ -283,3 +283,10 @@ def test_a_batch_in_parts_is_pickled():
     found = pickle.loads(pickle.dumps(_a_batch([{"x": torch.ones(1)}] * 4)))
     assert found.counts == (2, 2)
     assert torch.equal(found[1]["x"], torch.ones(2, 1))
+
+
+def test_what_is_no_batch_is_yielded_as_it_is_where_nothing_is_split():
+    with opened() as session:
+        assert list(session.prepare_loader(range(3), shard=False)) == [0, 1, 2]
+        with pytest.raises(LoaderError, match="needs batches in parts"):
+            list(session.prepare_loader(range(3)))

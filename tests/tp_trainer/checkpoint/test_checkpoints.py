@@ -520,6 +520,14 @@ def test_a_stream_that_does_not_is_refused_unless_it_may_be_replayed(tmp_path):
     assert same(fit(settings, loader=stream_loader(Stream()), resume="auto", **arguments), expected)
 
 
+def test_a_stream_with_its_position_in_workers_is_refused_before_the_first_step(tmp_path):
+    loader = DataLoader(StatefulStream(), batch_size=8, num_workers=1)
+    with pytest.raises(LoaderError, match=r"StatefulStream.*in the 1 workers.*replay=True"):
+        fit(Checkpoints(tmp_path), loader=loader, steps_per_epoch=5)
+    assert not [*tmp_path.glob("step-*")]
+    fit(Checkpoints(tmp_path, replay=True), loader=loader, steps_per_epoch=5)
+
+
 def test_a_list_of_batches_needs_no_replay(tmp_path):
     batches = list(DataLoader(make_data(), batch_size=8))
     with pytest.raises(StoppedError):

@@ -394,3 +394,27 @@ def test_models_that_share_parameters_are_refused_on_several_ranks():
     for message in run_ranks(_shares_a_trunk, 2):
         assert "models 1 and 2 share a parameter ('0.weight' and '0.weight')" in message
         assert "put both into one module" in message.replace("\n", " ")
+
+
+def test_a_loop_over_numbers_trains_on_loaders_of_its_own_on_every_backend():
+    def trained(devices):
+        torch.manual_seed(2)
+        model = nn.Linear(2, 2)
+        with Trainer(seed=0, devices=devices, progress=False) as trainer:
+            model, optimizer, batches = trainer.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
+            )
+            rounds = []
+            with trainer.loop(range(3), shard=False, state={"model": model, "optimizer": optimizer}) as loop:
+                for number in loop:
+                    rounds.append(number)
+                    for batch in batches:
+                        optimizer.zero_grad()
+                        step = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+                        trainer.backward(trainer.run(step, model, batch))
+                        optimizer.step()
+            assert rounds == [0, 1, 2]
+            return trainer.selection.chosen.name, numbers_of(model)
+
+    name, found = trained(["cpu", "cpu"])
+    assert (name, found) == ("tuple", pytest.approx(trained("cpu")[1], rel=1e-5))

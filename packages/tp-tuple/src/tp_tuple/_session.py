@@ -81,7 +81,8 @@ class TupleSession(Session):
         Args:
             loader: A ``DataLoader``, whose collate function is adapted, or an iterable of `Parts`.
             training: As in `Session.prepare_loader`.
-            shard: Whether the order of the samples follows from the job's seed.
+            shard: Whether the order of the samples follows from the job's seed. If not, what is no batch in
+                parts, as the numbers of a ``range``, is yielded as it is; `run` does not take it.
 
         Raises:
             LoaderError: The loader does not collate batches from lists of items.
@@ -100,10 +101,13 @@ class TupleSession(Session):
             size=self.data_size,
             training=training,
             shard=shard,
-            move=self.move_batch,
+            move=self.move_batch if shard else self._move_parts,
             on_share=self.take_share,
             collate=self._adapt,
         )
+
+    def _move_parts(self, batch: Any) -> Any:
+        return self.move_batch(batch) if isinstance(batch, Envelope | Parts) else batch
 
     def move_batch(self, batch: Any) -> Any:
         """Move each part to its device."""

@@ -40,6 +40,15 @@ class LoaderPosition:
             own.close()
             self.stream, self.goes_on, self.number = stream, True, number
 
+    def check_position(self) -> None:
+        """Make sure that a run could go on from a checkpoint in the middle of these batches.
+
+        Raises:
+            LoaderError: Only workers would know where a stream stands.
+        """
+        if self.stream is not None and self.goes_on:
+            self.stream.check_position()
+
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
         """Return where the loader stands, for :meth:`load_state_dict`.
 

@@ -231,6 +231,25 @@ class Stream:
         """End its iteration, and the workers of that."""
         self._iterator, self._ahead = None, _NOTHING
 
+    def check_position(self) -> None:
+        """Make sure that the stream's position, which its dataset keeps, can be saved.
+
+        Raises:
+            LoaderError: Workers read copies of the dataset, and only these know where they stand.
+        """
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or not self._is_endless or not loader.num_workers:
+            return
+        dataset: Any = loader.dataset
+        if hasattr(dataset, "load_state_dict") and position_holder(loader) is None:
+            msg = (
+                f"no run could resume from a checkpoint: where a stream ({type(dataset).__name__}) stands is "
+                f"known in the {loader.num_workers} workers of its DataLoader alone; take torchdata's "
+                "StatefulDataLoader, num_workers=0, or allow what came before to be read again: "
+                "Checkpoints(..., replay=True)"
+            )
+            raise LoaderError(msg)
+
     def state_dict(self) -> dict[str, Any]:
         """Return which pass it is in, how many batches of it are done, and what the loader knows itself."""
         state: dict[str, Any] = {"pass": self._pass, "done": self._done, "size": self._size}

@@ -43,7 +43,7 @@ class Loop(Between):
     def _enter(self) -> None:
         state, saving, open_ = self._run_state, self._saving, self._open
         if saving is not None:
-            state.check()
+            state.check(replay=saving.checkpointer.settings.replay)
             saving.checkpointer.open()
             open_.callback(saving.checkpointer.close)
             if saving.resume(self._settings.resume_from()):

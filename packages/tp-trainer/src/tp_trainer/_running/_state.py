@@ -111,14 +111,20 @@ class RunState:
         optimizers = self.trained.optimizers
         return next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers
 
-    def check(self) -> None:
+    def check(self, *, replay: bool) -> None:
         """Make sure that the run can be saved, before it costs anything to learn that it cannot.
 
+        Args:
+            replay: Whether a resumed run may read batches again to get where it stood.
+
         Raises:
+            LoaderError: No run could go on with the loader.
             StateError: A state, or the loader's position, holds what no checkpoint does.
 
         Collectives: those of :meth:`capture`.
         """
+        if not replay:
+            self._train.check_position()
         _, common, own = self.capture(0, None)
         to_json("the state of the run", (common, own))
 
