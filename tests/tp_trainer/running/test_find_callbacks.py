@@ -102,3 +102,36 @@ def test_each_run_gets_one_of_its_own(plugins):
 def test_what_is_not_a_callback_is_refused(plugins, given, words):
     with pytest.raises(ConfigError, match=words):
         find_callbacks(given, plugins)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("on_batch_end", "on_step_end"),
+        ("on_train_batch_end", "on_step_end"),
+        ("on_train_begin", "on_fit_start"),
+        ("on_train_epoch_end", "on_epoch_end"),
+        ("on_epoch_begin", "on_epoch_start"),
+        ("on_validaton_end", "on_validation_end"),
+    ],
+)
+def test_a_method_for_an_event_that_does_not_exist_is_refused(plugins, given, meant):
+    method = {given: lambda self, run: None}
+    own, mixed = type("Own", (Callback,), method), type("Mixed", (type("Mixin", (), method), Callback), {})
+    for kind in (own, mixed):
+        with pytest.raises(ConfigError, match=f"has a method '{given}'.*did you mean '{meant}'"):
+            find_callbacks([kind()], plugins)
+
+
+def test_helpers_and_kept_functions_are_no_events(plugins):
+    class Mine(Callback):
+        on_cpu = True
+
+        def __init__(self):
+            self.on_better = print
+
+        def _on_step(self):
+            pass
+
+    mine = Mine()
+    assert find_callbacks([mine], plugins)[0][0] is mine

@@ -11,6 +11,16 @@ __all__ = ["Callback", "RunView", "find_callbacks"]
 
 log = logging.getLogger("tp_trainer")
 
+_EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
+# The words of Keras, Lightning and transformers for what is called differently here.
+_THEIR_WORDS = {
+    "train_epoch": "epoch",
+    "batch": "step",
+    "begin": "start",
+    "train_step": "step",
+    "train": "fit",
+}
+
 
 def find_callbacks(
     given: Iterable[Callback | str], plugins: PluginRegistry
@@ -26,8 +36,8 @@ def find_callbacks(
         out.
 
     Raises:
-        ConfigError: Something given is not a callback, is given twice, or no plugin brings that name; or
-            a plugin's callback that the script names cannot be made.
+        ConfigError: Something given is not a callback, has a method for an event that does not exist, or is
+            given twice; or no plugin brings that name, or its callback cannot be made.
         PluginError: The plugin of that name is broken, or was blocked.
     """
     if isinstance(given, str | Callback) or not isinstance(given, Iterable):
@@ -47,6 +57,7 @@ def find_callbacks(
                 f"installed one, got {type(callback).__name__}: {callback!r}{hint}"
             )
             raise ConfigError(msg)
+        _check_events(callback)
         if any(callback is other for other in found):
             msg = f"the callback {type(callback).__name__} is given twice: {callback!r}"
             raise ConfigError(msg)
@@ -87,4 +98,26 @@ def _loaded(contribution: Contribution[NamedCallback]) -> Callback:
     if not isinstance(callback, Callback):
         msg = f"load() must return a Callback, got {type(callback).__name__}: {callback!r}"
         raise TypeError(msg)
+    _check_events(callback)
     return callback
+
+
+def _check_events(callback: Callback) -> None:
+    """Refuse a method that nothing would ever call, also one of a mixin.
+
+    Only classes are looked at: a function that an object keeps is an attribute as any other.
+    """
+    kind = type(callback)
+    for name in dir(kind):
+        if not name.startswith("on_") or name in _EVENTS or not callable(getattr(kind, name)):
+            continue
+        meant = name
+        for theirs, ours in _THEIR_WORDS.items():
+            meant = meant.replace(theirs, ours)
+        close = get_close_matches(meant, _EVENTS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        msg = (
+            f"the callback {kind.__name__} has a method {name!r}, and a run has no such event: it would "
+            f"never be called; {hint}The events are {', '.join(_EVENTS)}; begin a helper's name with '_on_'"
+        )
+        raise ConfigError(msg)
