@@ -162,6 +162,9 @@ def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_unti
     (folder / "hold").touch()
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     wait_until(lambda: out.exists() and out.stat().st_size > 1000, timeout_s=800)
+    if number == signal.SIGKILL:  # once is enough: a refusal waits some seconds for the owner's end
+        refused, _ = call(folder, "Slow", "--input", "in.jsonl")
+        assert f"out.jsonl is in use: process {first.pid} on host" in str(refused.exception)
     first.send_signal(number)
     assert first.wait(800) != 0
     (folder / "hold").unlink()

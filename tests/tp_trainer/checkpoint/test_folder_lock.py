@@ -1,6 +1,7 @@
 """One folder, one run: a second one is refused, and a process that dies leaves the folder free."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError
+from tp_core.internal import Ownership
 from tp_core.testing import run_ranks
-from tp_trainer._checkpoint import _lock
-from tp_trainer._checkpoint._lock import FolderLock
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import leave, names, same, train
@@ -41,9 +42,9 @@ train(sys.argv[1], before=stand, every_epochs=None, loader={"num_workers": 2})
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from tp_trainer._checkpoint._lock import FolderLock
+from tp_core.internal import Ownership
 
-lock = FolderLock(Path(sys.argv[1]))
+lock = Ownership(Path(sys.argv[1]), is_folder=True)
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     sys.stdin.readline()
@@ -76,7 +77,7 @@ def start():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(_lock, "GRACE_S", 0.2)
+    monkeypatch.setattr(_ownership, "GRACE_S", 0.2)
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, start, impatient):
@@ -107,33 +108,33 @@ def test_a_run_with_workers_that_was_killed_can_be_started_again_at_once(tmp_pat
 def test_a_forked_process_that_outlives_the_run_does_not_keep_the_folder(tmp_path, start, impatient):
     first, copy = start(FORKING, tmp_path)
     with pytest.raises(ConfigError, match=f"process {first.pid} on host"):
-        FolderLock(tmp_path)
+        Ownership(tmp_path, is_folder=True)
     first.kill()
     first.wait(800)
     os.kill(int(copy), 0)  # it is alive, and stays so until its input is closed
-    FolderLock(tmp_path).release()
+    Ownership(tmp_path, is_folder=True).release()
 
 
 def test_a_program_that_the_run_started_does_not_keep_the_folder(tmp_path):
-    lock = FolderLock(tmp_path)
+    lock = Ownership(tmp_path, is_folder=True)
     program = subprocess.Popen(["sleep", "600"], close_fds=False)
     try:
         lock.release()
-        FolderLock(tmp_path).release()
+        Ownership(tmp_path, is_folder=True).release()
     finally:
         program.kill()
         program.wait()
 
 
 def test_a_forked_copy_does_not_give_the_folder_back(tmp_path, impatient):
-    lock = FolderLock(tmp_path)
+    lock = Ownership(tmp_path, is_folder=True)
     pid = os.fork()
     if pid == 0:
         lock.release()
         os._exit(0)
     os.waitpid(pid, 0)
     with pytest.raises(ConfigError, match=r"process \d+ \(this process\)"):
-        FolderLock(tmp_path)
+        Ownership(tmp_path, is_folder=True)
     lock.release()
 
 
@@ -158,10 +159,10 @@ def test_an_old_lock_file_is_nobodys(tmp_path):
 
 
 def test_a_lock_file_that_says_nothing_of_its_owner_is_still_a_lock(tmp_path, impatient):
-    lock = FolderLock(tmp_path)
+    lock = Ownership(tmp_path, is_folder=True)
     (tmp_path / ".lock").write_text("[]")
-    with pytest.raises(ConfigError, match="is in use: another process writes its checkpoints there"):
-        FolderLock(tmp_path)
+    with pytest.raises(ConfigError, match="is in use: another process writes there"):
+        Ownership(tmp_path, is_folder=True)
     lock.release()
 
 
@@ -170,7 +171,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert same(train(tmp_path), train(None))
     assert (
         f"the file system of {tmp_path} has no locks ({OSError(number, os.strerror(number))})" in caplog.text
@@ -179,7 +180,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypatch):
-    monkeypatch.setattr(_lock, "GRACE_S", 50.0)
+    monkeypatch.setattr(_ownership, "GRACE_S", 50.0)
     first, _ = start(STANDING, tmp_path)
     first.send_signal(signal.SIGTERM)
     first.stdin.write("go on\n")
@@ -188,14 +189,14 @@ def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypa
 
 
 def refused(folder):
-    _lock.GRACE_S = 0.2
+    _ownership.GRACE_S = 0.2
     with pytest.raises(ConfigError) as caught:
         train(folder)
     return str(caught.value)
 
 
 def test_all_ranks_of_a_second_job_are_refused(tmp_path):
-    lock = FolderLock(tmp_path)
+    lock = Ownership(tmp_path, is_folder=True)
     first, second = run_ranks(refused, 2, tmp_path)
     assert first.startswith(f"{tmp_path} is in use: process {os.getpid()} on host")
     assert second == f"rank 0 could not write checkpoints to {tmp_path}: {first}"
@@ -261,7 +262,7 @@ def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path, impati
         if n == 4:
             wait_for_writing()
             shutil.rmtree(folder)
-            others.append(FolderLock(folder))
+            others.append(Ownership(folder, is_folder=True))
 
     with pytest.raises(ConfigError, match=r"is in use"):
         train(folder, before=replace, background=asynchronous)

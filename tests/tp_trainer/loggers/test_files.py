@@ -39,7 +39,9 @@ FILES = {CsvLogger: "metrics.csv", JsonLinesLogger: "log.jsonl"}
 each = pytest.mark.parametrize("kind", FILES)
 
 
-def write(logger, steps, **info):
+def write(logger, steps, *, state=None, **info):
+    if state is not None:
+        logger.load_state_dict(state)
     logger.open(RunInfo(**info))
     for step in steps:
         logger.log({"loss": float(step), "a name": 0.5}, step=step, epoch=1)
@@ -57,14 +59,14 @@ def steps_of(kind, folder):
 def test_wherever_the_last_line_was_cut_off_the_file_is_read_and_gone_on_with(kind, tmp_path):
     killed = write(kind(tmp_path), range(1, 5))
     path = tmp_path / FILES[kind]
-    whole = path.read_bytes()
+    whole, state = path.read_bytes(), killed.state_dict()
     killed.close("failed")
     begins = whole.rstrip().rfind(b"\n") + 1
     for end in range(begins, len(whole)):
         path.write_bytes(whole[:end])
         if kind is JsonLinesLogger:
             assert steps_of(kind, tmp_path)[:3] == [1, 2, 3]
-        write(kind(tmp_path), [4, 5], resumed=True, step=3).close("finished")
+        write(kind(tmp_path), [4, 5], state=state, resumed=True, step=3).close("finished")
         assert steps_of(kind, tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -104,7 +106,8 @@ def test_a_record_has_starts_events_and_the_end_of_every_part_of_a_run(tmp_path)
     logger.event("checkpoint", {"path": tmp_path}, step=2, epoch=1)
     logger.close("interrupted")
     assert read_run(tmp_path).status == "interrupted"
-    logger = write(JsonLinesLogger(tmp_path), [2], resumed=True, step=1, versions={"torch": "2"})
+    state = logger.state_dict()
+    logger = write(JsonLinesLogger(tmp_path), [2], state=state, resumed=True, step=1, versions={"torch": "2"})
     assert read_run(tmp_path).status == "running or killed"
     logger.close("finished")
     run = read_run(tmp_path / "log.jsonl")

@@ -7,7 +7,7 @@ from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import LoggerFactory, PluginRegistry
 from tp_trainer import loggers
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger
-from tp_trainer.loggers._facts import environment, versions
+from tp_trainer.loggers._facts import environment, mask_secrets, versions
 from tp_trainer.loggers._named import make_loggers
 
 PLUGINS = PluginRegistry(environ={})
@@ -83,10 +83,44 @@ def test_what_is_exported_exists():
 
 
 def test_the_facts_of_a_run_have_what_the_launcher_and_the_scheduler_said():
-    facts = environment({"TP_BACKEND": "ddp", "SLURM_JOB_ID": "17", "PASSWORD": "no"})
+    facts = environment({"TP_BACKEND": "ddp", "SLURM_JOB_ID": "17", "PASSWORD": "no", "TP_MINE": "no"})
+    assert "TP_MINE" not in facts
     assert facts["TP_BACKEND"] == "ddp"
     assert facts["SLURM_JOB_ID"] == "17"
     assert facts["host"]
     assert "PASSWORD" not in facts
     assert versions()["tp-trainer"]
     assert versions()["torch"]
+
+
+def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
+    words = [
+        "train.py",
+        "--token=a1",
+        "--api-key",
+        "a2",
+        "HF_TOKEN=a3",
+        "--db.password",
+        "a4",
+        "--secretKey=a5",
+    ]
+    plain = [
+        "--max_tokens=5",
+        "--tokenizer",
+        "bpe",
+        "--key_dim=64",
+        "--pad_token=<pad>",
+        "--lr=0.1",
+        "monkey=1",
+    ]
+    monkeypatch.setattr("sys.argv", [*words, *plain])
+    command = environment({})["command"]
+    assert not [secret for secret in ("a1", "a2", "a3", "a4", "a5") if secret in command]
+    assert command.endswith(" ".join(plain))
+    values = {"wandb_api_key": "a", "db": [{"password": "b", "port": 1}], "num_token": 3, "tokenizer": "bpe"}
+    assert mask_secrets(values) == {
+        "wandb_api_key": "***",
+        "db": [{"password": "***", "port": 1}],
+        "num_token": 3,
+        "tokenizer": "bpe",
+    }

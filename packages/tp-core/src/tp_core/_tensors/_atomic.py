@@ -1,24 +1,29 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there.
+
+They need no owner: of two processes that write one at once, each writes a part of its own, and the file is
+that of the one which ended last.
+"""
 
 import contextlib
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_atomically"]
+__all__ = ["atomic_part", "showing_system_errors", "sync_folder", "write_atomically"]
 
 _RANDOM_BYTES = 8
 
 
-def write_atomically(write: Callable[[Path], None], path: str | os.PathLike[str]) -> None:
+def write_atomically(
+    write: Callable[[Path], None], path: str | os.PathLike[str], *, mode: int = 0o666
+) -> None:
     """Let ``write`` fill a file next to ``path``, flush it to the disk, and rename it to ``path``.
 
-    The file gets the permissions of the user's new files. What a process that was killed meanwhile has
-    left next to ``path`` is deleted by the next one that writes there.
+    The file gets the permissions of the user's new files, or less with ``mode``. What a process that was
+    killed meanwhile has left next to ``path`` is deleted by the next one that writes there.
 
     Raises:
         OSError: The folder does not exist, the disk is full, or writing is not allowed.
@@ -26,11 +31,19 @@ def write_atomically(write: Callable[[Path], None], path: str | os.PathLike[str]
     Example:
         >>> write_atomically(lambda part: part.write_text("42"), "answer.txt")  # doctest: +SKIP
     """
+    with atomic_part(path, mode=mode) as part:
+        write(part)
+
+
+@contextmanager
+def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
+    """Yield the file that takes the place of ``path`` after the block; see :func:`write_atomically`."""
     path = Path(path)
     _delete_abandoned(path)
-    with _new_part(path) as part:
+    with _new_part(path, mode) as part:
         try:
-            write(part)
+            with showing_system_errors(path):
+                yield part
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             part.replace(path)
@@ -38,6 +51,28 @@ def write_atomically(write: Callable[[Path], None], path: str | os.PathLike[str]
             part.unlink(missing_ok=True)
             raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def showing_system_errors(path: Path) -> Iterator[None]:
+    """Raise the system's error, with its file, where torch has raised one of its own after it.
+
+    The archive of ``torch.save`` cannot be ended on a full disk: then a ``RuntimeError`` that speaks of
+    positions follows the ``OSError``, and only sometimes is that the one which comes out.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        if cause.errno is not None and cause.filename is None:
+            cause.filename = os.fspath(path)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -51,12 +86,12 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _new_part(path: Path) -> Iterator[Path]:
+def _new_part(path: Path, mode: int) -> Iterator[Path]:
     """Make an empty file next to ``path``, locked as long as this process writes it."""
     while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
         # The system applies the umask here: reading it would mean to change it for all threads.
-        handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with os.fdopen(handle, "wb") as file:
             if not _lock(handle, wait=True):
                 file.close()  # there is no lock to keep, and some systems rename no open files
@@ -80,19 +115,16 @@ def _delete_abandoned(path: Path) -> None:
                     os.close(handle)
 
 
-if sys.platform != "win32":
-    import fcntl
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Lock an open file for this process, and return whether it is: some file systems cannot.
 
-    def _lock(handle: int, *, wait: bool) -> bool:
-        """Lock an open file for this process, and return whether it is: some file systems cannot."""
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+    Not on Windows, where nobody could write to the part through another handle, nor rename it.
+    """
+    if os.name == "nt":
+        return False
+    from filelock import lock_descriptor
 
-else:
-
-    def _lock(handle: int, *, wait: bool) -> bool:  # noqa: ARG001 - the other system's arguments
-        """Return False, as this system has no such locks."""
+    try:
+        return lock_descriptor(handle, blocking=wait)
+    except OSError:
         return False

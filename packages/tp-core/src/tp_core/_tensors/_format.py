@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from tp_core._tensors._archives import Part, fill_from_archive
+from tp_core._tensors._atomic import showing_system_errors
 from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
 from tp_core._tensors._sharding import is_dtensor
 from tp_core._tensors._slices import TensorSlice
@@ -145,7 +146,9 @@ class _DigestedFiles(FileSystem):
                 return
             file = DigestingFile(cast("BinaryIO", stream))
             self.written[Path(path).name] = file
-            yield file
+            # Here, on the rank that writes: to others errors travel without the ones before them.
+            with showing_system_errors(Path(path)):
+                yield file
 
 
 class _Reader(FileSystemReader):

@@ -52,12 +52,17 @@ from tp_core._steps._rows import join_rows as join_rows
 from tp_core._steps._rows import row_count as row_count
 from tp_core._suggestions import did_you_mean as did_you_mean
 from tp_core._suggestions import file_meant as file_meant
+from tp_core._tensors._atomic import atomic_part as atomic_part
+from tp_core._tensors._atomic import showing_system_errors as showing_system_errors
 from tp_core._tensors._atomic import sync_folder as sync_folder
 from tp_core._tensors._atomic import write_atomically as write_atomically
 from tp_core._tensors._digests import DIGESTS as DIGESTS
 from tp_core._tensors._digests import INDEX as INDEX
 from tp_core._tensors._digests import read_digests as read_digests
 from tp_core._tensors._digests import records_of as records_of
+from tp_core._tensors._ownership import Ownership as Ownership
+from tp_core._tensors._ownership import lock_file_of as lock_file_of
+from tp_core._tensors._ownership import run_in as run_in
 from tp_core._tensors._sharding import check_initialized as check_initialized
 from tp_core._tensors._sharding import is_dtensor as is_dtensor
 from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_core._tensors._atomic import showing_system_errors
 from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
 from tp_core._tensors._files import read_tensors, tensor_infos
 from tp_core._tensors._slices import TensorInfo, TensorSlice
@@ -113,7 +114,7 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
     }
     with path.open("wb") as file:
         digesting = DigestingFile(file)
-        with without_checksums():
+        with without_checksums(), showing_system_errors(path):
             torch.save(own, digesting)  # type: ignore[arg-type]  # it asks for write() and flush() alone
         digesting.flush()
         os.fsync(file.fileno())

@@ -15,7 +15,7 @@ import typer
 from tp_core.errors import ConfigError, TpError
 from tp_core.internal import check_process_count, did_you_mean, file_meant, raised_where
 
-from tp_runner._command._journal import Journal, saving
+from tp_runner._command._journal import Journal, owned, saving
 from tp_runner._command._outputs import is_folder, journal_of, with_images, write_table
 from tp_runner._command._readers import FORMATS, Record, find, import_extra, read
 from tp_runner._devices import resolve
@@ -99,37 +99,38 @@ def run(
     if folder is not None:
         import_extra("PIL.Image")
     records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
-    with (
-        Journal(file) as journal,
-        _kept_stdout() if as_json or is_stdout else contextlib.nullcontext(),
-        _telling_where(journal, records, output),
-    ):
+    with owned(file):
+        with (
+            Journal(file) as journal,
+            _kept_stdout() if as_json or is_stdout else contextlib.nullcontext(),
+            _telling_where(journal, records, output),
+        ):
 
-        def items() -> Any:
-            for record in read(sources):
-                if not journal.has(record):
-                    records.append(record)
-                    yield record.item
+            def items() -> Any:
+                for record in read(sources):
+                    if not journal.has(record):
+                        records.append(record)
+                        yield record.item
 
-        with kind(
-            _devices(devices),
-            batch=batch,
-            max_retries=max_retries,
-            retry_delay_s=retry_delay_s,
-            max_restarts=max_restarts,
-            on_error="return" if keep_going else "raise",
-            timeout_s=timeout_s,
-            progress="auto" if progress else False,
-            timeline=True,
-        ) as running:
-            for result in running.stream(items()):
-                journal.write(records.popleft(), result, keep_going=keep_going)
-            if timeline is not None:
-                running.write_timeline(timeline)
-            if progress and journal.n_now:
-                typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
-    with saving(output):
-        write_table(file, output)
+            with kind(
+                _devices(devices),
+                batch=batch,
+                max_retries=max_retries,
+                retry_delay_s=retry_delay_s,
+                max_restarts=max_restarts,
+                on_error="return" if keep_going else "raise",
+                timeout_s=timeout_s,
+                progress="auto" if progress else False,
+                timeline=True,
+            ) as running:
+                for result in running.stream(items()):
+                    journal.write(records.popleft(), result, keep_going=keep_going)
+                if timeline is not None:
+                    running.write_timeline(timeline)
+                if progress and journal.n_now:
+                    typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
+        with saving(output):
+            write_table(file, output)
     if as_json:
         typer.echo(json.dumps({"output": str(output), **journal.counts()}, indent=2))
     else:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from tp_core.errors import StateError
-from tp_core.internal import write_atomically
+from tp_core.internal import Ownership, write_atomically
 
 from tp_runner._command._readers import Record
 from tp_runner._workers._process._wire import write_all
 
-__all__ = ["Journal", "saving"]
+__all__ = ["Journal", "owned", "saving"]
 
 
 @contextlib.contextmanager
@@ -30,6 +30,24 @@ def saving(path: Path) -> Iterator[None]:
     except OSError as error:
         msg = f"{path} cannot be written: {error}; called again, the command goes on with what is there"
         raise StateError(msg) from error
+
+
+@contextlib.contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Have a file of results to this process alone: two that append would do the same items twice.
+
+    Raises:
+        ConfigError: Another process writes to it.
+        StateError: Its folder or its lock cannot be made.
+    """
+    if str(path) == "-":
+        yield
+        return
+    with saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ownership = Ownership(path)
+    with ownership:
+        yield
 
 
 class _Line(NamedTuple):
@@ -71,7 +89,6 @@ class Journal:
             self._fd = os.dup(1)
             return self
         with saving(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._read_back()
             self.n_before = len(self._done)

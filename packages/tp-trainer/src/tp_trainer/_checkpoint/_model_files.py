@@ -3,7 +3,8 @@
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
+from tp_core.internal import Ownership, write_atomically
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import (
     StoredTensors,
@@ -30,11 +31,10 @@ from tp_trainer._checkpoint._weights_files import (
     is_weights,
     split_over_files,
     type_name,
-    write_index,
-    write_weights,
+    write_files,
 )
 
-__all__ = ["check_place", "export_model", "load_model", "save_atomically", "save_model", "write_on_main"]
+__all__ = ["export_model", "load_model", "own_place", "save_atomically", "save_model", "write_on_main"]
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
@@ -51,11 +51,12 @@ def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
     write_atomically(write, path)
 
 
-def check_place(session: Session, path: str | os.PathLike[str]) -> None:
-    """Make sure, before training costs anything, that a file can be written there.
+@contextmanager
+def own_place(session: Session, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make sure, before training costs anything, that a file can be written there, by this run alone.
 
     Raises:
-        ConfigError: ``path`` is not a path.
+        ConfigError: ``path`` is not a path; or another run writes its model there, on every rank.
         OSError: The folder does not exist, or is not to be written to, or ``path`` is itself a folder;
             on every rank.
 
@@ -64,6 +65,8 @@ def check_place(session: Session, path: str | os.PathLike[str]) -> None:
     if not isinstance(path, str | os.PathLike):
         msg = f"save_to must be the path of a file, got {type(path).__name__}: {path!r}"
         raise ConfigError(msg)
+
+    owned: list[Ownership] = []
 
     def probe() -> None:
         if Path(path).is_dir():
@@ -76,8 +79,14 @@ def check_place(session: Session, path: str | os.PathLike[str]) -> None:
         except OSError as error:
             msg = f"save_to={os.fspath(path)!r}, but no file can be made in {folder}: {error.strerror}"
             raise OSError(error.errno, msg) from None
+        owned.append(Ownership(Path(path).absolute()))
 
     write_on_main(session, path, probe)
+    try:
+        yield
+    finally:
+        for ownership in owned:
+            ownership.release()
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -102,7 +111,8 @@ def export_model(
     """Write the weights of a prepared model as safetensors files, tensor by tensor; called on every rank.
 
     Raises:
-        ConfigError: There are several files, and ``path`` does not end in ".safetensors".
+        ConfigError: There are several files, and ``path`` does not end in ".safetensors", or another process
+            writes there; on every rank.
         OSError: A file cannot be written; on every rank.
         StateError: The state holds something that is not a tensor, or of a type that such files lack; on
             every rank.
@@ -121,23 +131,17 @@ def export_model(
             msg = f"a safetensors file has no {value.dtype}, which {name!r} is; write it with save_model()"
             raise StateError(msg)
     files = split_over_files(state, path, max_file_nbytes)
-    failure: OSError | None = None
-    for file, names in files.items():
-        tensors = ((name, whole(state[name])) for name in names)
-        if session.is_main and failure is None:
-            infos = {name: state[name] for name in names}
-            try:
-                write_atomically(partial(write_weights, infos, tensors), file)
-            except OSError as error:
-                failure = error
+    streams = [((name, whole(state[name])) for name in names) for names in files.values()]
+    failure: OSError | ConfigError | None = None
+    if session.is_main:
+        try:
+            write_files(path, files, state, streams)
+        except (OSError, ConfigError) as error:
+            failure = error
+    for tensors in streams:
         for _ in tensors:  # the other ranks, and rank 0 after a failure, take part in each exchange
             pass
-    if session.is_main and failure is None and len(files) > 1:
-        try:
-            write_index(path, files, sum(t.numel() * t.element_size() for t in state.values()))
-        except OSError as error:
-            failure = error
-    _tell_failure(session, path, failure)
+    _share_failure(session, path, failure)
 
 
 def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
@@ -145,27 +149,29 @@ def write_on_main(session: Session, path: str | os.PathLike[str], write: Callabl
 
     Collectives: one broadcast.
     """
-    failure = None
+    failure: OSError | ConfigError | None = None
     if session.is_main:
         try:
             write()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             failure = error
-    _tell_failure(session, path, failure)
+    _share_failure(session, path, failure)
 
 
-def _tell_failure(session: Session, path: str | os.PathLike[str], failure: OSError | None) -> None:
+def _share_failure(
+    session: Session, path: str | os.PathLike[str], failure: OSError | ConfigError | None
+) -> None:
     """Raise on every rank if rank 0 failed.
 
     Collectives: one broadcast.
     """
     # Every rank learns how it went: the others must not run on into the next collective.
-    message = session.broadcast(None if failure is None else str(failure))
+    message, is_use = session.broadcast((failure and str(failure), isinstance(failure, ConfigError)))
     if failure is not None:
         raise failure
     if message is not None:
         msg = f"rank 0 could not write {os.fspath(path)}: {message}"
-        raise OSError(msg)
+        raise ConfigError(msg) if is_use else OSError(msg)
 
 
 def load_model(

@@ -7,7 +7,8 @@ tensors, little end first. The format's own library writes what is in memory all
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
+from tp_core.internal import Ownership, atomic_part, write_atomically
 from tp_core.state import StoredTensors, TensorInfo, fill_from_whole
 
 __all__ = [
@@ -24,7 +25,7 @@ __all__ = [
     "is_weights",
     "split_over_files",
     "type_name",
-    "write_index",
+    "write_files",
     "write_weights",
 ]
 
@@ -114,23 +115,49 @@ def write_weights(infos: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tens
             file.write(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
 
 
-def write_index(path: Path, files: Mapping[Path, Sequence[str]], nbytes: int) -> None:
-    """Write which tensor lies in which file, next to the files; what was at ``path`` itself is deleted.
+def write_files(
+    path: Path,
+    files: Mapping[Path, Sequence[str]],
+    infos: Mapping[str, Tensor],
+    streams: Iterable[Iterable[tuple[str, Tensor]]],
+) -> list[Path]:
+    """Write weights into their files, and an index of several; what was there is replaced in the end.
+
+    Args:
+        path: The one file, or the name that several are named after.
+        files: What :func:`split_over_files` returned.
+        infos: As in :func:`write_weights`, of all files.
+        streams: The tensors of each file.
+
+    Returns:
+        The files, the index last.
 
     Raises:
+        ConfigError: Another process writes several files of that name.
         OSError: The disk is full, or writing is not allowed.
     """
-    index = {
-        "metadata": {"total_size": nbytes},
-        "weight_map": {name: file.name for file, names in files.items() for name in names},
-    }
-    text = json.dumps(index, indent=2)
+    several = len(files) > 1
+    index = path.with_name(path.stem + INDEX_SUFFIX)
+    # One file is replaced in one step. Of several, those of two processes could stand beside one another.
+    with Ownership(path.absolute()) if several else nullcontext():
+        with ExitStack() as parts:
+            for (file, names), tensors in zip(files.items(), streams, strict=True):
+                part = parts.enter_context(atomic_part(file))
+                write_weights({name: infos[name] for name in names}, tensors, part)
+            if several:  # who is killed from here on leaves files without an index, and no mixture
+                index.unlink(missing_ok=True)
+        if not several:
+            return list(files)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in infos.values())
+        weight_map = {name: file.name for file, names in files.items() for name in names}
+        text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
+        write_atomically(partial(_write_text, text), index)
+        path.unlink(missing_ok=True)  # readers would take an older one before the index
+        return [*files, index]
 
-    def write(part: Path) -> None:
-        part.write_text(text)
 
-    write_atomically(write, path.with_name(path.stem + INDEX_SUFFIX))
-    path.unlink(missing_ok=True)  # readers would take an older one before the index
+def _write_text(text: str, part: Path) -> None:
+    part.write_text(text)
 
 
 # -- reading --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import StateError
-from tp_core.internal import new_process_group
+from tp_core.internal import Ownership, new_process_group
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
 
 from tp_trainer._checkpoint._files import write_json
 from tp_trainer._checkpoint._folders import RunFolder
-from tp_trainer._checkpoint._lock import FolderLock
 from tp_trainer._checkpoint._settings import Checkpoints
 
 __all__ = ["RANKS", "STATE", "Values", "Writer"]
@@ -26,6 +26,9 @@ log = logging.getLogger("tp_trainer")
 
 STATE = "state.json"
 RANKS = "ranks.json"
+
+_DELETING_S = 5.0  # a network's folder with large checkpoints takes seconds
+_LOOK_S = 0.05
 
 
 class Values(NamedTuple):
@@ -56,7 +59,7 @@ class Writer:
         self.failure: BaseException | None = None
         self._settings = settings
         self._session = session
-        self._lock: FolderLock | None = None
+        self._lock: Ownership | None = None
         self._host: dict[tuple[Any, ...], Tensor] = {}
         self._group: dist.ProcessGroup | None = None  # of the threads that write state together
         self._committing = threading.Lock()
@@ -66,7 +69,7 @@ class Writer:
         """Take the folder for this run, on rank 0, and try whether it can be written to."""
         path = self.folder.path
         try:
-            self._lock = FolderLock(path)
+            self._lock = Ownership(path, is_folder=True)
             self.folder.sweep()
             self.folder.scratch(0).rmdir()
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
@@ -173,7 +176,7 @@ class Writer:
             self.fail(error, folder)
 
     def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
-        """Write what rank 0 has whole; once more if the folder was deleted meanwhile."""
+        """Write what rank 0 has whole; once more if the folder is deleted meanwhile."""
 
         def write(folder: Path) -> None:
             written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
@@ -181,9 +184,13 @@ class Writer:
 
         try:
             write(folder)
-        except OSError:
-            if self._lock is None or self._lock.is_held():
+        except OSError as error:
+            if self._lock is None or (self._lock.is_held() and not isinstance(error, FileNotFoundError)):
                 raise
+            # Whoever deletes the folder may not have come to the lock yet, and would delete the new one, too.
+            deadline = time.monotonic() + _DELETING_S
+            while self._lock.is_held() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
             write(self._new_scratch(values.step))
 
     def _write_together(

@@ -3,13 +3,11 @@
 import math
 import zipfile
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
 from tp_core.state import StoredTensors, load_state, open_tensors, plain_state
 
 from tp_trainer._checkpoint._folders import RunFolder
@@ -17,13 +15,11 @@ from tp_trainer._checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from tp_trainer._checkpoint._stored_models import MODEL, OneOfSeveral, StateInAFile
 from tp_trainer._checkpoint._verifying import step_of, verify
 from tp_trainer._checkpoint._weights_files import (
-    INDEX_SUFFIX,
     WeightsFiles,
     is_weights,
     split_over_files,
     type_name,
-    write_index,
-    write_weights,
+    write_files,
 )
 
 __all__ = ["find_checkpoint", "open_model", "write_model"]
@@ -140,7 +136,8 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
         The files, the index last.
 
     Raises:
-        ConfigError: There are several files, and ``out`` does not end in ".safetensors".
+        ConfigError: There are several files, and ``out`` does not end in ".safetensors", or another process
+            writes there.
         OSError: A file cannot be written.
         StateError: A tensor is of a type that such files lack, or a file that is read is damaged.
     """
@@ -155,17 +152,8 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
             raise StateError(msg)
     files = split_over_files(infos, out, max_file_nbytes)
     room = max((_nbytes(tensor) for tensor in infos.values()), default=0)
-    for file, names in files.items():
-        write_atomically(partial(_write, stored, {name: infos[name] for name in names}, room), file)
-    written = list(files)
-    if len(files) > 1:
-        write_index(out, files, sum(map(_nbytes, infos.values())))
-        written.append(out.with_name(out.stem + INDEX_SUFFIX))
-    return written
-
-
-def _write(stored: StoredTensors, infos: Mapping[str, Tensor], room: int, part: Path) -> None:
-    write_weights(infos, _read(stored, infos, room), part)
+    streams = (_read(stored, {name: infos[name] for name in names}, room) for names in files.values())
+    return write_files(out, files, infos, streams)
 
 
 def _read(stored: StoredTensors, infos: Mapping[str, Tensor], room: int) -> Iterator[tuple[str, Tensor]]:

@@ -64,7 +64,7 @@ def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
         OSError: The file cannot be written.
     """
     text, out = _render(runs), Path(out)
-    write_atomically(lambda part: _write(part, text), out)
+    write_atomically(lambda part: _write(part, text), out, mode=0o600)  # it has the program's arguments
     return out
 
 

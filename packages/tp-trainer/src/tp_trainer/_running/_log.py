@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selection, Session
 
 from tp_trainer.loggers._buffer import LogBuffer
-from tp_trainer.loggers._facts import candidates, environment, versions
+from tp_trainer.loggers._facts import candidates, environment, mask_secrets, versions
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import LogSpec, make_loggers
 from tp_trainer.loggers._values import ValuesLogger, given_values
@@ -145,7 +145,7 @@ def plan_log(
 
     def facts() -> dict[str, Any]:
         return {
-            "hyperparameters": {**(given.by_name if given else {}), **hyperparameters},
+            "hyperparameters": mask_secrets({**(given.by_name if given else {}), **hyperparameters}),
             "environment": environment(),
             "selection": str(selection),
             "candidates": candidates(selection),

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,14 @@ class RunStarter(TrainerBase):
                 self._step_events = before
 
     def _fit(
-        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        settings: "FitSettings",
+        owned: ExitStack,
     ) -> "History":
-        """Prepare what a run of ``fit`` needs, and train."""
+        """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
         from tp_trainer._running._fit import Fit, fit, fit_duties
         from tp_trainer._running._starting import sort_state, start_loop
         from tp_trainer._running._watchdog import Watchdog
@@ -131,7 +136,7 @@ class RunStarter(TrainerBase):
             check_no_others(optimizer, model, "its gradients would differ between the ranks")
         if settings.checkpoints() is not None:
             check_no_others(optimizer, model, "its value would be in no checkpoint")
-        save = self._saving(model, settings.save_to)
+        save = owned.enter_context(self._saving(model, settings.save_to))
         model = self._prepare_model(model)
         optimizer_step = OptimizerStep(
             session,
@@ -191,19 +196,21 @@ class RunStarter(TrainerBase):
             metrics=settings.metrics,
         )
 
-    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Callable[[], None]:
-        """Return what saves the model after every epoch, if there is a place that can be written to.
+    @contextmanager
+    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Iterator[Callable[[], None]]:
+        """Yield what saves the model after every epoch, if there is a place that can be written to.
 
         Raises:
-            ConfigError: ``path`` is not a path.
+            ConfigError: ``path`` is not a path, or another run's.
             OSError: No file can be written there; on every rank.
 
         Collectives: one broadcast, if there is a path.
         """
         if path is None:
-            return lambda: None
-        from tp_trainer._checkpoint._model_files import check_place, save_model
+            yield lambda: None
+            return
+        from tp_trainer._checkpoint._model_files import own_place, save_model
 
-        check_place(self.session, path)
-        place = Path(path).absolute()  # wherever the process goes meanwhile
-        return lambda: save_model(self.session, self._prepare_model(model), place)
+        with own_place(self.session, path):
+            place = Path(path).absolute()  # wherever the process goes meanwhile
+            yield lambda: save_model(self.session, self._prepare_model(model), place)

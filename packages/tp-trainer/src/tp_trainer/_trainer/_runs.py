@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -180,8 +181,8 @@ class Runs(RunStarter):
         check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
         tell_of_evaluation_mode(model)
         try:
-            with telling_of_ended_iterators():
-                return self._fit(model, optimizer, train_loader, settings)
+            with telling_of_ended_iterators(), ExitStack() as owned:
+                return self._fit(model, optimizer, train_loader, settings, owned)
         except (RuntimeError, MemoryError) as error:
             tell_why(error, lambda: self.selection)
             raise

@@ -11,7 +11,7 @@ from tp_core.errors import StateError
 from tp_core.internal import write_atomically
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer.loggers._files import keep_aside, place_for, sync
+from tp_trainer.loggers._files import LogPlace, sync
 
 __all__ = ["CsvLogger"]
 
@@ -23,8 +23,8 @@ class CsvLogger(Logger):
 
     Rows are with the system once a run has handed them over: a process that is killed loses none of them. A
     resumed run drops the rows after its checkpoint and goes on; a run that begins anew keeps an older file as
-    ``metrics-1.csv``. A name that is met later becomes a further column; a name without a number of that row
-    has an empty field.
+    ``metrics-1.csv``, and takes such a name itself while another run writes to the file. A name that is met
+    later becomes a further column; a name without a number of that row has an empty field.
 
     Args:
         folder: Where the file is; the folder of the run's checkpoints by default.
@@ -40,10 +40,8 @@ class CsvLogger(Logger):
     def __init__(
         self, folder: str | os.PathLike[str] | None = None, *, filename: str = "metrics.csv"
     ) -> None:
-        self._folder = None if folder is None else Path(folder).absolute()
-        self._filename = filename
+        self._place = LogPlace("CsvLogger", folder, filename)
         self._columns: list[str] = []
-        self._path = Path(filename)
         self._file: IO[str] | None = None
         self._waiting: list[tuple[int, int, Mapping[str, float]]] = []  # rows since the last flush
 
@@ -54,13 +52,10 @@ class CsvLogger(Logger):
             ConfigError: Neither the logger nor the run has a folder.
             StateError: The file to go on with is not one of this logger.
         """
-        self._path = place_for("CsvLogger", self._folder, info) / self._filename
         rows: list[dict[str, str]] = []
         self._columns = list(_FIRST)
-        if not info.resumed:
-            keep_aside(self._path)
-        elif self._path.exists():
-            self._columns, rows = _read(self._path)
+        if self._place.open(info) and self._place.path.exists():
+            self._columns, rows = _read(self._place.path)
             rows = [row for row in rows if int(row["step"]) <= info.step]
         self._rewrite(rows)
 
@@ -78,7 +73,7 @@ class CsvLogger(Logger):
         new = dict.fromkeys(name for *_, numbers in waiting for name in numbers if name not in known)
         if new:
             self._columns += new
-            self._rewrite(_read(self._path)[1])
+            self._rewrite(_read(self._place.path)[1])
         names = self._columns[2:]
         csv.writer(self._file).writerows(
             [step, epoch, *[repr(float(numbers[name])) if name in numbers else "" for name in names]]
@@ -92,13 +87,18 @@ class CsvLogger(Logger):
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the rows onto the disk; a resumed run finds them by their steps."""
         self.flush()
         if self._file is not None:
             sync(self._file)
-        return {}
+        return self._place.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take which file is the run's."""
+        self._place.load_state_dict(state)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         """Write the file with the columns of now, whole or not at all, to be appended to."""
@@ -112,8 +112,8 @@ class CsvLogger(Logger):
 
         if self._file is not None:
             self._file.close()
-        write_atomically(write, self._path)
-        self._file = self._path.open("a", encoding="utf-8", newline="")
+        write_atomically(write, self._place.path)
+        self._file = self._place.path.open("a", encoding="utf-8", newline="")
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -25,10 +25,16 @@ from typing import IO, Any, ClassVar
 from tp_core.internal import write_atomically
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer.loggers._files import keep_aside, place_for, sync
+from tp_trainer.loggers._files import LogPlace, sync
 from tp_trainer.loggers._reading import FILENAME, FORMAT, parse
 
 __all__ = ["JsonLinesLogger"]
+
+
+_MODE = 0o600  # it has the arguments of the program
+_ERRORS = (
+    "backslashreplace"  # names of files may have bytes that are not text: JSON writes those as \udcff, too
+)
 
 
 class JsonLinesLogger(Logger):
@@ -37,7 +43,8 @@ class JsonLinesLogger(Logger):
     Lines are with the system once a run has handed them over: a process that is killed loses none of them,
     and a last line that was cut off is left out by :func:`tp_trainer.loggers.read_run`. A resumed run drops
     the numbers after its checkpoint, keeps what happened, and goes on; a run that begins anew keeps an older
-    file as ``log-1.jsonl``.
+    file as ``log-1.jsonl``, and takes such a name itself while another run writes to the file. Only its user
+    can read the file (0600), since it has the program's arguments.
 
     Args:
         folder: Where the file is; the folder of the run's checkpoints by default.
@@ -50,23 +57,20 @@ class JsonLinesLogger(Logger):
     name: ClassVar[str] = "jsonl"
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, filename: str = FILENAME) -> None:
-        self._folder = None if folder is None else Path(folder).absolute()
-        self._filename = filename
+        self._place = LogPlace("JsonLinesLogger", folder, filename)
         self._file: IO[str] | None = None
 
     def open(self, info: RunInfo) -> None:
         """Begin the file, or go on with it."""
-        path = place_for("JsonLinesLogger", self._folder, info) / self._filename
-        if not info.resumed:
-            keep_aside(path)
-        elif path.exists():
+        goes_on, path = self._place.open(info), self._place.path
+        if goes_on and path.exists():
             lines = [
                 line
                 for line in parse(path).lines
                 if line["type"] != "numbers" or int(line["step"]) <= info.step
             ]
-            write_atomically(lambda part: _write_all(part, lines), path)
-        self._file = path.open("a", encoding="utf-8")
+            write_atomically(lambda part: _write_all(part, lines), path, mode=_MODE)
+        self._file = open(path, "a", encoding="utf-8", errors=_ERRORS, opener=_private)  # noqa: SIM115
         facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
         self._write("run", {"format": FORMAT, **facts})
 
@@ -90,12 +94,17 @@ class JsonLinesLogger(Logger):
             self._write("end", {"status": status})
             self._file.close()
             self._file = None
+        self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the lines onto the disk; a resumed run finds them by their steps."""
         if self._file is not None:
             sync(self._file)
-        return {}
+        return self._place.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take which file is the run's."""
+        self._place.load_state_dict(state)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -104,8 +113,12 @@ class JsonLinesLogger(Logger):
                 self._file.flush()
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, _MODE)
+
+
 def _write_all(path: Path, lines: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors=_ERRORS) as file:
         file.writelines(_line(line) for line in lines)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer.loggers._files import check_installed, keep_aside, place_for
+from tp_trainer.loggers._files import LogPlace, check_installed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,7 +28,8 @@ class TensorBoardLogger(Logger):
 
     Numbers are scalars under their names; hyperparameters are on the page HParams; selection, environment
     and versions are texts. A resumed run goes on in the same folder, and TensorBoard drops what was logged
-    after its checkpoint; a run that begins anew keeps an older folder as ``tensorboard-1``.
+    after its checkpoint; a run that begins anew keeps an older folder as ``tensorboard-1``, and takes such a
+    name itself while another run writes there.
     TensorBoard keeps numbers in 32 bits.
 
     Args:
@@ -43,7 +44,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, flush_s: int = 30) -> None:
         check_installed("TensorBoardLogger", "tensorboard", "tensorboard")
-        self._folder = None if folder is None else Path(folder).absolute()
+        self._place = LogPlace("TensorBoardLogger", folder, "tensorboard", files=f"{_PREFIX}*")
         self._flush_s = flush_s
         self._writer: SummaryWriter | None = None
 
@@ -51,11 +52,8 @@ class TensorBoardLogger(Logger):
         """Begin an event file; that of a resumed run makes readers drop what is after its checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._folder
-        if folder is None:
-            folder = place_for("TensorBoardLogger", None, info) / "tensorboard"
-        if not info.resumed and any(folder.glob(f"{_PREFIX}*")):
-            keep_aside(folder)
+        self._place.open(info)
+        folder = self._place.path
         _await_next_name(folder)
         self._writer = SummaryWriter(
             str(folder),
@@ -63,6 +61,8 @@ class TensorBoardLogger(Logger):
             max_queue=_QUEUE,
             flush_secs=self._flush_s,
         )
+        for path in folder.glob(f"{_PREFIX}*"):
+            path.chmod(0o600)  # they have the arguments of the program
         if not info.resumed:
             self._write_facts(self._writer, info)
 
@@ -87,12 +87,17 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is left to the file."""
         if self._writer is not None:
             self._writer.flush()
-        return {}
+        return self._place.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take which folder is the run's."""
+        self._place.load_state_dict(state)
 
     @staticmethod
     def _write_facts(writer: "SummaryWriter", info: RunInfo) -> None:

@@ -71,7 +71,8 @@ class ValuesLogger(Logger):
             part.write_text(self._text, encoding="utf-8")
 
         keep_aside(path)
-        write_atomically(write, path)
+        # For its user alone: ``--config`` needs the values as they were given, a token too.
+        write_atomically(write, path, mode=0o600)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Leave out the numbers: other loggers have them."""

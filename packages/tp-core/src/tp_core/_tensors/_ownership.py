@@ -1,0 +1,250 @@
+"""What a program writes over time belongs to one process at a time: a locked file beside it says so.
+
+The lock is the system's (``flock``; ``LockFileEx`` on Windows), and what the file says of the owner is for
+people alone. So a process that dies, however it dies, leaves its places free, and a file that is left is
+nobody's. The lock belongs to the open file, which forked copies of the process inherit: they close it at
+once (a data loader's worker may outlive a process that was killed, and must not keep the folder from the run
+that is started next), and programs that are executed never get it.
+
+What is written at once, into a part that is renamed, needs no lock: see :func:`write_atomically`.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from tp_core.errors import ConfigError
+
+__all__ = ["Ownership", "lock_file_of", "run_in"]
+
+log = logging.getLogger("tp_core")
+
+GRACE_S = 3.0  # a process that was killed takes a moment to give its memory back, and then its files
+_INTERVAL_S = 0.05
+
+_held: dict[int, "Ownership"] = {}  # by descriptor, of this process
+_forking = threading.Lock()
+
+
+class Ownership:
+    """The right to write to a place: one process has it until it gives it back, or dies.
+
+    Args:
+        place: A folder, which is made if it is not there, or a file, whose folder is there.
+        is_folder: Whether it is a folder. Its lock is the file ".lock" in it, that of a file is beside it.
+        run: What the lock file says of the run that writes to the place. It is left there then.
+        grace_s: How long to wait for an owner that ends; 3 seconds by default.
+
+    Raises:
+        ConfigError: Another process has the place.
+        OSError: The folder or the lock file cannot be made, or the lock file is a link.
+    """
+
+    def __init__(
+        self, place: Path, *, is_folder: bool = False, run: str | None = None, grace_s: float | None = None
+    ) -> None:
+        self._place, self._is_folder, self._run = place, is_folder, run
+        self._grace_s = grace_s
+        self._file = lock_file_of(place, is_folder=is_folder)
+        self._pid = os.getpid()
+        self._descriptor: int | None = None
+        _close_in_forked_copies()
+        self._acquire()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def is_held(self) -> bool:
+        """Whether the lock file is still the one that was locked: people delete folders."""
+        if self._descriptor is None:
+            return self._file.parent.is_dir()
+        return _is_at(self._descriptor, self._file)
+
+    def release(self) -> None:
+        """Release the place for others; calling it again does nothing."""
+        if self._descriptor is None or os.getpid() != self._pid:
+            return
+        if self._run is None and self.is_held():
+            with contextlib.suppress(OSError):  # it says nothing to others, and Windows deletes no open file
+                self._file.unlink()
+        self._close()
+
+    def renew(self) -> None:
+        """Lock the place again after it, or the lock file, was deleted.
+
+        Raises:
+            ConfigError: Another process has the place meanwhile.
+            OSError: The folder or the lock file cannot be made.
+        """
+        self._close()
+        self._acquire()
+
+    def _acquire(self) -> None:
+        if self._is_folder:
+            try:
+                self._place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                msg = f"{self._place} cannot be made, or is no folder: {error.strerror}"
+                raise OSError(error.errno, msg) from None
+        deadline = time.monotonic() + (GRACE_S if self._grace_s is None else self._grace_s)
+        while not self._try():
+            if time.monotonic() > deadline:
+                raise ConfigError(self._refusal())
+            time.sleep(_INTERVAL_S)
+
+    def _refusal(self) -> str:
+        kind = "folder" if self._is_folder else "file"
+        return (
+            f"{self._place} is in use: {_holder(self._file)}. It belongs to one run at a time: wait for the "
+            f"end of that run, or give another {kind}. Only if it was lost together with its host, delete "
+            f"{self._file}"
+        )
+
+    def _try(self) -> bool:
+        """Try once to get the lock; where the file system has none, say so and count it as got."""
+        from filelock import lock_descriptor  # 9 ms, which importing tp_core need not take
+
+        with _forking:
+            descriptor = self._descriptor = _open(self._file)
+            _held[descriptor] = self
+        try:
+            if not lock_descriptor(descriptor, blocking=False):
+                self._close()
+                for other in _held_at(self._file):
+                    if self._run is not None and other._run == self._run:
+                        other._close()  # an earlier part of the same run was never closed
+                return False
+        except OSError as error:
+            self._close()
+            self._file.unlink(missing_ok=True)
+            log.warning(
+                "the file system of %s has no locks (%s): a second run that writes there will not be noticed",
+                self._place,
+                error,
+            )
+            return True
+        try:
+            if not _is_at(descriptor, self._file):  # whoever had it has deleted it since
+                self._close()
+                return False
+            owner = {"pid": self._pid, "host": socket.gethostname(), "since": _now(), "run": self._run}
+            os.ftruncate(descriptor, 0)
+            # The first byte is the one that Windows locks: nobody else can read it there.
+            os.write(descriptor, b" " + json.dumps(owner).encode())
+        except OSError:  # a full disk
+            self._close()
+            raise
+        return True
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            with _forking:
+                _held.pop(self._descriptor, None)
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def lock_file_of(place: Path, *, is_folder: bool = False) -> Path:
+    """Return the file whose lock a place has; a place has one, by whatever link it is reached."""
+    if is_folder:
+        return place / ".lock"
+    place = Path(os.path.realpath(place))
+    return place.with_name(f".{place.name}.lock")
+
+
+def run_in(file: Path) -> str | None:
+    """Return the run that a lock file names: the last one that has written there."""
+    run = _owner(file).get("run")
+    return run if isinstance(run, str) else None
+
+
+def _open(file: Path) -> int:
+    """Open a lock file, and nothing that only has its name: it is overwritten.
+
+    Raises:
+        OSError: It is a link, a second name of another file, or no file; or it cannot be made.
+    """
+    # O_NOFOLLOW: who may write to the folder could have any file of this user overwritten through a link.
+    # O_NONBLOCK: a pipe of that name must not be waited for. Windows has neither.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    is_link = os.name == "nt" and file.is_symlink()
+    descriptor = -1
+    try:
+        if not is_link:
+            descriptor = os.open(file, flags, 0o666)
+    except OSError as error:
+        is_link = error.errno in {errno.ELOOP, errno.EMLINK}
+        if not is_link:
+            raise
+    if descriptor >= 0:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: it was deleted since
+            return descriptor
+        os.close(descriptor)
+    what = "a link" if is_link else "another file's second name, or no file"
+    msg = f"{file} is {what}, and tp would overwrite it as its lock: delete it"
+    raise OSError(errno.ELOOP, msg)
+
+
+def _owner(file: Path) -> dict[str, object]:
+    """Return what a lock file says, as far as it can be read."""
+    try:
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(1)
+            owner = json.loads(opened.read(10_000))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _holder(file: Path) -> str:
+    """Return who has the lock, as far as the file says."""
+    owner = _owner(file)
+    if not owner.keys() >= {"pid", "host", "since"}:
+        return "another process writes there"
+    # Not by the number: in containers many processes are number 1 of hosts with one name.
+    here = " (this process)" if _held_at(file) else ""
+    return f"process {owner['pid']}{here} on host {owner['host']} writes there since {owner['since']}"
+
+
+def _held_at(file: Path) -> list[Ownership]:
+    return [owner for descriptor, owner in tuple(_held.items()) if _is_at(descriptor, file)]
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+@cache
+def _close_in_forked_copies() -> None:
+    if hasattr(os, "register_at_fork"):  # Windows has no forks
+        os.register_at_fork(
+            before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child
+        )
+
+
+def _after_in_child() -> None:
+    _forking.release()
+    for descriptor in _held:
+        os.close(descriptor)  # without unlocking: the lock is that of the parent
+    _held.clear()
