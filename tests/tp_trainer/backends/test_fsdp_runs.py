@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import TpError
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, FsdpOptions, Trainer
-from tp_trainer.callbacks import ExponentialMovingAverage
+from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
 pytestmark = pytest.mark.slow
 
@@ -121,8 +121,8 @@ def test_as_many_ranks_go_on_bit_for_bit(tmp_path, options):
 # -- averages ---------------------------------------------------------------------------------------
 
 
-def averaged(backend="fsdp", folder=None, epochs=3):
-    average = ExponentialMovingAverage(0.8)
+def averaged(backend="fsdp", folder=None, epochs=3, swa=False):
+    average = StochasticWeightAveraging(1) if swa else ExponentialMovingAverage(0.8)
     resumed = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
     model = Net()
     with Trainer(backend=backend, devices="cpu", seed=2, progress=False) as it:
@@ -141,14 +141,16 @@ def averaged(backend="fsdp", folder=None, epochs=3):
     return [(r.train["loss"], r.val["loss"]) for r in history], state
 
 
-def averaged_in_two_runs(folder):
-    averaged(folder=folder, epochs=1)
-    return averaged(folder=folder)
+def averaged_in_two_runs(folder, swa):
+    averaged(folder=folder, epochs=1, swa=swa)
+    return averaged(folder=folder, swa=swa)
 
 
-def test_a_moving_average_is_that_of_the_whole_model_resumed_too(pool, tmp_path):
-    expected = averaged("single")
-    for found in [*pool.run(averaged), *pool.run(averaged_in_two_runs, tmp_path)]:
+@pytest.mark.parametrize("swa", [False, True])
+def test_an_average_is_that_of_the_whole_model_resumed_too(pool, tmp_path, swa):
+    expected = averaged("single", swa=swa)
+    whole = pool.run(functools.partial(averaged, swa=swa))
+    for found in [*whole, *pool.run(averaged_in_two_runs, tmp_path, swa)]:
         assert_close(found, expected)
 
 

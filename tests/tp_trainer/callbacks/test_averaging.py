@@ -1,4 +1,4 @@
-"""The moving average is torch's own, on every backend, in validations, in files and after a resume."""
+"""Averages are torch's own, on every backend, in validations, in files and after a resume."""
 
 import signal
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
 from tp_trainer import Callback, Interrupted, Trainer
-from tp_trainer.callbacks import ExponentialMovingAverage
+from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
 from tests.tp_trainer import callback_run
 from tests.tp_trainer.callback_run import data, network, same, step, stop, train
@@ -25,9 +25,7 @@ class TorchAverage(Callback):
     """Torch's own average, beside the run."""
 
     def on_fit_start(self, run):
-        move = get_ema_multi_avg_fn(DECAY)
-        self.averaged = AveragedModel(run.model, multi_avg_fn=lambda a, p, _: move(a, p, 1))
-        self.averaged.n_averaged += 1  # the first update would only copy
+        self.averaged = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         self.val = []
 
     def on_step_end(self, run):
@@ -59,17 +57,61 @@ def test_the_average_is_that_of_torch_and_validations_see_it(backend, make_optim
     assert same(model, plain)  # training has not seen the average
 
 
+class TorchSwa(Callback):
+    """Torch's own SWA, beside the run."""
+
+    def on_epoch_end(self, run):
+        if run.epoch == 2:
+            self.averaged = AveragedModel(run.model)
+        if run.epoch >= 2:
+            self.averaged.update_parameters(run.model)
+
+
+@pytest.mark.parametrize("backend", ["single", "tuple"])
+def test_stochastic_weight_averaging_is_that_of_torch(backend):
+    theirs = TorchSwa()
+    by_epoch, by_step = StochasticWeightAveraging(2), StochasticWeightAveraging(start_step=6)
+    train([theirs, by_epoch, by_step], backend=backend, epochs=4)
+    for name, average in by_epoch.averages.items():
+        expected = theirs.averaged.module.get_parameter(name)
+        torch.testing.assert_close(average, expected, rtol=1e-12, atol=0)
+        assert torch.equal(average, by_step.averages[name])
+
+
+def test_validations_see_the_models_own_weights_before_the_first_update():
+    plain, ours = train([])[1], train([ExponentialMovingAverage(DECAY, every_steps=6)])[1]
+    assert ours[0].val == plain[0].val
+    assert ours[1].val != plain[1].val
+
+
+def test_a_checkpoint_of_an_average_without_its_number_of_updates_is_continued():
+    average = ExponentialMovingAverage(DECAY)
+    model = torch.nn.Linear(3, 1).double()
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    average.load_state_dict({"averages": zeros, "step": 3})
+    train([average], model=model, epochs=1, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    for name, parameter in model.named_parameters():  # lr=0: five updates from zero to the same weights
+        torch.testing.assert_close(average.averages[name], parameter.detach() * (1 - DECAY**5))
+
+
+@pytest.mark.parametrize("given", [{}, {"start_epoch": 1, "start_step": 1}])
+def test_stochastic_weight_averaging_takes_one_start(given):
+    with pytest.raises(ConfigError, match="takes either start_epoch or start_step"):
+        StochasticWeightAveraging(**given)
+
+
 def linear(state):
     model = torch.nn.Linear(3, 1).double()
     model.load_state_dict(state)
     return model
 
 
-def on_a_rank(folder, state, averages):
-    ours = ExponentialMovingAverage(DECAY)
-    model, history = train([ours], backend="ddp", model=linear(state))
+def on_a_rank(folder, state, averages, swa_averages):
+    ours, swa = ExponentialMovingAverage(DECAY), StochasticWeightAveraging(1)
+    model, history = train([ours, swa], backend="ddp", model=linear(state))
     for name, average in ours.averages.items():
         torch.testing.assert_close(average, averages[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(swa.averages[name], swa_averages[name], rtol=1e-9, atol=1e-12)
     stop(7, [ExponentialMovingAverage(DECAY)], backend="ddp", folder=folder, model=linear(state))
     again = ExponentialMovingAverage(DECAY)
     resumed, _ = train([again], backend="ddp", folder=folder, model=linear(state))
@@ -81,21 +123,25 @@ def on_a_rank(folder, state, averages):
 @pytest.mark.slow
 def test_ranks_have_the_average_of_one_device_and_resume_it(tmp_path):
     # No batch norm, of whose statistics each rank would have its own.
-    ours, model = ExponentialMovingAverage(DECAY), torch.nn.Linear(3, 1).double()
+    ours, swa = ExponentialMovingAverage(DECAY), StochasticWeightAveraging(1)
+    model = torch.nn.Linear(3, 1).double()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    _, history = train([ours], model=model)
-    losses = run_ranks(on_a_rank, 2, tmp_path, state, dict(ours.averages))
+    _, history = train([ours, swa], model=model)
+    losses = run_ranks(on_a_rank, 2, tmp_path, state, dict(ours.averages), dict(swa.averages))
     assert losses == pytest.approx([history[-1].val["loss"]] * 2, rel=1e-9)
 
 
-def test_a_resumed_average_is_the_same_bit_for_bit(tmp_path):
-    whole, part = (
-        ExponentialMovingAverage(DECAY, every_steps=2),
-        ExponentialMovingAverage(DECAY, every_steps=2),
-    )
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ExponentialMovingAverage(DECAY, every_steps=2), lambda: StochasticWeightAveraging(1)],
+    ids=["ema", "swa"],
+)
+def test_a_resumed_average_is_the_same_bit_for_bit(tmp_path, make):
+    whole = make()
     model, history = train([whole])
-    stop(7, [part], folder=tmp_path)
-    again = ExponentialMovingAverage(DECAY, every_steps=2)
+    stop(1, [make()], folder=tmp_path)  # before the first update
+    stop(7, [make()], folder=tmp_path)
+    again = make()
     resumed, records = train([again], folder=tmp_path)
     assert same(model, resumed)
     assert all(torch.equal(again.averages[name], average) for name, average in whole.averages.items())

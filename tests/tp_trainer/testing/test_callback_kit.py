@@ -11,6 +11,7 @@ from tp_trainer.callbacks import (
     GradualUnfreezing,
     LearningRateMonitor,
     Profiler,
+    StochasticWeightAveraging,
     Throughput,
 )
 from tp_trainer.testing import CallbackConformance
@@ -19,6 +20,12 @@ from tp_trainer.testing import CallbackConformance
 class TestExponentialMovingAverage(CallbackConformance):
     def make(self, folder):
         return ExponentialMovingAverage(decay=0.5)
+
+
+@pytest.mark.slow
+class TestStochasticWeightAveraging(CallbackConformance):
+    def make(self, folder):
+        return StochasticWeightAveraging(1)
 
 
 @pytest.mark.slow

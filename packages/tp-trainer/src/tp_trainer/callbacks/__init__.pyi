@@ -1,4 +1,5 @@
 from tp_trainer.callbacks._averaging import ExponentialMovingAverage as ExponentialMovingAverage
+from tp_trainer.callbacks._averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from tp_trainer.callbacks._early_stopping import EarlyStopping as EarlyStopping
 from tp_trainer.callbacks._monitors import GradientNorm as GradientNorm
 from tp_trainer.callbacks._monitors import LearningRateMonitor as LearningRateMonitor

@@ -1,12 +1,12 @@
-"""A moving average of a model's weights, to evaluate and to export."""
+"""Averages of a model's weights over the steps or epochs of a run, to evaluate and to export."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tp_core.errors import ConfigError
 from tp_core.internal import is_dtensor
 from tp_core.plugins import Callback, RunView
@@ -14,21 +14,113 @@ from tp_core.state import Place, fill_from_whole
 
 from tp_trainer._checks._values import check_positive
 
-__all__ = ["ExponentialMovingAverage"]
+__all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging"]
 
 
-class ExponentialMovingAverage(Callback):
+class _AveragedWeights(Callback):
+    """Keeps averages of the parameters, which begin as torch's ``AveragedModel`` does: with a copy.
+
+    Args:
+        move: One of torch's functions for ``AveragedModel(multi_avg_fn=...)``.
+    """
+
+    def __init__(self, move: Callable[[Any, Any, int], None]) -> None:
+        self._move = move
+        self._averages: dict[str, Tensor] = {}
+        self._updates = 0
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """The averages by the parameters' names, empty until the first update; of each rank's own shards."""
+        return self._averages
+
+    @contextmanager
+    def in_place_of(self, model: nn.Module) -> Iterator[None]:
+        """Have the model compute with the averaged weights in the body of a ``with``: to save or export them.
+
+        Args:
+            model: The model that was trained.
+
+        Raises:
+            ConfigError: There is no average yet, or it is of another model.
+        """
+        parameters = dict(model.named_parameters())
+        if parameters.keys() != self._averages.keys():
+            msg = (
+                "there is no average of this model's weights: give the plain model that the run with this "
+                "callback has trained, after the first update of the averages"
+            )
+            raise ConfigError(msg)
+        self._swap(parameters)
+        try:
+            yield
+        finally:
+            self._swap(parameters)
+
+    def on_fit_start(self, run: RunView) -> None:
+        """Hold the averages of the run that is resumed as the model's weights are held.
+
+        Raises:
+            ConfigError: The averages are those of another model, or of other shards of it.
+        """
+        if not self._averages:
+            return
+        parameters = dict(run.model.named_parameters())
+        fits = parameters.keys() == self._averages.keys()
+        held = {name: _held_as(parameters[name], a) for name, a in self._averages.items()} if fits else {}
+        if not fits or any(average is None for average in held.values()):
+            msg = (
+                "the average is one of another model's weights, or of other shards of them; give the "
+                "run a new callback"
+            )
+            raise ConfigError(msg)
+        self._averages = {name: average for name, average in held.items() if average is not None}
+
+    @torch.no_grad()
+    def _update(self, model: nn.Module) -> None:
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        if not self._updates:
+            self._averages = {name: p.clone() for name, p in parameters.items()}
+        else:
+            by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+            for name, average in self._averages.items():
+                by_kind.setdefault((average.device, average.dtype), []).append(name)
+            for names in by_kind.values():  # torch's functions take tensors of one device and type
+                averages = [self._averages[n] for n in names]
+                self._move(averages, [parameters[n] for n in names], self._updates)
+        self._updates += 1
+
+    @torch.no_grad()
+    def _swap(self, parameters: Mapping[str, Tensor]) -> None:
+        """Exchange values, and not tensors: optimizers, replicas and buckets know the parameters."""
+        for name, parameter in parameters.items():
+            average = self._averages[name]
+            value = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and of how many updates they are."""
+        return {"averages": self._averages, "updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self._averages = {name: average.clone() for name, average in state["averages"].items()}
+        # A checkpoint without the number is of a moving average, which needs no more than that it has begun.
+        self._updates = int(state.get("updates", bool(self._averages)))
+
+
+class ExponentialMovingAverage(_AveragedWeights):
     """Keeps an exponential moving average of the parameters, and has validations use it.
 
-    After each optimizer step ``average = decay * average + (1 - decay) * parameter``, by torch's own
-    function for ``AveragedModel``. The average begins with the weights before the first step, where
-    ``AveragedModel`` and Lightning's callback begin with those after their first update. The average of a
-    sharded model is of each rank's shards. Buffers, such as the statistics of batch norm, are the model's
-    own.
+    The first update copies the weights, as in torch's ``AveragedModel``; until then validations see the
+    model's own. Each later one is ``average = decay * average + (1 - decay) * parameter``, by torch's own
+    function. The average of a sharded model is of each rank's shards. Buffers, such as the statistics of
+    batch norm, are the model's own.
 
     Args:
         decay: How much of the average stays, from 0 up to but not including 1.
-        every_steps: After how many optimizer steps it moves.
+        every_steps: The average is updated after each step of the run that this divides.
         validate: Whether validations see the averaged weights in the place of the model's.
 
     Raises:
@@ -53,80 +145,19 @@ class ExponentialMovingAverage(Callback):
             )
             raise ConfigError(msg)
         check_positive("every_steps", every_steps)
-        self._move = get_ema_multi_avg_fn(decay)
+        super().__init__(get_ema_multi_avg_fn(decay))
         self._every_steps = every_steps
         self._validate = validate
-        self._model: nn.Module | None = None
-        self._averages: dict[str, Tensor] = {}
-        self._step = 0  # at which it has moved last
         self._is_in_place = False
 
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        """The averages by the parameters' names; on each rank those of the shards that it holds."""
-        return self._averages
-
-    @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Have the model compute with the averaged weights in the body of a ``with``: to save or export them.
-
-        Args:
-            model: The model that was trained.
-
-        Raises:
-            ConfigError: There is no average yet, or it is of another model.
-        """
-        parameters = dict(model.named_parameters())
-        if parameters.keys() != self._averages.keys():
-            msg = (
-                "there is no average of this model's weights: give the plain model that the run with this "
-                "callback has trained, after its beginning"
-            )
-            raise ConfigError(msg)
-        self._swap(parameters)
-        try:
-            yield
-        finally:
-            self._swap(parameters)
-
-    def on_fit_start(self, run: RunView) -> None:
-        """Begin with the model's weights, or go on with the averages of the run that is resumed.
-
-        Raises:
-            ConfigError: The averages are those of another model, or of other shards of it.
-        """
-        self._model = run.model
-        parameters = dict(run.model.named_parameters())
-        if not self._averages:
-            self._averages = {name: p.detach().clone() for name, p in parameters.items()}
-            self._step = run.step
-            return
-        fits = parameters.keys() == self._averages.keys()
-        held = {name: _held_as(parameters[name], a) for name, a in self._averages.items()} if fits else {}
-        if not fits or any(average is None for average in held.values()):
-            msg = (
-                "the moving average is one of another model's weights, or of other shards of them; give the "
-                "run a new callback"
-            )
-            raise ConfigError(msg)
-        self._averages = {name: average for name, average in held.items() if average is not None}
-
-    @torch.no_grad()
     def on_step_end(self, run: RunView) -> None:
         """Move the averages."""
-        if run.step - self._step < self._every_steps:
-            return
-        self._step = run.step
-        parameters = dict(run.model.named_parameters())
-        by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, average in self._averages.items():
-            by_kind.setdefault((average.device, average.dtype), []).append(name)
-        for names in by_kind.values():  # torch's function takes tensors of one device and type
-            self._move([self._averages[n] for n in names], [parameters[n].detach() for n in names], 1)
+        if run.step % self._every_steps == 0:
+            self._update(run.model)
 
     def on_validation_start(self, run: RunView) -> None:
         """Let the validation have the averages."""
-        if self._validate:
+        if self._validate and self._averages:
             self._swap(dict(run.model.named_parameters()))
             self._is_in_place = True
 
@@ -143,23 +174,50 @@ class ExponentialMovingAverage(Callback):
             self._is_in_place = False
             self._swap(dict(model.named_parameters()))
 
-    @torch.no_grad()
-    def _swap(self, parameters: Mapping[str, Tensor]) -> None:
-        """Exchange values, and not tensors: optimizers, replicas and buckets know the parameters."""
-        for name, parameter in parameters.items():
-            average = self._averages[name]
-            value = parameter.detach().clone()
-            parameter.copy_(average)
-            average.copy_(value)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
-        return {"averages": self._averages, "step": self._step}
+class StochasticWeightAveraging(_AveragedWeights):
+    """Keeps the mean of the parameters at the ends of epochs: stochastic weight averaging (SWA).
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
-        self._averages = {name: average.clone() for name, average in state["averages"].items()}
-        self._step = int(state["step"])
+    It is the ``AveragedModel(model)`` of ``torch.optim.swa_utils``, updated once an epoch, on every backend
+    and after a resume; of a sharded model each rank averages its shards. Training and validations have the
+    model's own weights. For a learning rate as SWA wants it, give ``fit`` a scheduler, such as ``SWALR``.
+
+    Buffers are the model's own, also the statistics of batch norm, which do not fit averaged weights: call
+    ``torch.optim.swa_utils.update_bn(loader, model)`` in the body of :meth:`in_place_of`.
+
+    Args:
+        start_epoch: The first epoch, from 1, at whose end the weights are averaged.
+        start_step: Average at the ends of epochs from this optimizer step on, instead.
+
+    Raises:
+        ConfigError: Neither or both are given, or one is not a whole number from 1.
+
+    Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018.
+
+    Example:
+        >>> average = StochasticWeightAveraging(start_epoch=8)
+        >>> trainer.fit(model, optimizer, loader, step=step, epochs=10, callbacks=[average])  # doctest: +SKIP
+        >>> with average.in_place_of(model):  # doctest: +SKIP
+        ...     torch.optim.swa_utils.update_bn(loader, model)
+        ...     trainer.export(model, "averaged.safetensors")
+    """
+
+    def __init__(self, start_epoch: int | None = None, *, start_step: int | None = None) -> None:
+        if (start_epoch is None) == (start_step is None):
+            msg = (
+                "StochasticWeightAveraging takes either start_epoch or start_step, got "
+                f"start_epoch={start_epoch!r}, start_step={start_step!r}"
+            )
+            raise ConfigError(msg)
+        check_positive("start_epoch", 1 if start_epoch is None else start_epoch)
+        check_positive("start_step", 1 if start_step is None else start_step)
+        super().__init__(get_swa_multi_avg_fn())
+        self._start_epoch, self._start_step = start_epoch or 1, start_step or 1
+
+    def on_epoch_end(self, run: RunView) -> None:
+        """Take the epoch's weights into the averages."""
+        if run.epoch >= self._start_epoch and run.step >= self._start_step:
+            self._update(run.model)
 
 
 def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
