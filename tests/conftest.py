@@ -50,15 +50,18 @@ def _gather_temporary_files():
     util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch  # not by the process that only hands tests to others
 
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    of_gpus = [item for item in items if "gpu" in item.keywords]
+    if "gpu" in config.option.markexpr:  # who asks for them gets the reason of each
+        for item in of_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        return
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+    config.hook.pytest_deselected(items=of_gpus)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -16,6 +16,7 @@ LAUNCHED = [sys.executable, "-m", "tp_core.cli", "launch", "-n", "2", str(DIGITS
 TWO_DEVICES = [*ALONE, "--devices", "cpu,cpu"]
 
 
+@pytest.mark.slow
 def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_per_operation):
     program = runpy.run_path(str(DIGITS))
     assert program["main"](["--devices", "cpu", "--epochs", "3", "--out", str(tmp_path)]) >= 0.95

@@ -86,6 +86,7 @@ def too_early():
     return messages
 
 
+@pytest.mark.slow
 def test_a_session_that_was_opened_too_early_is_an_error_when_the_split_model_comes():
     for messages in run_ranks(too_early, 2):
         for message in messages:

@@ -25,6 +25,7 @@ def load():
 backend = load().FullyShardBackend
 
 
+@pytest.mark.slow
 class TestFullyShard(BackendConformance):
     backend = backend
     processes = 2

@@ -96,6 +96,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_its_state_stays_dtensors(tmp
         assert is_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"turned": True}, {"asynchronous": True}], ids=["turned", "in threads"])
 def test_also_with_parameters_in_another_order_and_written_by_threads(tmp_path, how):
     for _, kinds, is_same in run_ranks(functools.partial(resumed, **how), 2, tmp_path):
@@ -107,7 +108,7 @@ def test_also_with_parameters_in_another_order_and_written_by_threads(tmp_path, 
     ("before", "after"),
     [
         (2, 1),
-        (1, 2),
+        pytest.param(1, 2, marks=pytest.mark.slow),
         pytest.param(2, 3, marks=pytest.mark.slow),
         pytest.param(3, 2, marks=pytest.mark.slow),
     ],
@@ -159,6 +160,7 @@ def load_checkpoint(folder):
         return trainer.session.model_state(model)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_checkpoint_is_loaded_by_itself(tmp_path):
     (_, _, expected), _ = run_ranks(functools.partial(fit, tmp_path, epochs=1), 2)
     newest = max(tmp_path.glob("step-*"))
@@ -184,6 +186,7 @@ def fit_evaluate_and_fit(folder):
     return equal(state, fit(epochs=2)[2])
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_two_runs_changes_nothing(tmp_path):
     assert run_ranks(fit_evaluate_and_fit, 2, tmp_path) == [True, True]
 

@@ -3,6 +3,7 @@
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 from tp_core.testing import run_ranks
 
@@ -14,6 +15,7 @@ def train(folder, name):
     return main(["--steps", "12", "--batch", "4", "--out", f"{folder}/{name}"])
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_alike_on_one_rank_and_on_two(tmp_path):
     (alone,) = run_ranks(train, 1, str(tmp_path), "alone.pt")
     split = run_ranks(train, 2, str(tmp_path), "split.pt")

@@ -142,6 +142,7 @@ def test_tests_that_fail_hang_or_die_cost_no_other(tests_of):
     assert found["test_first"]["warnings"] == ["UserWarning: mind the gap"]
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_costs_no_other(tests_of):
     found = tests_of(
         "import nothing_of_that_name", TESTS.replace("while True", "while False").replace("kill", "str")
@@ -163,6 +164,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
+@pytest.mark.slow
 def test_pytest_is_all_that_the_tests_need(script, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     record = tmp_path / "record"

@@ -87,7 +87,9 @@ def equal(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(1, 2), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_each_reads_what_the_other_wrote_on_any_number_of_ranks(tmp_path, writers, readers):
     state, entries, rates = start(train, writers, tmp_path)[0]
     (checkpoint,) = (tmp_path / "run").glob("step-*")

@@ -66,7 +66,7 @@ def train(folder, group_size, split=True):
         return str(trainer.selection.chosen.name), torch.load(file)
 
 
-@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), (4, 2)])
+@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_split_model_is_trained_saved_and_loaded_like_a_whole_one(tmp_path, processes, group_size):
     name, expected = train(str(tmp_path), None, split=False)
     assert name == "single"

@@ -16,6 +16,7 @@ class TestFork(EngineConformance):
     options: ClassVar = {"start_method": "fork"}
 
 
+@pytest.mark.slow
 class TestForkServer(EngineConformance):
     engine = ProcessEngine
 

@@ -132,7 +132,7 @@ def test_no_items_give_no_results(items):
         assert list(runner.stream(items)) == []
 
 
-@pytest.mark.parametrize("n_items", [1, 2, 7, 5000])
+@pytest.mark.parametrize("n_items", [2, 5000])
 def test_any_number_of_items_works(n_items):
     with Doubler(3) as runner:
         assert list(runner.stream(range(n_items))) == [2 * i for i in range(n_items)]

@@ -41,6 +41,7 @@ class TestOneCopyOnTwoRanks(_Split):
         return split_model()
 
 
+@pytest.mark.slow
 class TestTwoCopiesOnFourRanks(_Split):
     processes = 4
     exchange_processes = 4

@@ -50,6 +50,7 @@ class TestThreeDevicesWithCopies(BackendConformance):
     options = {"force_copies": True}
 
 
+@pytest.mark.slow
 class TestWeightedSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")

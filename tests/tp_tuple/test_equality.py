@@ -10,7 +10,7 @@ from tp_tuple import TupleParallel, cat
 NAMES = ["mlp", "conv", "lstm", "transformer", "graphs"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count):
     def forward(model):

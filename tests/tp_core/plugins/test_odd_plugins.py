@@ -116,7 +116,9 @@ FIRST_IMPORT = """
 """
 
 
-@pytest.mark.parametrize("does", ["", "torch.set_default_dtype(torch.float64)"])
+@pytest.mark.parametrize(
+    "does", [pytest.param("", marks=pytest.mark.slow), "torch.set_default_dtype(torch.float64)"]
+)
 def test_a_plugin_that_imports_torch_first_leaves_it_as_it_comes(does, tmp_path):
     with odd(tmp_path, source(loaded=f"import torch; {does}")):
         done = subprocess.run(

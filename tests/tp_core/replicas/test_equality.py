@@ -12,8 +12,14 @@ def call(replica, part):
     return replica(part)
 
 
-@pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("count", "force_copies"),
+    [
+        pytest.param(n, c, marks=() if (n, c) in {(3, False), (3, True), (2, "flat")} else pytest.mark.slow)
+        for n in (1, 2, 3, 4)
+        for c in (False, True, "flat")
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count, force_copies):
     def forward(model):

@@ -74,11 +74,11 @@ def there_and_back(folder, before, after):
     ("before", "after"),
     [
         ("rows", "columns"),
-        ("columns", "copies"),
-        ("copies", "rows"),
-        ("copies of rows", "blocks"),
+        pytest.param("columns", "copies", marks=pytest.mark.slow),
+        pytest.param("copies", "rows", marks=pytest.mark.slow),
+        pytest.param("copies of rows", "blocks", marks=pytest.mark.slow),
         ("blocks", "rows of four"),
-        ("rows of four", "copies of rows"),
+        pytest.param("rows of four", "copies of rows", marks=pytest.mark.slow),
     ],
 )
 def test_any_placement_is_read_under_any_other(tmp_path, before, after):

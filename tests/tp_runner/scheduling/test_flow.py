@@ -123,7 +123,7 @@ def named(tensor):
     return tensor
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "forkserver"])
 @pytest.mark.parametrize(
     "make",
     [

@@ -81,6 +81,7 @@ def test_ordered_results_are_those_of_map(runners, items, n_workers, scale, lazi
     assert [value_of(result) for result in results] == expected_of(items)
 
 
+@pytest.mark.slow
 @few
 @given(
     items=items_of_any_kind,

@@ -45,6 +45,7 @@ def test_variables_are_set_and_removed_before_the_users_modules_are_imported(met
     assert "COLOR" not in os.environ
 
 
+@pytest.mark.slow
 def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_path, monkeypatch):
     (tmp_path / "imported_once.py").write_text("import os\nCOLOR = os.environ.get('COLOR')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -59,6 +60,7 @@ def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_p
     assert list(tp_runner.map(seen, [0], **options)) == [None]
 
 
+@pytest.mark.slow
 def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running, wait_until):
     with OrderedRunner(1, env={"COLOR": "blue"}) as runner:
         runner.submit(1).result()

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 METHODS = ["fork", "spawn", "forkserver"]
+SPAWN_IS_SLOW = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
 
 FIRST = """
 import tp_runner
@@ -49,7 +50,7 @@ def run(arguments, code):
     return done
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SPAWN_IS_SLOW)
 def test_classes_typed_at_the_prompt(method):
     typed = FIRST.replace("\n\n    ", "\n    ")
     code = f"{typed}print(all_of({method!r}))\n{SECOND}print(all_of({method!r}))\n"
@@ -59,7 +60,7 @@ def test_classes_typed_at_the_prompt(method):
     assert "Error" not in done.stderr
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SPAWN_IS_SLOW)
 def test_classes_of_a_notebook(method):
     # As its kernel does: a main module without a file, and one compiled cell after the other.
     kernel = f"""

@@ -31,7 +31,9 @@ class Writes(OrderedRunner):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["array", "tensor"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(np.ones, marks=pytest.mark.slow), torch.ones], ids=["array", "tensor"]
+)
 def test_workers_hold_no_copy_of_their_own(method, make):
     held = []
     for size in (1000, NBYTES // 8):

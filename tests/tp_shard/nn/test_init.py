@@ -96,7 +96,7 @@ def building_peaks_at_the_shard_and_a_block():
     assert rose < shard + 24, (rose, shard)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

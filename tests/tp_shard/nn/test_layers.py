@@ -333,7 +333,7 @@ def pieces_of_ones_own_are_held_in_their_order():
         Linear(6, 4, dim=0, ranges=pieces)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

@@ -276,6 +276,7 @@ def test_offload_where_no_memory_can_be_pinned_is_refused(monkeypatch):
         FsdpBackend().open(on_a_card)
 
 
+@pytest.mark.slow
 def test_torch_fsdp_is_imported_when_a_session_is_opened_and_not_before():
     code = (
         "import sys; from tp_core.plugins import registry; from tp_trainer import FsdpOptions; "

@@ -440,8 +440,7 @@ class Noisy(Dataset):
         return x + 0.1 * torch.randn(3) + random.random() * np.random.rand(), y
 
 
-@pytest.mark.parametrize("stop_at", [3, 5, 8])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "stop_at"), [(0, 3), (0, 8), (2, 5)])
 def test_augmentation_is_the_same_with_and_without_an_interruption(tmp_path, workers, stop_at):
     def loader():
         options = {"num_workers": workers, "persistent_workers": workers > 0}

@@ -97,6 +97,7 @@ train(sys.argv[1], background=True)
 """
 
 
+@pytest.mark.slow
 def test_the_exit_status_of_a_run_whose_thread_failed_is_not_0(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],

@@ -237,6 +237,7 @@ def check(original, folder, expected, caplog, seed):
     assert whole(folder) >= {8, 9, 10}, said
 
 
+@pytest.mark.slow
 def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="tp_trainer"):
         for seed in range(25):

@@ -76,7 +76,7 @@ def command(*launcher):
 @pytest.mark.parametrize(
     "start",
     [
-        command("main.py"),
+        pytest.param(command("main.py"), marks=pytest.mark.slow),
         pytest.param(
             command(
                 "-m",

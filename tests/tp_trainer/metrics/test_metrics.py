@@ -228,6 +228,7 @@ def torchmetrics_on_a_rank(right):
         assert "loss" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 def test_metrics_of_torchmetrics_are_fed_once(two_ranks):
     two_ranks.run(torchmetrics_on_a_rank, expected())

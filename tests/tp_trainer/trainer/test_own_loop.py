@@ -233,7 +233,7 @@ def _all_gathered():
     return [_gathered(*case, training=training) for case in CASES for training in (True, False)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_sample_is_gathered_once_in_order(ranks):
     everywhere = run_ranks(_all_gathered, ranks) if ranks > 1 else [_all_gathered()]
     for outcomes in everywhere:
