@@ -1,6 +1,7 @@
 """Writes the checkpoints of a run when they are due, and finds the one to go on from."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -66,10 +67,10 @@ class Checkpointer:
         return step == self._saved_step
 
     @property
-    def is_old(self) -> bool:
-        """Whether the last checkpoint is as old as one may be."""
+    def due_at(self) -> float:
+        """When the last checkpoint is as old as one may be, by `time.monotonic`."""
         age = self.settings.every_s
-        return age is not None and time.monotonic() - self._saved_at >= age
+        return math.inf if age is None else self._saved_at + age
 
     # -- writing --------------------------------------------------------------------------------
 

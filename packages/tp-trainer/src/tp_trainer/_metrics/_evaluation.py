@@ -1,6 +1,6 @@
 """The evaluation of a model on a loader: means over its samples, and metrics of all of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._metric_set import MetricSet
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._ended import telling_of_ended_iterators
 from tp_trainer._steps._loss import loss_of
 from tp_trainer._steps._meter import Meter
@@ -46,7 +47,7 @@ def evaluate(
     batches: PreparedLoader,
     metrics: Mapping[str, Metric] | None = None,
     *,
-    seen: Callable[[], int] | None = None,
+    boundaries: StepBoundaries | None = None,
     most: int | None = None,
 ) -> dict[str, Any]:
     """Return the means of what ``step`` returns over all samples, or units, of all data ranks, and metrics.
@@ -61,7 +62,7 @@ def evaluate(
         model: The prepared model.
         batches: The prepared loader.
         metrics: Of the whole set, by the names under which the step returns their arguments.
-        seen: Returns the signal that this rank has seen, or 0, for an evaluation that signals cut short.
+        boundaries: As `Rounds` takes it, for an evaluation that signals cut short.
         most: On how many batches; ``None`` for all.
 
     Raises:
@@ -69,7 +70,8 @@ def evaluate(
 
     Collectives: the buffers' broadcasts before, one gather and one all-reduce after; those of `MetricSet`.
     """
-    meter, metric_set = Meter(session, what="validation"), MetricSet(session, metrics or {}, seen=seen)
+    meter = Meter(session, what="validation")
+    metric_set = MetricSet(session, metrics or {}, boundaries=boundaries)
     collecting = metric_set.collecting(step)
     with telling_of_ended_iterators(), evaluating(session, model), batches.whole(), torch.no_grad():
         for batch in islice(batches, most):

@@ -13,6 +13,7 @@ from tp_core.plugins import Session, StepOutput
 
 from tp_trainer._metrics._metric import Metric
 from tp_trainer._metrics._rounds import Rounds
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._precision import Step
 
 __all__ = ["MetricSet", "check_metrics"]
@@ -52,15 +53,15 @@ class MetricSet:
     Args:
         session: Where the step runs.
         metrics: By name. They are reset.
-        seen: Returns the signal that this rank has seen, as `Rounds` takes it.
+        boundaries: As `Rounds` takes it.
     """
 
     def __init__(
-        self, session: Session, metrics: Mapping[str, Metric], *, seen: Callable[[], int] | None = None
+        self, session: Session, metrics: Mapping[str, Metric], *, boundaries: StepBoundaries | None = None
     ) -> None:
         self._session = session
         self._metrics = dict(metrics)
-        self._rounds = Rounds(session, seen=seen, keeps=bool(metrics))
+        self._rounds = Rounds(session, boundaries=boundaries, keeps=bool(metrics))
         self._fed: set[str] = set()
         self._places = {name: _place(metric) for name, metric in metrics.items()}
         for metric in metrics.values():

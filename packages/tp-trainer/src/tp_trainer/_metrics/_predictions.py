@@ -17,6 +17,7 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checkpoint._model_files import write_on_main
 from tp_trainer._metrics._evaluation import evaluating
 from tp_trainer._metrics._rounds import Rounds, on_cpu
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._ended import telling_of_ended_iterators
 from tp_trainer._steps._precision import RunStep, Step
 
@@ -38,8 +39,8 @@ class Predictions:
         step: The user's step.
         model: The prepared model.
         batches: The prepared loader.
-        seen: Asked when an iteration begins for what returns the signal that this rank has seen, or 0; or
-            for ``None`` where signals do not cut it short.
+        boundaries: Asked when an iteration begins for what `Rounds` takes, or for ``None`` where signals do
+            not cut it short.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class Predictions:
         model: nn.Module,
         batches: PreparedLoader,
         *,
-        seen: Callable[[], Callable[[], int] | None] = lambda: None,
+        boundaries: Callable[[], StepBoundaries | None] = lambda: None,
     ) -> None:
         self._session = session
         self._run = run
         self._step = partial(_predicting, step)
         self._model = model
         self._batches = batches
-        self._seen = seen
+        self._boundaries = boundaries
 
     def __iter__(self) -> Iterator[Any]:
         """Predict, and yield pieces in the order of the samples.
@@ -67,7 +68,7 @@ class Predictions:
 
         Collectives: the buffers' broadcasts before, then an all-gather of objects for some batches each.
         """
-        rounds, batches = Rounds(self._session, seen=self._seen()), self._batches
+        rounds, batches = Rounds(self._session, boundaries=self._boundaries()), self._batches
         epoch = batches.next_epoch
         try:
             with telling_of_ended_iterators(), evaluating(self._session, self._model), batches.whole():

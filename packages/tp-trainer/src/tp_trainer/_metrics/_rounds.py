@@ -1,17 +1,18 @@
 """What all data ranks have of the batches of an epoch, brought together in the order of the data."""
 
-import time
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from tp_core import tree_map
 from tp_core.plugins import Session
 
+from tp_trainer._opening._boundaries import StepBoundaries
+
 __all__ = ["BATCHES_PER_ROUND", "CutShortError", "Rounds", "on_cpu"]
 
 BATCHES_PER_ROUND = 16  # are kept until they are exchanged: fewer cost more collectives, more cost memory
-_ROUND_S = 0.5  # at most, where ranks also tell each other of signals
 
 
 class CutShortError(Exception):
@@ -33,14 +34,12 @@ class _Contribution(NamedTuple):
         data_rank: Whose share of the data it is; several ranks may have the same.
         has_more: Whether the rank is in the middle of its batches.
         signal: The signal that it has seen, or 0.
-        seconds: Since the round before.
         values: What it has, each with the number of its batch.
     """
 
     data_rank: int
     has_more: bool
     signal: int
-    seconds: float
     values: list[tuple[int, Any]]
 
 
@@ -52,21 +51,20 @@ class Rounds:
 
     Args:
         session: Where the ranks meet.
-        seen: Returns the signal that this rank has seen, or 0: then rounds are so short that all ranks learn
-            of it within half a second of batches, or after one batch that takes longer. ``None`` if nobody
-            is to ask.
+        boundaries: Where a signal cuts the batches short: the ranks exchange what they have seen at the
+            boundary on which they agree. ``None`` if nobody is to ask.
         keeps: Whether values are exchanged, too.
     """
 
     def __init__(
-        self, session: Session, *, seen: Callable[[], int] | None = None, keeps: bool = True
+        self, session: Session, *, boundaries: StepBoundaries | None = None, keeps: bool = True
     ) -> None:
-        self._session, self._seen, self._keeps = session, seen, keeps
-        asks = seen is not None and session.world_size > 1
-        self._exchanges = asks or (keeps and session.data_size > 1)
-        self._batches = 1 if asks else BATCHES_PER_ROUND  # of a round
-        self._end = self._batches  # of this one
-        self._began = time.perf_counter()
+        self._session, self._boundaries = session, boundaries
+        if boundaries is not None:
+            boundaries.begin_phase(evaluates=True)
+        self._gathers = keeps and session.data_size > 1
+        self._exchanges = self._gathers or (boundaries is not None and session.world_size > 1)
+        self._end: float = BATCHES_PER_ROUND if self._gathers else math.inf  # of this round
         self._kept: list[tuple[int, Any]] = []
 
     def add(self, number: int, value: Any) -> Iterator[Any]:
@@ -76,7 +74,7 @@ class Rounds:
             number: Which of the batches of all data ranks it is; from 0, and growing.
             value: Tensors in containers, or anything that pickles.
 
-        Collectives: of `Session.gather_objects`, one for so many batches; none with one data rank.
+        Collectives: of `Session.gather_objects`, one for so many batches and where the ranks meet.
         """
         yield from self.reach(number)
         if self._session.data_size == 1:
@@ -95,9 +93,15 @@ class Rounds:
 
         Collectives: as of :meth:`add`.
         """
-        if self._seen is not None and self._session.world_size == 1 and (signal := self._seen()):
-            raise CutShortError(signal)
-        while self._exchanges and number >= self._end:
+        boundaries = self._boundaries
+        if boundaries is not None:
+            if boundaries.passed > number:
+                return  # it was begun before
+            boundaries.passed = number + 1
+            if boundaries.calls and boundaries.is_meeting():
+                yield from self._exchange(has_more=True)[0]
+        while number >= self._end:
+            self._end += BATCHES_PER_ROUND
             yield from self._exchange(has_more=True)[0]
 
     def finish(self) -> Iterator[Any]:
@@ -108,26 +112,23 @@ class Rounds:
 
         Collectives: as of :meth:`add`, as many as the rank with the most batches needs.
         """
+        if self._boundaries is not None:
+            self._boundaries.passed = -1  # it waits for the others wherever they meet: any boundary will do
         is_over = not self._exchanges
         while not is_over:
             values, is_over = self._exchange(has_more=False)
+            if is_over and self._boundaries is not None:
+                self._boundaries.begin_phase(evaluates=True)  # that of what is gone over around this
             yield from values
 
     def _exchange(self, *, has_more: bool) -> tuple[list[Any], bool]:
         """Return the values of this round of all ranks, and whether it was the last one."""
-        signal = 0 if self._seen is None else self._seen()
-        seconds = time.perf_counter() - self._began
-        mine = _Contribution(self._session.data_rank, has_more, signal, seconds, self._kept)
+        signal = 0 if self._boundaries is None else self._boundaries.seen
+        mine = _Contribution(self._session.data_rank, has_more, signal, self._kept)
         self._kept = []
         everyones = self._session.gather_objects(mine)
-        self._began = time.perf_counter()
         if signal := max(theirs.signal for theirs in everyones):
             raise CutShortError(signal)
-        if self._seen is not None:
-            factor = min(_ROUND_S / max(1e-6, *(theirs.seconds for theirs in everyones)), 10.0)
-            batches = max(1, int(self._batches * factor))
-            self._batches = min(batches, BATCHES_PER_ROUND) if self._keeps else batches
-        self._end += self._batches
         of_data_rank = {theirs.data_rank: theirs for theirs in everyones}
         pieces = [
             (number, rank, value)

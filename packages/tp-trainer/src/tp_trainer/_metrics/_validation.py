@@ -1,6 +1,6 @@
 """The validation of a run: on one loader, or several by name, with metrics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -11,6 +11,7 @@ from tp_core.plugins import PreparedLoader, Session, StepOutput
 
 from tp_trainer._metrics._evaluation import evaluate
 from tp_trainer._metrics._metric import Metric
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._precision import RunStep, Step
 
 __all__ = ["Validation", "metric_for_scheduler", "numbers_in", "without_metrics"]
@@ -38,7 +39,7 @@ class Validation:
         model: nn.Module,
         *,
         epoch: int,
-        seen: Callable[[], int] | None = None,
+        boundaries: StepBoundaries | None = None,
         most: int | None = None,
     ) -> dict[str, float]:
         """Return the means and the metrics that are numbers, of all loaders.
@@ -47,7 +48,7 @@ class Validation:
             session: Where the step runs.
             model: The prepared model.
             epoch: Which epoch of the loaders it is.
-            seen: Returns the signal that this rank has seen, or 0, for a validation that signals cut short.
+            boundaries: As `Rounds` takes it, for a validation that signals cut short.
             most: On how many batches of each loader.
 
         Raises:
@@ -59,7 +60,8 @@ class Validation:
         results: dict[str, float] = {}
         for prefix, batches in self.loaders.items():
             batches.set_epoch(epoch)
-            found = evaluate(session, self.run, self.step, model, batches, self.metrics, seen=seen, most=most)
+            cut: dict[str, Any] = {"boundaries": boundaries, "most": most}
+            found = evaluate(session, self.run, self.step, model, batches, self.metrics, **cut)
             if not found:
                 which = f" {prefix.rstrip('/')!r}" if prefix else ""
                 msg = (

@@ -29,10 +29,11 @@ class Between(DueWork):
     def stop(self, reason: str) -> None:
         """End the run after this step, saved where checkpoints are written; one rank's word is enough.
 
-        On several ranks they agree after about half a second of further steps, or at the end of the epoch.
+        On several ranks they agree one or two steps later, or at the end of the epoch; where steps take
+        less than a tenth of a second, within that time.
         """
         self._wants_end = reason
-        self._next_call = 0
+        self._boundaries.call()
 
     def save(self) -> None:
         """Have a checkpoint written after this step; one rank's word is enough.
@@ -44,7 +45,7 @@ class Between(DueWork):
             msg = "save() needs a place for checkpoints: give fit() or loop() checkpoint=folder"
             raise ConfigError(msg)
         self._wants_save = True
-        self._next_call = 0
+        self._boundaries.call()
 
     def log(self, **numbers: float | Tensor) -> None:
         """Log numbers of this step; tensors stay on their device until they are read, many together.
@@ -72,9 +73,9 @@ class Between(DueWork):
     def _between(self, done: int, *, ended_step: bool = False) -> float:
         """Do what is due between two optimizer steps; return at how many batches to look again."""
         limits, ticker, steps = self._limits, self._ticker, self._steps
-        if done >= ticker.next_update:
+        if time.monotonic() >= ticker.next_update:
             ticker.update(done, self.meter.last_loss)
-        step, wants = self.step, [math.inf, ticker.next_update]
+        step, wants = self.step, [math.inf]
         self._run_state.step, self._is_in_step = step, False
         if self._logs.is_on:
             if ended_step and step % self._logs.every == 0:
@@ -91,9 +92,7 @@ class Between(DueWork):
             if step >= limits.max_steps:
                 self._ending = f"max_steps={limits.max_steps}"
             wants.append(self._batch_after(max(limits.max_steps - step, 1)))
-        answer = self._ask(done)
-        if self._signals is not None and self._ask_at > done:
-            wants.append(self._ask_at)
+        answer = self._ask(at_epoch=not ended_step)
         if answer.stop is not None:
             self._ending = answer.stop
         if self._saving is not None:
@@ -102,28 +101,28 @@ class Between(DueWork):
             self._save_if(done, is_due=is_due, signalled=answer.signal)
             if left is not None:
                 wants.append(self._batch_after(left))
+        self._due_at = self._next_due()
+        # On several ranks a thread looks at that: it is not for one rank to ask.
+        self._wake_at = min(ticker.next_update, self._due_at if self.world_size == 1 else math.inf)
         self._is_in_step = True
         return min(wants)
 
-    def _ask(self, done: int) -> Answer:
-        """Return what the ranks agree on, if it is time to ask; one rank need not wait for it."""
-        signals, saving = self._signals, self._saving
-        wishes = self._wants_end, self._wants_save
-        answer = Answer(0, False, None, False)
-        if signals is not None and done >= self._ask_at:
-            end = self._wants_end or self._out_of_time()
-            due = saving is not None and done > 0 and saving.checkpointer.is_old
-            answer = signals.ask(self.step, due=due, stop=end, save=self._wants_save)
-            self._wants_save = False
-            self._ask_at = self._batch_after(signals.interval)
-        elif self.world_size == 1:
-            answer, self._wants_save = Answer(0, False, *wishes), False
+    def _ask(self, *, at_epoch: bool) -> Answer:
+        """Return what the ranks agree on, if they ask each other now; at epochs they do without a reason."""
+        if not self._asks or not (at_epoch or self._boundaries.is_meeting()):
+            return Answer(0, False, None, False)
+        saving, now = self._saving, time.monotonic()
+        end = self._wants_end or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
+        is_old = saving is not None and self._done > 0 and now >= saving.checkpointer.due_at
+        self._due_at = math.inf  # it has been asked for: what is due will be done before it is due again
+        answer = self._signals.ask(due=is_old, stop=end, save=self._wants_save)
+        self._wants_save = False
         return answer
 
-    def _out_of_time(self) -> str | None:
-        limit = self._limits.max_seconds
-        is_over = limit is not None and time.monotonic() - self._began >= limit
-        return f"max_time={self._limits.max_time}" if is_over else None
+    def _next_due(self) -> float:
+        """Return when the clock gives a reason to ask, by `time.monotonic`; rank 0's alone counts."""
+        saving = self._saving
+        return min(self._ends_at, math.inf if saving is None else saving.checkpointer.due_at)
 
     def _save_if(self, done: int, *, is_due: bool, signalled: int) -> None:
         if is_due and done == self._steps and not signalled:
@@ -135,8 +134,8 @@ class Between(DueWork):
             self._interrupt(signalled)
 
     def _wants_to_agree(self) -> bool:
-        return self.world_size == 1 or (self._signals is not None and self._has_wishes())
+        return self.world_size == 1 or self._may_have_wishes()
 
-    def _has_wishes(self) -> bool:
+    def _may_have_wishes(self) -> bool:
         """Whether anybody might call stop() or save()."""
         return self._duties.counts or bool(self._events.callbacks)

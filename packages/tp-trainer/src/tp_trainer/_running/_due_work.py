@@ -14,13 +14,14 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._metrics._rounds import CutShortError
 from tp_trainer._opening._agreement import check_same_optimizers
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._duties import Duties, nothing
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
 from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._saving import Saving
 from tp_trainer._running._settings import LoopSettings
-from tp_trainer._running._signals import SignalWatch, interrupted, requeue
+from tp_trainer._running._signals import SignalWatch, interrupted
 from tp_trainer._running._state import RunState
 from tp_trainer._running._view import RunFacts
 from tp_trainer._running._watchdog import Watchdog
@@ -71,18 +72,28 @@ class DueWork(RunFacts):
         self._ticker = Ticker("", 0, math.inf)
         self.meter = self._new_meter()
         self.ends_step = True
-        self._next_call: float = 0
-        self._ask_at = 0.0
+        self._next_call: float = 0  # at how many batches done to look at what is due
+        self._wake_at = math.inf  # and at which time, of this rank's `time.monotonic`
+        self._due_at = math.inf  # when max_time or the age of the last checkpoint wants a question
         self._wants_end: str | None = None  # this rank does
         self._wants_save = False
         self._ending: str | None = None  # all ranks know
         self._is_due = False
         self._is_over = self._is_open = self._is_in_step = False
-        self._began = self._began_epoch = time.monotonic()
+        self._began_epoch = began = time.monotonic()
+        limit_s = settings.limits.max_seconds
+        self._ends_at = math.inf if limit_s is None else began + limit_s
         self._epoch_batches: Generator[Any, None, None] | None = None
-        self._signals: SignalWatch | None = None
+        self._boundaries = StepBoundaries(session, self._has_wish)
+        self._signals = SignalWatch(session, self._boundaries, catches=self._saving is not None)
+        self._asks = session.world_size == 1  # whether any rank may ever have something to ask
         self._open = ExitStack()
         self._tell_of_lost_state: Callable[[], None] = nothing
+
+    def _has_wish(self) -> bool:
+        """Whether this rank has something to ask the others, besides signals; called from a thread, too."""
+        is_due = self.is_main and time.monotonic() >= self._due_at
+        return is_due or self._wants_save or self._wants_end is not None
 
     def _save(self, done: int, meter: Meter | None) -> None:
         """Save the state after ``done`` batches of the epoch that begins or runs."""
@@ -127,13 +138,12 @@ class DueWork(RunFacts):
         facts = {
             "signal": signal.Signals(number).name,
             "saved": "nothing" if saved is None else saved.name,
+            "seconds": round(self._signals.seconds_since(), 3),
         }
         self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
         self._events.send("on_interruption", self, number)
-        end = interrupted(number, self._session, step=self.step, saved=saved)
-        if number == signal.SIGUSR1 and self.is_main:
-            requeue()
-        raise end
+        # Raised from no variable: in a cycle with this frame it would keep the loader's workers alive.
+        raise interrupted(number, self._session, step=self.step, saved=saved)
 
     def _validate(self, done: int) -> dict[str, float]:
         """Validate, and note the outcome, which the loggers are yet to be handed.
@@ -144,15 +154,16 @@ class DueWork(RunFacts):
             return {}
         self._events.send("on_validation_start", self)
 
-        signals = None if self._saving is None else self._signals
+        boundaries = None if self._saving is None else self._boundaries
         try:
             with self._watchdog.watching():
-                found = dict(self._duties.validate(None if signals is None else lambda: signals.seen, None))
+                found = dict(self._duties.validate(boundaries, None))
         except CutShortError as cut:
             # What callbacks have put in the place of the model's weights is not to be saved.
             self._events.send("on_validation_end", self, {})
             self._save(done, self.meter)
             self._interrupt(cut.signal)
+        self._boundaries.begin_phase(evaluates=False)
         state = self._run_state
         state.validated_at = self.step
         state.metrics = {

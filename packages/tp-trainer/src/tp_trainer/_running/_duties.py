@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tp_core.plugins import RunView
 
+from tp_trainer._opening._boundaries import StepBoundaries
+
 __all__ = ["Duties", "nothing"]
 
 
@@ -18,8 +20,8 @@ class Duties:
     """What a loop has to have done for it between batches, besides what it does itself.
 
     Attributes:
-        validate: Returns the means of a validation. It is given what returns the signal that this rank has
-            seen, or ``None``, and how many batches there are at most. ``None`` without a validation.
+        validate: Returns the means of a validation. It is given the boundaries at which signals cut it short,
+            or ``None``, and how many batches there are at most. ``None`` without a validation.
         check: Makes sure that what was trained may be kept.
         advance: Moves on what moves every epoch, given the epoch's means of training and validation.
         after_epoch: Called after every epoch.
@@ -28,7 +30,7 @@ class Duties:
         counts: Whether the loop counts samples itself, of batches whose loss it does not see.
     """
 
-    validate: Callable[[Callable[[], int] | None, int | None], Mapping[str, float]] | None = None
+    validate: Callable[[StepBoundaries | None, int | None], Mapping[str, float]] | None = None
     check: Callable[[], None] = nothing
     advance: Callable[[Mapping[str, float], Mapping[str, float]], None] = nothing
     after_epoch: Callable[[], None] = nothing

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.plugins import PreparedLoader, StepOutput
 
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._duties import Duties
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
@@ -52,12 +53,12 @@ def fit_duties(work: Fit, train: PreparedLoader) -> Duties:
     """Return what the loop has to have done for it between the batches of ``fit``."""
     settings, optimizer_step, validation = work.settings, work.optimizer_step, work.validation
 
-    def validate(seen: Callable[[], int] | None, most: int | None) -> Mapping[str, float]:
+    def validate(boundaries: StepBoundaries | None, most: int | None) -> Mapping[str, float]:
         if validation is None:
             return {}
         epoch = max(train.next_epoch - 1, 0)
         session, model = optimizer_step.session, optimizer_step.model
-        return validation.evaluate(session, model, epoch=epoch, seen=seen, most=most)
+        return validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=most)
 
     def advance(trained: Mapping[str, float], found: Mapping[str, float]) -> None:
         scheduler = settings.scheduler

@@ -13,7 +13,7 @@ from tp_core.plugins import RunStatus
 from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._running._between import Between
 from tp_trainer._running._history import EpochRecord
-from tp_trainer._running._signals import Answer, Interrupted, SignalWatch
+from tp_trainer._running._signals import Answer, Interrupted
 from tp_trainer._steps._ended import telling_of_ended_iterators
 
 __all__ = ["Loop"]
@@ -53,9 +53,11 @@ class Loop(Between):
                 )
         self._base = state.step - (state.first // self._accumulate)
         self._done = state.first
-        wishes = self._limits.max_time is not None or (self.world_size > 1 and self._has_wishes())
-        if saving is not None or wishes:
-            self._signals = open_.enter_context(SignalWatch(self._session, catches=saving is not None))
+        self._asks = self._asks or saving is not None or self._ends_at < math.inf or self._may_have_wishes()
+        open_.enter_context(self._signals)
+        if self._asks:
+            open_.callback(self._boundaries.close)
+            self._boundaries.open()
         if saving is not None:
             self._watch_for_lost_state()
         if self._duties.during is not None:
@@ -130,7 +132,7 @@ class Loop(Between):
             state.meter_state = None
         if not state.first or state.logged is None:
             state.logged = self.meter.totals()
-        self._is_over, self._ask_at = False, 0.0
+        self._is_over = False
         if not state.first:
             self._events.send("on_epoch_start", self)
 
@@ -139,14 +141,15 @@ class Loop(Between):
         steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
         note_step = self._watchdog.note_step if self._watchdog.is_on else None
         count = self.meter.count if self._duties.counts else None
-        tells = self._events.has("on_step_end")
+        tells, boundaries, now = self._events.has("on_step_end"), self._boundaries, time.monotonic
         done = first
         shown = self._reporter.epoch(self.epoch, steps, first=first)
         with telling_of_ended_iterators(), shown as self._ticker, self._watchdog.watching():
             self._next_call = self._between(done)
             if self._ending is None:
-                batches = iter(self._train)
-                for batch in islice(batches, steps - first):
+                # The iterator is in no variable: who keeps an exception, as a notebook does, has this frame,
+                # and workers would live on, to be collected in those that a later iterator forks.
+                for batch in islice(iter(self._train), steps - first):
                     if accumulate > 1:
                         self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
                     if note_step is not None:
@@ -158,10 +161,12 @@ class Loop(Between):
                         count()
                     if tells and self.ends_step:
                         self._tell_step_end()
-                    if done >= self._next_call and self.ends_step:
-                        self._next_call = self._between(done, ended_step=True)
-                        if self._ending is not None:
-                            break
+                    if self.ends_step:
+                        boundaries.passed += 1  # before the look at the flag: the thread relies on it
+                        if boundaries.calls or done >= self._next_call or now() >= self._wake_at:
+                            self._next_call = self._between(done, ended_step=True)
+                            if self._ending is not None:
+                                break
                 if done == steps and not self._has_told_of_more:
                     self._tell_of_more()
             if done < steps and self._ending is None:
@@ -223,8 +228,7 @@ class Loop(Between):
         base = self.step
         state.epoch, state.first = state.epoch + 1, 0
         self._base, self._done = base, 0
-        self._ask_at = 0.0
-        answer = self._ask(0) if self._wants_to_agree() else Answer(0, False, None, False)
+        answer = self._ask(at_epoch=True) if self._wants_to_agree() else Answer(0, False, None, False)
         self._ending = self._ending or answer.stop
         if saving is not None:
             if self._is_due or answer.save or saving.ends_epoch(state.epoch - 1) or self._has_ended():

@@ -103,8 +103,7 @@ class Ticker:
     """Notes steps; speaks only when its interval is over.
 
     Attributes:
-        next_update: The number of done steps at which :meth:`update` wants to be called. Comparing it
-            is all that the loop does in between.
+        next_update: When :meth:`update` wants to be called, by `time.monotonic`.
     """
 
     def __init__(
@@ -114,20 +113,17 @@ class Ticker:
         self._steps, self._first = steps, first
         self._interval_s = interval_s
         self._show = show
-        self._began = self._shown = time.perf_counter()
-        self.next_update: float = first + 1 if math.isfinite(interval_s) else math.inf
+        self._began = time.monotonic()
+        self.next_update = self._began + interval_s
 
     def update(self, done: int, loss: float | None) -> None:
-        """Show that ``done`` steps are done if it is time, and choose when to look again."""
-        now = time.perf_counter()
-        per_step = (now - self._began) / (done - self._first)
-        self.next_update = done + max(1, min(1000, int(self._interval_s / 4 / max(per_step, 1e-9))))
-        if now - self._shown < self._interval_s:
-            return
-        self._shown = now
+        """Show that ``done`` steps are done, and choose when to do it again."""
+        now = time.monotonic()
+        self.next_update = now + self._interval_s
         if self._show is not None:
             self._show(done, loss)
         else:
+            per_step = (now - self._began) / max(done - self._first, 1)
             speed = f"{1 / per_step:,.1f} steps/s" if per_step < 1 else f"{per_step:,.1f} s per step"
             line = f"{self._label}  step {done}/{self._steps}{_worded(loss)}  {speed}"
             print(line, file=sys.stderr, flush=True)

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Self
 from torch.utils.data import get_worker_info
 from tp_core.plugins import Session
 
+from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._rank_end import leave_closed_terminal, write_rank_end
 
-__all__ = ["Answer", "Interrupted", "SignalWatch", "interrupted", "requeue"]
+__all__ = ["Answer", "Interrupted", "SignalWatch", "interrupted"]
 
 log = logging.getLogger("tp_trainer")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-_INTERVAL_S = 0.5
 _SCONTROL_TIMEOUT_S = 60.0
 
 
@@ -45,7 +45,7 @@ class Interrupted(SystemExit):
 
 
 def interrupted(number: int, session: Session, *, step: int, saved: Path | None) -> Interrupted:
-    """Return what ends a run that a signal asked to end, having told the user and the launcher of it.
+    """Return what ends a run that a signal asked to end; the user, the launcher and Slurm know of it then.
 
     Args:
         number: The signal.
@@ -57,6 +57,8 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
     write_rank_end(number, saved)
     if session.is_main:
         log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
+        if number == signal.SIGUSR1:
+            _requeue()
     return error
 
 
@@ -79,22 +81,19 @@ class Answer(NamedTuple):
 class SignalWatch:
     """Watches for signals, and lets all ranks learn of one at the same step.
 
-    Ranks get a signal at different moments. Between two steps, twice a second and at the same steps
-    everywhere, they tell each other what they have seen. A second Ctrl-C interrupts at once.
+    Ranks get a signal at different moments, and ask each other at a boundary that they agree on. A second
+    Ctrl-C interrupts at once.
 
     Args:
         session: Whose ranks are asked.
+        boundaries: Where they are asked.
         catches: Whether signals are caught; without, they do what they did, and ranks agree on wishes alone.
     """
 
-    def __init__(self, session: Session, *, catches: bool = True) -> None:
-        self._session = session
+    def __init__(self, session: Session, boundaries: StepBoundaries, *, catches: bool = True) -> None:
+        self._session, self._boundaries = session, boundaries
         self._catches = catches
-        self._seen = 0
         self._previous: dict[int, Any] = {}
-        self._asked = time.perf_counter()  # when the ranks were asked last
-        self._asked_at: int | None = None  # and at which step
-        self._interval = 1  # steps between two questions
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -124,46 +123,36 @@ class SignalWatch:
             return
         if number == signal.SIGHUP:
             leave_closed_terminal()
-        if self._seen and number == signal.SIGINT:
+        if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._seen = self._seen or number
+        self._boundaries.note(number)
 
-    def ask(self, step: int, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
+    def ask(self, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
         """Return what the ranks agree on.
 
         Args:
-            step: How many steps the run has made: the same on all ranks.
             due: Whether something is due, by this rank's clock; rank 0's counts.
             stop: Why this rank wants the run to end, or ``None``.
             save: Whether this rank wants a checkpoint.
 
         Collectives: one all-gather of objects over all ranks.
         """
-        elapsed = time.perf_counter() - self._asked
-        answers = self._session.gather_objects((self._seen, due, stop, save, elapsed))
-        self._asked = time.perf_counter()
-        # By the steps that were made, not by those that were to be: an epoch may end before.
-        steps = 0 if self._asked_at is None else step - self._asked_at
-        self._asked_at = step
-        if steps:
-            factor = _INTERVAL_S / max(*(answer[4] for answer in answers), 1e-6)
-            self._interval = max(1, int(steps * min(factor, 10.0)))
+        answers = self._session.gather_objects((self._boundaries.seen, due, stop, save))
         reason = next((answer[2] for answer in answers if answer[2] is not None), None)
         seen = max(answer[0] for answer in answers)
         return Answer(seen, answers[0][1], reason, any(answer[3] for answer in answers))
 
-    @property
-    def seen(self) -> int:
-        """The signal that this rank has seen, or 0."""
-        return self._seen
+    def seconds_since(self) -> float:
+        """Return how long ago the first of the ranks saw a signal.
 
-    @property
-    def interval(self) -> int:
-        """How many steps from one question to the next: the same on all ranks."""
-        return self._interval
+        Collectives: one all-gather of objects over all ranks.
+        """
+        boundaries = self._boundaries
+        mine = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
+        return max(self._session.gather_objects(mine))
 
 
-def requeue() -> None:
+def _requeue() -> None:
     """Put this Slurm job back into the queue, to be started again with the same script.
 
     Outside Slurm nothing is done. A job that Slurm does not let back (``--no-requeue``, no batch job)

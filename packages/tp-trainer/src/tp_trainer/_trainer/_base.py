@@ -30,6 +30,7 @@ from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._precision import LossScaler, RunStep, check_precision, in_precision
 
 if TYPE_CHECKING:
+    from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._own_steps import OwnStepEvents
 
 __all__ = ["TrainerBase"]
@@ -73,7 +74,7 @@ class TrainerBase:
         self._has_gone_back = False  # in a custom loop
         self._run: RunStep | None = None
         self._step_events: OwnStepEvents | None = None  # of a loop that is open, if somebody wants them
-        self._seen: Callable[[], int] | None = None  # within the validation of a loop that signals may end
+        self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
         self._shares: BatchShares | None = None  # where there are several data ranks
         self._epochs = Epochs()
         self._scaler = LossScaler() if precision == "fp16-mixed" else None

@@ -21,6 +21,7 @@ from tp_trainer._trainer._base import TrainerBase
 if TYPE_CHECKING:
     from tp_core.plugins import Callback, RunView
 
+    from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._events import Events
     from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
@@ -91,14 +92,14 @@ class RunStarter(TrainerBase):
         )
 
     def _validated(
-        self, validate: Callable[[], Mapping[str, float]], seen: Callable[[], int] | None, _: int | None
+        self, validate: Callable[[], Mapping[str, float]], boundaries: "StepBoundaries | None", _: int | None
     ) -> Mapping[str, float]:
         """Return the numbers of the user's validation, which a signal ends within its evaluations."""
-        self._seen = seen
+        self._boundaries = boundaries
         try:
             return numbers_in(validate())
         finally:
-            self._seen = None
+            self._boundaries = None
 
     @contextmanager
     def _telling_of_steps(self, events: "Events", loop: "RunView") -> Iterator[None]:

@@ -70,7 +70,8 @@ class WholeSets(TrainerBase):
             epoch = batches.next_epoch
             try:
                 run = self._run_step()
-                found = evaluate(self.session, run, step, model, batches, checked, seen=self._seen)
+                cut = self._boundaries
+                found = evaluate(self.session, run, step, model, batches, checked, boundaries=cut)
             finally:
                 batches.set_epoch(epoch)
             if not found and self.is_main:
@@ -111,7 +112,8 @@ class WholeSets(TrainerBase):
         check_callable("step", step)
         model = self._prepare_model(model)
         batches = self._loader(loader, shard=shard, training=False)
-        return Predictions(self.session, self._run_step(), step, model, batches, seen=lambda: self._seen)
+        run = self._run_step()
+        return Predictions(self.session, run, step, model, batches, boundaries=lambda: self._boundaries)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
         """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
