@@ -1,5 +1,6 @@
 """The validation of a run goes over its loaders, unless a signal asks the run to end."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,11 +12,18 @@ from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
 from tp_trainer._metrics._rounds import CutShortError, Rounds
 from tp_trainer._metrics._validation import Validation, metric_for_scheduler, without_metrics
+from tp_trainer._opening._boundaries import StepBoundaries
 
 
 def step(model, batch):
     x, y = batch
     return {"loss": (model(x) - y).square().mean(), "largest": x, "rows": x}
+
+
+@pytest.fixture
+def boundaries(validation):
+    """Where a validation in one process looks for signals."""
+    return StepBoundaries(validation.session, lambda: False)
 
 
 @pytest.fixture
@@ -28,7 +36,12 @@ def validation():
         }
         metrics = {"largest": FunctionMetric(lambda x: x.max()), "rows": FunctionMetric(lambda x: x)}
         validation = Validation(run=trainer.session.run, step=step, loaders=loaders, metrics=metrics)
-        yield lambda **options: validation.evaluate(trainer.session, nn.Linear(1, 1), epoch=0, **options)
+
+        def evaluate(run=trainer.session.run, **options):
+            return replace(validation, run=run).evaluate(trainer.session, nn.Linear(1, 1), epoch=0, **options)
+
+        evaluate.session = trainer.session
+        yield evaluate
 
 
 def test_results_are_named_after_their_loaders_and_are_numbers(validation):
@@ -37,12 +50,19 @@ def test_results_are_named_after_their_loaders_and_are_numbers(validation):
     assert (found["small/largest"], found["large/largest"]) == (5, 19)
 
 
-def test_a_signal_cuts_a_validation_short_within_a_batch(validation):
-    answers = iter([0, 0, 0, 15])
+def test_a_signal_cuts_a_validation_short_within_a_batch(validation, boundaries):
+    batches = 0
+
+    def run(*arguments):
+        nonlocal batches
+        batches += 1
+        if batches == 4:  # of the second loader
+            boundaries.note(15)
+        return validation.session.run(*arguments)
+
     with pytest.raises(CutShortError) as cut:
-        validation(seen=lambda: next(answers))
-    assert cut.value.signal == 15
-    assert next(answers, None) is None, "asked after each batch, of the second loader too"
+        validation(run, boundaries=boundaries)
+    assert (cut.value.signal, batches) == (15, 4)
 
 
 def test_a_validation_can_be_of_few_batches(validation):
@@ -53,17 +73,20 @@ def test_a_validation_can_be_of_few_batches(validation):
 def _uneven(keeps):
     """One rank sees a signal in the last of its batches, of which the other one has fewer."""
     with Trainer(devices="cpu", progress=False) as trainer:
-        session, seen = trainer.session, []
-        rounds = Rounds(session, seen=lambda: 12 if len(seen) == 40 else 0, keeps=keeps)
+        boundaries = StepBoundaries(trainer.session, lambda: False)
+        boundaries.open()
+        rounds = Rounds(trainer.session, boundaries=boundaries, keeps=keeps)
 
         def go_over(batches):
             for number in batches:
-                seen.append(number)
+                if number == 39:
+                    boundaries.note(12)
                 list(rounds.add(number, number) if keeps else rounds.reach(number))
             list(rounds.finish())
 
         with pytest.raises(CutShortError) as cut:
-            go_over(range(40 if session.rank else 3))
+            go_over(range(40 if trainer.rank else 3))
+        boundaries.close()
     return cut.value.signal
 
 

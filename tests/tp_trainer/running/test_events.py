@@ -16,7 +16,6 @@ from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
 from tp_core.testing import run_ranks
 from tp_trainer import Callback, Checkpoints, Interrupted, Trainer
 from tp_trainer._running._limits import seconds_of
-from tp_trainer._running._signals import SignalWatch
 
 X = torch.arange(20.0).reshape(20, 1) / 20
 
@@ -220,20 +219,9 @@ def test_max_time_ends_a_run():
     assert history[-1].steps >= 1
 
 
-def test_many_short_epochs_do_not_put_off_the_question_for_ever():
+def test_a_run_of_many_short_epochs_and_a_long_limit_ends_by_its_epochs():
     _, history = fit(max_time="1h", epochs=400, overfit_batches=1)
     assert history[-1].steps == 400
-    session = SimpleNamespace(gather_objects=lambda mine: [mine])
-    watch = SignalWatch(session, catches=False)
-    for step in range(0, 40_000, 20):  # an epoch of 20 steps ends before the next question would come
-        watch.ask(step, due=False)
-    assert 1 <= watch.interval <= 200
-
-
-def test_a_resumed_run_is_asked_as_soon_as_a_new_one():
-    watch = SignalWatch(SimpleNamespace(gather_objects=lambda mine: [mine]), catches=False)
-    watch.ask(1_000_000, due=False)
-    assert watch.interval == 1
 
 
 @pytest.mark.parametrize(

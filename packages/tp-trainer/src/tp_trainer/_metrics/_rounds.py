@@ -99,7 +99,9 @@ class Rounds:
                 return  # it was begun before
             boundaries.passed = number + 1
             if boundaries.calls and boundaries.is_meeting():
-                yield from self._exchange(has_more=True)[0]
+                values, _ = self._exchange(has_more=True)
+                boundaries.has_met()
+                yield from values
         while number >= self._end:
             self._end += BATCHES_PER_ROUND
             yield from self._exchange(has_more=True)[0]

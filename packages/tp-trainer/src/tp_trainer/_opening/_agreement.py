@@ -21,7 +21,7 @@ from tp_core.plugins import Session
 
 __all__ = ["agree_at_start", "check_same", "check_same_at_start", "check_same_optimizers"]
 
-_SLICE_S = 1.0  # between two looks at whether a rank that is waited for has left
+_MOST_SLEEP_S = 0.05  # between two looks at whether it has come; less at first, when most do
 
 _rounds = count()
 
@@ -174,25 +174,24 @@ def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:
     Raises:
         RankFailedError: The rank did not come in time, or has left.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
-        began = time.monotonic()
-        slice_s = min(_SLICE_S, max(0.01, deadline - began))
         try:
-            store.wait([key], timedelta(seconds=slice_s))
+            # Not store.wait() with a short limit: torch writes a warning each time that one is over.
+            if store.check([key]):
+                return
+            is_gone = has_left(store, of)
         except RuntimeError as error:
-            now = time.monotonic()
-            if now - began < slice_s / 2:
-                msg = f"the store was lost while rank {of} was waited for at the job's start: {error}"
-                raise RankFailedError(msg) from error
-            if has_left(store, of):
-                msg = f"rank {of} has ended, with status 0, before it came to the job's start"
-                raise RankFailedError(msg) from error
-            if now >= deadline:
-                msg = f"rank {of} did not come to the job's start within {timeout_s:g} s"
-                raise RankFailedError(msg) from error
-        else:
-            return
+            msg = f"the store was lost while rank {of} was waited for at the job's start: {error}"
+            raise RankFailedError(msg) from error
+        if is_gone:
+            msg = f"rank {of} has ended, with status 0, before it came to the job's start"
+            raise RankFailedError(msg)
+        waited_s = time.monotonic() - began
+        if waited_s >= timeout_s:
+            msg = f"rank {of} did not come to the job's start within {timeout_s:g} s"
+            raise RankFailedError(msg)
+        time.sleep(min(_MOST_SLEEP_S, waited_s / 10))
 
 
 def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> None:

@@ -142,10 +142,21 @@ class StepBoundaries:
         with self._lock:
             if self._at is None or here < self._at:
                 return False
-            phase, _ = self._at
+            if self._at[0] == self._phase:
+                return True
+            # That phase ended before its boundary of this number, on all ranks.
             self._at, self.calls = None, False
-        # A boundary that the phase did not have, as the last one of an evaluation, is passed by all ranks.
-        return phase == self._phase
+            return False
+
+    def has_met(self) -> None:
+        """Note that all ranks have asked each other where :meth:`is_meeting` was true.
+
+        Not before: a rank that waits for the others there must open no round, in which they would vote
+        for another boundary.
+        """
+        with self._lock:  # the thread may have voted since, for a later boundary
+            if self._at is not None and self._at <= (self._phase, self.passed):
+                self._at, self.calls = None, False
 
     # -- the thread -----------------------------------------------------------------------------
 

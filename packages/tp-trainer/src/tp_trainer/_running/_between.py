@@ -109,7 +109,8 @@ class Between(DueWork):
 
     def _ask(self, *, at_epoch: bool) -> Answer:
         """Return what the ranks agree on, if they ask each other now; at epochs they do without a reason."""
-        if not self._asks or not (at_epoch or self._boundaries.is_meeting()):
+        boundaries = self._boundaries
+        if not self._asks or not (at_epoch or boundaries.is_meeting()):
             return Answer(0, False, None, False)
         saving, now = self._saving, time.monotonic()
         end = self._wants_end or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
@@ -117,6 +118,8 @@ class Between(DueWork):
         self._due_at = math.inf  # it has been asked for: what is due will be done before it is due again
         answer = self._signals.ask(due=is_old, stop=end, save=self._wants_save)
         self._wants_save = False
+        if not at_epoch:
+            boundaries.has_met()
         return answer
 
     def _next_due(self) -> float:

@@ -147,28 +147,32 @@ class Loop(Between):
         with telling_of_ended_iterators(), shown as self._ticker, self._watchdog.watching():
             self._next_call = self._between(done)
             if self._ending is None:
-                # The iterator is in no variable: who keeps an exception, as a notebook does, has this frame,
-                # and workers would live on, to be collected in those that a later iterator forks.
-                for batch in islice(iter(self._train), steps - first):
-                    if accumulate > 1:
-                        self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
-                    if note_step is not None:
-                        note_step()
-                    yield batch
-                    done += 1
-                    self._done = done
-                    if count is not None:
-                        count()
-                    if tells and self.ends_step:
-                        self._tell_step_end()
-                    if self.ends_step:
-                        boundaries.passed += 1  # before the look at the flag: the thread relies on it
-                        if boundaries.calls or done >= self._next_call or now() >= self._wake_at:
-                            self._next_call = self._between(done, ended_step=True)
-                            if self._ending is not None:
-                                break
-                if done == steps and not self._has_told_of_more:
-                    self._tell_of_more()
+                batches = iter(self._train)
+                try:
+                    for batch in islice(batches, steps - first):
+                        if accumulate > 1:
+                            self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
+                        if note_step is not None:
+                            note_step()
+                        yield batch
+                        done += 1
+                        self._done = done
+                        if count is not None:
+                            count()
+                        if tells and self.ends_step:
+                            self._tell_step_end()
+                        if self.ends_step:
+                            boundaries.passed += 1  # before the look at the flag: the thread relies on it
+                            if boundaries.calls or done >= self._next_call or now() >= self._wake_at:
+                                self._next_call = self._between(done, ended_step=True)
+                                if self._ending is not None:
+                                    break
+                    if done == steps and not self._has_told_of_more:
+                        self._tell_of_more()
+                finally:
+                    # Who keeps an exception, as a notebook does, has this frame: the iterator's workers would
+                    # live on, to be collected in those that a later iterator forks.
+                    del batches
             if done < steps and self._ending is None:
                 give = f"give steps_per_epoch={done}, or a loader that has as many batches as it says"
                 if not done:
