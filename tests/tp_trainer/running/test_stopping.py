@@ -1,6 +1,8 @@
 """A run ends soon after it is asked to, whatever its steps did before and do then."""
 
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -123,6 +125,21 @@ def test_the_record_of_a_run_says_how_long_it_took_to_end(tmp_path):
     rows = [json.loads(line) for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
     (event,) = [row for row in rows if "interruption" in row.values()]
     assert 0 <= event["facts"]["seconds"] < 60
+
+
+def test_an_interrupted_run_leaves_no_worker_of_its_loader_behind(tmp_path):
+    def worker_ids():
+        return {process.pid for process in multiprocessing.active_children()} - before
+
+    before = {process.pid for process in multiprocessing.active_children()}
+    gc.disable()  # what a cycle holds would else be freed now and then
+    try:
+        with pytest.raises(Interrupted) as ended:
+            fit(Steps(act=terminate), tmp_path, loader=DataLoader(DATA, batch_size=4, num_workers=1))
+        assert not worker_ids(), "although the exception is still there, with the frames of the run"
+        assert ended.value.signal == signal.SIGTERM
+    finally:
+        gc.enable()
 
 
 # -- several ranks ------------------------------------------------------------------------------
