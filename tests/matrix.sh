@@ -46,7 +46,9 @@ try() {
     echo "== Python $version ($1), torch $2 -> $log"
     if prepare "$1" "$2" "$env" > "$log" 2>&1; then
         run "$env" 2>&1 | tee -a "$log" | grep --line-buffered -E '^(FAILED|ERROR) ' || true
-        result=$(tail -n 1 "$log" | tr -d '=' | xargs)
+        # The last line that counts tests: a process that outlives pytest may write after it.
+        result=$(grep -E '(passed|failed|errors?|no tests ran)\b.* in [0-9.]+s' "$log" | tail -n 1)
+        result=$(tr -d '=' <<< "${result:-$(tail -n 1 "$log")}" | xargs)
         grep -qE '[0-9]+ passed' <<< "$result" && ! grep -qE 'failed|error' <<< "$result" || failures=1
     else
         result="no environment: $(grep -E '^ERROR' "$log" | tail -n 1)"

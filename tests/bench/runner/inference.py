@@ -106,6 +106,9 @@ def joblib_loky(items):
 def ray_data(items):
     import ray.data
 
+    if not ray.is_initialized():  # ray.data would join whatever cluster this machine has
+        ray.init(address="local", log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+
     class Predictor:
         def __init__(self):
             self.model = load()

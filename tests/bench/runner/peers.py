@@ -76,7 +76,9 @@ class Tools:
             import ray
             from ray.util import ActorPool
 
-            ray.init(num_cpus=WORKERS, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+            # Its own: without an address it joins whatever cluster this machine has.
+            quiet = {"log_to_driver": False, "include_dashboard": False, "logging_level": "ERROR"}
+            ray.init(address="local", num_cpus=WORKERS, **quiet)
             actor = ray.remote(Actor)
             self._actors = ActorPool([actor.remote() for _ in range(WORKERS)])
             self.table["ray ActorPool"] = self.ray
