@@ -89,8 +89,8 @@ def test_a_rank_that_leaves_before_the_job_starts_is_named_at_once(tp):
     done = tp("launch", "-n", "2", script, timeout_s=800)
     assert done.returncode == 1
     block = _block(done.stderr)
-    assert block.startswith("rank 0 failed first: exit code 1")
-    assert "before  rank 1 had ended with exit code 0, which is likely the cause" in block
+    assert block.startswith("rank 1 left first, with exit code 0; then rank 0 failed: exit code 1")
+    assert "cause   likely the end of rank 1:" in block
     assert "RankFailedError: rank 1 has ended, with status 0, before it came to the job's start" in block
 
 

@@ -56,7 +56,7 @@ def test_ranks_that_had_left_well_before_the_first_failure_are_named(ranks, coll
     deaths = {2: Death(0, collected), 0: Death(1, 1), 1: Death(2, 0)}
     failure = first_failure({0: (100, 1)}, ranks=ranks, deaths=deaths, killed=set(), keep_logs=False)
     assert failure.left == (12,)
-    assert "before  rank 12 had ended with exit code 0, which is likely the cause" in str(failure)
+    assert "rank 12 left first, with exit code 0; then rank " in str(failure)
 
 
 def test_the_words_of_a_peer_inside_a_frame_are_no_consequence(ranks):

@@ -80,18 +80,25 @@ class Failure:
     def __str__(self) -> str:
         """Return the block that is printed last."""
         name = code_name(self.code)
+        names = f"rank{'s' * (len(self.left) > 1)} {', '.join(map(str, self.left))}"
+        # A rank that only misses another one is not the cause where one has left.
+        is_missing = bool(self.left) and self.is_consequence
+        which = f"{names} left first, with exit code 0; then rank" if is_missing else "rank"
+        first = "" if is_missing else " first"
         lines = [
             "=" * 72,
-            f"rank {self.rank} failed first: {name}, status {self.status}",
+            f"{which} {self.rank} failed{first}: {name}, status {self.status}",
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
         hint = _HINTS.get("exit" if _NO_GOODBYE in self.text else name)
         if hint and _HEAD not in self.text:  # a traceback says more than a signal
             lines.append(f"  hint    {hint}")
-        if self.left:
-            names = f"rank{'s' * (len(self.left) > 1)} {', '.join(map(str, self.left))}"
-            early = ", which is likely the cause" if self.is_consequence else ""
-            lines.append(f"  before  {names} had ended with exit code 0{early}")
+        if is_missing:
+            lines.append(
+                f"  cause   likely the end of {names}: look for what ends a process in mid-run there"
+            )
+        elif self.left:
+            lines.append(f"  before  {names} had ended with exit code 0")
         if self.others:
             lines.append(f"  others  {self.others}")
         if self.log is not None:
