@@ -21,6 +21,7 @@ from tp_shard._groups._group import ALONE, Group
 from tp_shard._plans._cuts import style_split
 from tp_shard._plans._local import count_local_groups
 from tp_shard._plans._styles import Column, Replicated, Row, Style
+from tp_shard._verify._call import first_line
 
 __all__ = ["Finding", "probe"]
 
@@ -77,7 +78,7 @@ class _Probe:
                 arguments = self._arguments(copied, x)
                 whole = self._call(copied, arguments, ALONE)
             except Exception as error:  # noqa: BLE001 - whatever the block needs, it was not given
-                finding = finding if finding.reason else Finding(False, _first_line(error))
+                finding = finding if finding.reason else Finding(False, first_line(error))
                 continue
             return self._compare(copied, arguments, whole, x)
         return finding
@@ -112,7 +113,7 @@ class _Probe:
             except Exception as error:  # noqa: BLE001 - as above
                 return Finding(
                     True,
-                    f"its forward does not work on one rank's part ({_first_line(error)}); where it counts "
+                    f"its forward does not work on one rank's part ({first_line(error)}); where it counts "
                     "all heads itself, let it count those of its rank and write the plan by hand",
                 )
             expected = self._take(self._row, whole.detach(), rank)
@@ -226,8 +227,3 @@ def _current(group: Group) -> Iterator[None]:
         yield
     finally:
         _group.set_groups(*before)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

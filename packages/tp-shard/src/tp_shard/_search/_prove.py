@@ -1,19 +1,21 @@
 """Plans for any model: proposed by what feeds what in it, and kept only if its own code proves them."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import nn
-from tp_core.errors import TpError
+from tp_core.errors import ModelError, TpError
 
 from tp_shard._plans._styles import Column, Row, Style
 from tp_shard._search._trace import Flow, Region, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
-from tp_shard._verify._call import Call, cast, first_alone
-from tp_shard._verify._compare import Fault, compare
-from tp_shard._verify._copies import probe_copy, repeated_blocks
+from tp_shard._verify._call import Call, cast, first_alone, first_line
+from tp_shard._verify._compare import Fault, compare, missed
+from tp_shard._verify._copies import bytes_needed, probe_copy, repeated_blocks
+from tp_shard._verify._examples import other_calls, without_cache
 from tp_shard._verify._report import tolerance_of
 from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_somehow
 from tp_shard.nn._kinds import widths
@@ -32,16 +34,19 @@ class Proof:
         notes: Why something stays whole or is joined, by name.
         flow: What feeds what.
         probe: The copy on which it was tried.
-        call: What it was called with.
-        repeats: For the name of each block that is built like another one, the name of that.
+        calls: What it was called with: as was asked, and with values and shapes of tp's own.
+        repeats: For the name of each block that is built like another one, and is one with it in the copy,
+            the name of that.
+        unreached: What is split and was not reached by any call.
     """
 
     plan: dict[str, Style]
     notes: dict[str, str]
     flow: Flow
     probe: nn.Module
-    call: Call
+    calls: list[Call]
     repeats: dict[str, str] = field(default_factory=dict)
+    unreached: list[str] = field(default_factory=list)
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
         """Return a plan, or notes, for the probe as one for the model, with all its blocks that are alike."""
@@ -52,17 +57,38 @@ class Proof:
         return found
 
     def verify(self, plan: dict[str, Style], ranks: int) -> Fault | None:
-        """Return what differs first if the whole probe is split so."""
-        for training in (False, True):
-            call = replace(self.call, training=training)
-            fault = _tried(self.probe, plan, call, ranks, {})
-            if fault is not None:
-                return fault
+        """Return what differs first if the whole probe is split so, in any of the calls.
+
+        Raises:
+            ModelError: The whole model fails.
+        """
+        unreached = set(plan)
+        for call in self.calls:
+            for training in (False, True):
+                whole, tried = _whole_runs(self.probe, replace(call, training=training), plan)
+                fault = _split_fault(self.probe, plan, whole, tried, ranks)
+                if fault is not None:
+                    return fault
+                unreached &= set(missed(self.probe, whole))
+        self.unreached = sorted(unreached)
         return None
+
+    def __str__(self) -> str:
+        """Return what was proven, and what was not."""
+        lines = ["proven for " + "; and, with values of tp's own, ".join(map(str, self.calls))]
+        if self.repeats:
+            lines.append("blocks that are built alike were tried as one, because memory is short")
+        if self.unreached:
+            lines.append(f"not proven, because no call reached it: {', '.join(self.unreached)}")
+        return "\n".join(lines)
 
 
 def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     """Find what of a model can be split over ``ranks`` ranks.
+
+    Blocks that are built alike are tried once. In the copy of the model they are one where several ranks
+    could not each verify a whole copy in half of the machine's memory, which is the same question on every
+    rank, unlike how much is free.
 
     Args:
         model: The model; it is not changed.
@@ -70,26 +96,35 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
         ranks: How many ranks there are.
 
     Raises:
-        Exception: Whatever the model raises if it cannot be called so.
+        ModelError: The model cannot be called so.
 
     Collectives: none.
     """
-    probe, call, flow = _traced(model, call)
-    proof = Proof({}, {}, flow, probe, call, _repeat_names(model))
+    share = 2 * ranks * bytes_needed(model, torch.float64, share=False) > _memory()
+    probe, call, flow = _traced(model, call, share=share)
+    others = [other for other in other_calls(probe, call) if _takes(probe, other)]
+    repeats = _repeat_names(model)
+    proof = Proof({}, {}, flow, probe, [call, *others[:1]], repeats)
     ordered = sorted(flow.regions, key=lambda r: -len(r.columns))
     containers = {r.container for r in ordered} | set(flow.experts)
-    calls = record_calls(probe, call, {c for c in containers if _is_called(probe, c)})
-    calls = {name: replace(inner, loss=first_alone) for name, inner in calls.items()}
+    containers = {c for c in containers if _is_called(probe, c) and not _is_inside(c, repeats)}
+    recorded = [record_calls(probe, each, containers) for each in proof.calls]
+    calls = {
+        path: [replace(found[path], loss=first_alone) for found in recorded if path in found]
+        for path in containers
+    }
     for region in ordered:
         names = {*region.columns, region.row}
         if names & proof.plan.keys() or any(_shares(probe, name) for name in names):
             continue
         inner = calls.get(region.container)
-        if inner is None:
+        if _is_inside(region.row, repeats):
+            continue
+        if not inner:
             proof.notes[region.row] = "no module around it and what feeds it is called"
             continue
         found, reason = _first_right(
-            probe, region.container, _proposals(probe, region, inner, ranks), inner, ranks
+            probe, region.container, _proposals(probe, region, inner[0], ranks), inner, ranks
         )
         if found is None and region.is_attention:
             counts = ", ".join(f"{q} and {kv}" for q, kv in head_counts(probe, region)) or "not known"
@@ -108,29 +143,51 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
         else:
             proof.plan.update(found)
     for path in flow.experts:
-        if path in calls:
+        if calls.get(path):
             found, reason = _first_right(
-                probe, path, expert_variants(probe, path, calls[path]), calls[path], ranks
+                probe, path, expert_variants(probe, path, calls[path][0]), calls[path], ranks
             )
             if found is None:
                 proof.notes[path] = reason or "its parameters are not column and row weights of experts"
             else:
                 proof.plan.update(found)
+    if not share:  # from here on each of them is tried as it is
+        proof.plan, proof.notes = proof.everywhere(proof.plan), proof.everywhere(proof.notes)
+        proof.repeats = {}
     return proof
 
 
-def _traced(model: nn.Module, call: Call) -> tuple[nn.Module, Call, Flow]:
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _traced(model: nn.Module, call: Call, *, share: bool) -> tuple[nn.Module, Call, Flow]:
     """Run a copy of a model; in float64, if it can."""
     try:
-        return _traced_in(model, call, torch.float64)
+        return _traced_in(model, call, torch.float64, share=share)
     except Exception:  # noqa: BLE001 - kernels that know float32 alone, for one
-        return _traced_in(model, call, torch.float32)
+        return _traced_in(model, call, torch.float32, share=share)
 
 
-def _traced_in(model: nn.Module, call: Call, dtype: torch.dtype) -> tuple[nn.Module, Call, Flow]:
-    probe = probe_copy(model, dtype=dtype, random=True, share=True)
+def _traced_in(
+    model: nn.Module, call: Call, dtype: torch.dtype, *, share: bool
+) -> tuple[nn.Module, Call, Flow]:
+    probe = probe_copy(model, dtype=dtype, random=True, share=share)
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
+    call = without_cache(probe, call)
     return probe, call, trace(probe, call)
+
+
+def _takes(model: nn.Module, call: Call) -> bool:
+    """Whether a model can be called so."""
+    try:
+        for training in (False, True):
+            run, _ = run_whole_somehow(model, replace(call, training=training), ())
+            if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
+                return False
+    except Exception:  # noqa: BLE001 - values and shapes that were made up need not be right
+        return False
+    return True
 
 
 def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iterator[dict[str, Style]]:
@@ -142,12 +199,12 @@ def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iter
 
 
 def _first_right(
-    model: nn.Module, container: str, proposals: Iterator[dict[str, Style]], call: Call, ranks: int
+    model: nn.Module, container: str, proposals: Iterator[dict[str, Style]], calls: list[Call], ranks: int
 ) -> tuple[dict[str, Style] | None, str | None]:
     """Return the first plan for a module, with names of the whole model, that changes no number of it."""
     module = model.get_submodule(container)
     reason = None
-    known: dict[bool, tuple[Run, Call]] = {}
+    wholes: list[tuple[Run, Call]] = []
     start = f"{container}." if container else ""
     for plan in proposals:
         inside = {name[len(start) :] if name != container else "": style for name, style in plan.items()}
@@ -155,21 +212,37 @@ def _first_right(
             inside = {n[len(start) :]: s for n, s in plan.items() if n.startswith(start)}
             if container in plan:
                 inside[""] = plan[container]
-        fault = _tried(module, inside, call, ranks, known)
+        try:
+            wholes = wholes or [_whole_runs(module, call, inside) for call in calls]
+        except ModelError as error:
+            return None, str(error).replace(type(module).__name__, "alone it", 1)
+        faults = (_split_fault(module, inside, whole, call, ranks) for whole, call in wholes)
+        fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
             return plan, None
         reason = reason or str(fault).replace("the model", container or "the model", 1)
     return None, reason
 
 
-def _tried(
-    module: nn.Module, plan: dict[str, Style], call: Call, ranks: int, known: dict[bool, tuple[Run, Call]]
+def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[Run, Call]:
+    """Run a module that is not split.
+
+    Raises:
+        ModelError: It fails.
+    """
+    try:
+        return run_whole_somehow(module, call, frozenset(rows_of(module, plan)))
+    except Exception as error:
+        mode = "training" if call.training else "evaluation"
+        msg = f"{type(module).__name__} fails in {mode}, not split: {first_line(error)}"
+        raise ModelError(msg) from error
+
+
+def _split_fault(
+    module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
 ) -> Fault | None:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
     try:
-        if call.training not in known:
-            known[call.training] = run_whole_somehow(module, call, frozenset(rows_of(module, plan)))
-        whole, call = known[call.training]
         runs = run_split(module, plan, call, ranks)
     except TpError as error:
         return Fault("", "cannot be split so", str(error))
@@ -190,3 +263,7 @@ def _shares(model: nn.Module, name: str) -> bool:
 
 def _is_called(model: nn.Module, path: str) -> bool:
     return not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict)
+
+
+def _is_inside(path: str, blocks: Collection[str]) -> bool:
+    return any(path == block or path.startswith(f"{block}.") for block in blocks)

@@ -3,14 +3,28 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["Call", "Loss", "cast", "first_alone", "fresh", "loss_of", "mapped", "tensors_of"]
+__all__ = [
+    "Call",
+    "Loss",
+    "cast",
+    "copied",
+    "first_alone",
+    "first_line",
+    "fresh",
+    "loss_of",
+    "mapped",
+    "tensors_of",
+]
 
 Loss = Callable[[Any], Tensor]
+T = TypeVar("T")
+_MOST = 6  # shapes that are written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,12 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
     training: bool = False
+
+    def __str__(self) -> str:
+        """Return the shapes of what it is called with."""
+        given = {**{f"[{i}]": value for i, value in enumerate(self.args)}, **self.kwargs}
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors_of(given)]
+        return ", ".join([*shapes[:_MOST], *(["..."] if len(shapes) > _MOST else [])]) or "no tensors"
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -63,19 +83,45 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested tuples, lists and dicts with ``function`` of each tensor, and copies of all else."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(mapped(v, function) for v in value)
-    if type(value) is dict:
-        return {name: mapped(v, function) for name, v in value.items()}
-    return copy.deepcopy(value)
+    """Return a deep copy of any value with ``function`` of each tensor in it, whatever holds them."""
+    with _Mapping(function):
+        return copy.deepcopy(value)
+
+
+def copied(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Return a deep copy of a module, even where it keeps results of a computation, which are detached."""
+    with _Mapping(
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    ):
+        return copy.deepcopy(value, memo)
+
+
+class _Mapping(TorchFunctionMode):
+    """Lets deep copies have a function of each tensor; torch itself refuses to copy what is not a leaf."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = self._function(tensor)
+        return memo[id(tensor)]
 
 
 def first_alone(output: Any) -> Tensor:
     """Return a loss of the first thing that a module returns; others may be a rank's own."""
     return loss_of(None, dict([next(tensors_of(output))]), None)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Tensor:

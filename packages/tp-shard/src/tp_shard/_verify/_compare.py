@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tp_core.errors import ModelError, TpError
 
 from tp_shard._split import Split
 from tp_shard._verify._runs import Run
 
-__all__ = ["Comparison", "Fault", "compare"]
+__all__ = ["Comparison", "Fault", "compare", "missed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,23 @@ def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
     return comparison
 
 
+def missed(model: nn.Module, whole: Run) -> Iterator[str]:
+    """Yield the names of modules that a run did not call, and of parameters whose gradients it did not make.
+
+    Args:
+        model: What was run.
+        whole: Its run.
+    """
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        names = [start + name for name, p in module._parameters.items() if p is not None]
+        idle = [name for name in names if name in whole.gradients and whole.gradients[name] is None]
+        if path in whole.called:
+            yield from idle
+        elif names and not set(whole.gradients) & set(names) - set(idle):
+            yield path
+
+
 def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Iterator[Fault | None]:
     forward = _forward(whole, runs, comparison, tolerance)
     failed = next((run for run in runs if run.error is not None), None)
@@ -75,6 +92,7 @@ def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: floa
     yield _outputs(whole, runs, comparison, tolerance)
     yield _gradients(whole, runs, comparison, tolerance)
     yield _inputs(whole, runs, tolerance)
+    yield _kept(whole, runs, tolerance)
 
 
 def _raised(run: Run) -> Fault:
@@ -253,6 +271,25 @@ def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
                 reason = "each rank has the gradient of its own part alone, or it is summed too often"
                 return Fault(
                     "", f"the gradient of its argument {name} differs by {apart:.2g} on rank {rank}", reason
+                )
+    return None
+
+
+def _kept(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
+    for name, (expected, saved) in whole.kept.items():
+        for rank, run in enumerate(runs):
+            got, split = run.kept.get(name, (expected, saved))[0], run.splits.get(name)
+            right = expected if split is None else split.take(expected, rank)
+            # Another shape of no state: what a rank keeps of its own heads, such as a bias made once.
+            other = float("inf") if saved else 0.0
+            apart = _apart(right, got) if right.shape == got.shape else other
+            if apart > tolerance:
+                owner, _, own = name.rpartition(".")
+                return Fault(
+                    owner,
+                    f"after the run its {own} differs by {apart:.2g} on rank {rank}",
+                    "it keeps numbers of what it gets, and gets each rank's part of the features: leave the "
+                    "block whole",
                 )
     return None
 

@@ -1,14 +1,16 @@
 """Copies of a model to try things on: in another type, with other values, blocks that are alike as one."""
 
-import copy
 import math
 from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["parameter_count", "probe_copy", "repeated_blocks"]
+from tp_shard._verify._call import copied
+
+__all__ = ["bytes_needed", "probe_copy", "repeated_blocks"]
 
 _NUMBERS = int | float | str | bool | None
 
@@ -37,16 +39,17 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
             if b is not None and id(b) not in memo:
                 memo[id(b)] = _buffer(b, dtype, generator)
     for repeat, first in reversed(list(repeats.items())):  # inner lists before those around them
-        block = copy.deepcopy(_by_id(model, first), memo)
+        block = copied(_by_id(model, first), memo)
         memo[repeat] = block
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
-def parameter_count(model: nn.Module, *, share: bool) -> int:
-    """Return how many numbers the parameters of a :func:`probe_copy` have."""
+def bytes_needed(model: nn.Module, dtype: torch.dtype, *, share: bool) -> int:
+    """Return what comparing a :func:`probe_copy` with a split one takes."""
     repeats = set(repeated_blocks(model)) if share else set()
     seen = {id(p): p for m in _reached(model, repeats) for p in m._parameters.values() if p is not None}
-    return sum(p.numel() for p in seen.values())
+    # The copy, what runs whole, and the shards of all ranks beside one that is being split: with gradients.
+    return 7 * dtype.itemsize * sum(p.numel() for p in seen.values())
 
 
 def repeated_blocks(model: nn.Module) -> dict[int, int]:
@@ -75,13 +78,20 @@ def _structure(block: nn.Module) -> Any:
             ),
             tuple((n, None if b is None else b.shape) for n, b in module._buffers.items()),
             tuple(
-                (name, value)
+                (name, repr(value) if isinstance(value, list | tuple) else value)
                 for name, value in sorted(vars(module).items())
-                if isinstance(value, _NUMBERS) and not any(w in name for w in ("idx", "index", "layer_id"))
+                if _is_plain(value) and not any(w in name for w in ("idx", "index", "layer_id"))
             ),
         )
         for path, module in block.named_modules()
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, a function, or some of such: equal ones are alike."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _NUMBERS | FunctionType | BuiltinFunctionType)
 
 
 def _reached(root: nn.Module, repeats: set[int]) -> Iterator[nn.Module]:

@@ -19,7 +19,7 @@ from tp_shard._plans._styles import Plan
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._verify._call import Call, Loss, cast
 from tp_shard._verify._compare import Comparison, Fault, compare
-from tp_shard._verify._copies import parameter_count, probe_copy
+from tp_shard._verify._copies import bytes_needed, probe_copy
 from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
 
@@ -245,11 +245,9 @@ def _merge(into: Comparison, comparison: Comparison) -> None:
 def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
     """Return in what type, and whether with blocks that are alike as one, all the copies fit into memory."""
     free = free_memory()
-    # The copy, what runs whole, and the shards of all ranks beside one that is being split: with gradients.
-    copies = 7
     needed = 0
     for dtype, share in ((torch.float64, False), (torch.float64, True), (torch.float32, True)):
-        needed = copies * dtype.itemsize * parameter_count(model, share=share)
+        needed = bytes_needed(model, dtype, share=share)
         if needed <= free:
             return dtype, share
     msg = (

@@ -1,6 +1,5 @@
 """One run of a whole model, and one of the split model on simulated ranks."""
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -15,7 +14,7 @@ from tp_shard._plans._parallelize import parallelize
 from tp_shard._plans._styles import Plan, Row
 from tp_shard._shards._table import ShardTable
 from tp_shard._split import Split
-from tp_shard._verify._call import Call, fresh, loss_of, mapped, tensors_of
+from tp_shard._verify._call import Call, copied, fresh, loss_of, mapped, tensors_of
 from tp_shard._verify._simulate import SimulatedError, simulate
 from tp_shard.nn._linear import ParallelLinear
 
@@ -29,10 +28,13 @@ class Run:
     Attributes:
         steps: For each call of a module inside, in the order in which they ended: its name and output.
         entered: The names of the modules whose ``forward`` has begun and not ended; the last one raised.
+        called: The names of all modules that were called.
         outputs: The tensors that it returned, by where they stand in it.
         loss: The loss.
         gradients: Of all trained parameters, by name; on a rank its shards.
         inputs: Gradients of the floating-point tensors that it was given.
+        kept: Buffers, and other tensors that modules keep, as the run left them, by name; each with
+            whether it is part of the model's state.
         given: For the calls of the modules that are watched, what they were given.
         splits: How the parameters of a rank are cut, by name.
         cuts: How the outputs of a rank's layers are cut, by name, where they are.
@@ -42,10 +44,12 @@ class Run:
 
     steps: list[tuple[str, Tensor]] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     inputs: dict[str, Tensor | None] = field(default_factory=dict)
+    kept: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
     given: list[tuple[str, Tensor]] = field(default_factory=list)
     splits: dict[str, Split] = field(default_factory=dict)
     cuts: dict[str, Split] = field(default_factory=dict)
@@ -64,7 +68,7 @@ def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         run = Run()
-        return _run(copy.deepcopy(module), call, run, watched)
+        return _run(copied(module), call, run, watched)
 
 
 def run_whole_somehow(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
@@ -75,10 +79,7 @@ def run_whole_somehow(module: nn.Module, call: Call, watched: Collection[str]) -
     """
     try:
         return run_whole(module, call, watched), call
-    except Exception:
-        given = [t for _, t in tensors_of((call.args, dict(call.kwargs)))]
-        if not any(t.requires_grad for t in given):
-            raise
+    except Exception:  # noqa: BLE001 - then again without; what fails as well is raised
         args, kwargs = mapped((call.args, dict(call.kwargs)), lambda t: t.detach())
         plain = replace(call, args=args, kwargs=kwargs)
         return run_whole(module, plain, watched), plain
@@ -97,7 +98,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
 
     def body(group: Group) -> None:
         torch.default_generator.manual_seed(0)
-        split = parallelize(copy.deepcopy(module), plan, group=group)
+        split = parallelize(copied(module), plan, group=group)
         started[group.rank] = True
         _describe(split, runs[group.rank])
         _run(split, call, runs[group.rank], watched)
@@ -132,6 +133,13 @@ def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str]) -> Ru
     run.outputs = {name: tensor.detach() for name, tensor in run.outputs.items()}
     run.loss = run.loss.detach()
     run.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    state = model.state_dict()
+    run.kept = {
+        (full := f"{path}.{name}" if path else name): (tensor.detach(), full in state)
+        for path, module in model.named_modules()
+        for name, tensor in [*module._buffers.items(), *vars(module).items()]
+        if isinstance(tensor, Tensor)
+    }
     given = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
     run.inputs = {name: tensor.grad for name, tensor in given if tensor.requires_grad}
     return run
@@ -164,6 +172,7 @@ class Trace:
 
     def _begin(self, name: str, args: tuple[Any, ...]) -> None:
         self._run.entered.append(name)
+        self._run.called.add(name)
         if name in self._watched and args and isinstance(args[0], Tensor):
             self._run.given.append((name, args[0].detach().clone()))
 
