@@ -253,6 +253,6 @@ def test_a_worker_that_cannot_start_again_is_not_started_for_ever(tmp_path):
         first = executor.submit(break_and_die).exception(800)
         assert isinstance(first, WorkerDiedError)
         assert "before it was ready: exit status 7" in str(first)
-        with pytest.raises(WorkerError, match="did not start"):
+        with pytest.raises(WorkerDiedError, match="died: before it was ready: exit status 7"):
             executor.submit(abs, -1)
     assert len(starts.read_text().splitlines()) < 10

@@ -11,6 +11,8 @@ def test_the_public_names_are_sorted_and_these():
     assert tp_runner.__all__ == [
         "CfgNode",
         "Executor",
+        "ItemInfo",
+        "ItemRng",
         "ItemTimeoutError",
         "NotPicklableError",
         "OrderedRunner",
@@ -28,6 +30,7 @@ def test_the_public_names_are_sorted_and_these():
         "WorkerStats",
         "compat",
         "errors",
+        "item",
         "register_joblib",
         "worker",
     ]

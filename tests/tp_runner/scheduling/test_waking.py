@@ -23,7 +23,7 @@ class OneWorker(Fleet):
         self.answers = []
         self.changed = threading.Condition()
 
-    def start(self):
+    def start(self, may_restart):
         return []
 
     def send(self, worker, chunk):

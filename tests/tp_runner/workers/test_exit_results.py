@@ -91,7 +91,8 @@ def test_a_thread_that_does_not_end_in_time_has_none():
         return number
 
     runner = Counting(2, {"end": end}, engine="thread")
-    runner.close(timeout_s=0.5)
+    with pytest.warns(RuntimeWarning, match=r"worker 1 on cpu had not ended after 0.5 s, and is left behind"):
+        runner.close(timeout_s=0.5)
     late = runner.exit_results
     release.set()
     assert late[1] is None

@@ -59,10 +59,7 @@ def test_a_process_that_ends_at_its_start_is_an_error():
         if tp_runner.worker().number == 1:
             os._exit(3)
 
-    with pytest.raises(
-        WorkerError,
-        match="worker 1 did not start on cpu: its process ended before it was ready: exit status 3",
-    ):
+    with pytest.raises(WorkerDiedError, match=r"worker 1 on cpu died.* before it was ready: exit status 3"):
         list(tp_runner.map(second, range(4), n_workers=2, init=init, start_method="fork"))
 
 
@@ -305,7 +302,7 @@ def test_the_system_kills_workers_for_want_of_memory(memory_group, run_script, s
                 print([future.result() for future in futures])
             try:
                 list(tp_runner.map(fill, [3], n_workers=1, init=fill_at_start, start_method=start_method))
-            except tp_runner.WorkerError as error:
+            except tp_runner.WorkerDiedError as error:
                 print("before it was ready: the system has killed it for want of memory" in str(error))
         """,
         memory_group,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import tp_runner
-from tp_core.errors import ConfigError
 
 METHODS = [{"start_method": "fork"}, {}, pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow)]
 
@@ -110,6 +109,51 @@ def test_a_worker_knows_its_number(options):
     assert tp_runner.worker() is None
 
 
-def test_threads_cannot_be_seeded():
-    with pytest.raises(ConfigError, match="threads share one generator"):
-        tp_runner.map(draw, [1], n_workers=1, engine="thread", seed=1)
+def draw_own(_):
+    rng = tp_runner.item().rng
+    return rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
+
+
+@pytest.mark.parametrize(
+    "options", [*METHODS, {"engine": "thread"}, {"start_method": "fork", "max_items_per_worker": 7}], ids=str
+)
+def test_the_generators_of_an_item_are_the_same_on_every_engine(options):
+    alone = list(tp_runner.map(draw_own, range(30), seed=7, engine="inline", n_workers=1))
+    assert len(set(alone)) == 30
+    assert list(tp_runner.map(draw_own, range(30), n_workers=3, seed=7, **options)) == alone
+
+
+def test_the_generators_of_an_item_go_on_within_it_and_are_not_the_global_ones():
+    def work(_):
+        own = [tp_runner.item().rng.random.random() for _ in range(2)]
+        return [*own, random.random()]
+
+    (numbers,) = tp_runner.map(work, [0], n_workers=1, seed=1, engine="inline")
+    assert len(set(numbers)) == 3
+
+
+@pytest.mark.parametrize("options", [{"start_method": "fork"}, {"engine": "thread"}], ids=str)
+def test_without_a_seed_items_have_other_numbers_in_each_stream_and_the_same_in_each_attempt(
+    options, tmp_path
+):
+    def work(item):
+        numbers = draw_own(item)
+        path = tmp_path / f"{item}-{tp_runner.item().seed}"
+        if not path.exists():
+            path.write_text(repr(numbers))
+            raise ValueError(item)
+        return path.read_text() == repr(numbers), numbers
+
+    kind = type("Work", (tp_runner.OrderedRunner,), {"producer_work": staticmethod(lambda d, c, i: work(i))})
+    with kind(2, max_retries=1, **options) as runner:
+        results = [*runner.stream(range(8)), *runner.stream(range(8))]
+    assert all(is_same for is_same, _ in results)
+    assert len({numbers for _, numbers in results}) == 16
+
+
+def test_a_seed_that_work_on_threads_draws_nothing_by_is_told(caplog):
+    list(tp_runner.map(draw, range(9), n_workers=2, engine="thread", seed=1))
+    assert [record.message.partition(" reaches")[0] for record in caplog.records] == ["seed=1"]
+    caplog.clear()
+    list(tp_runner.map(draw_own, range(9), n_workers=2, engine="thread", seed=1))
+    assert not caplog.records

@@ -14,6 +14,9 @@ from tp_runner._stats import WorkerStats as WorkerStats
 from tp_runner._stream import ResultStream as ResultStream
 from tp_runner._workers._identity import WorkerInfo as WorkerInfo
 from tp_runner._workers._identity import worker as worker
+from tp_runner._workers._item import ItemInfo as ItemInfo
+from tp_runner._workers._item import ItemRng as ItemRng
+from tp_runner._workers._item import item as item
 from tp_runner.errors import ItemTimeoutError as ItemTimeoutError
 from tp_runner.errors import NotPicklableError as NotPicklableError
 from tp_runner.errors import RunCancelledError as RunCancelledError

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import copy
+import weakref
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tp_core.errors import TpError
 
 from tp_runner._scheduling._source import length_of
+from tp_runner.errors import RunCancelledError
 
 if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool
@@ -22,7 +25,7 @@ _END_S = 5.0
 class _Begun(NamedTuple):
     executor: ThreadPoolExecutor
     chunks: Generator[list[Any], None, None]
-    cancel: Callable[[], None]
+    cancel: Callable[[float | None], None]
 
 
 class AsyncResultStream(AsyncIterator[Any]):
@@ -47,19 +50,30 @@ class AsyncResultStream(AsyncIterator[Any]):
         self._ready: deque[Any] = deque()
         self._begun: _Begun | None = None
         self._has_ended = False
+        self._fetching = asyncio.Lock()
+        self._error: BaseException | None = None
+        self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # the tasks that have got that error
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
         while not self._ready:
-            if self._has_ended:
-                raise StopAsyncIteration
-            results = await self._next_results()
-            if results is None:
-                self._end()
-            else:
-                self._ready.extend(results)
+            # Tasks may share it, as threads share a stream: one fetches, and all of them take.
+            async with self._fetching:
+                if self._ready:
+                    break
+                if self._has_ended:
+                    task = asyncio.current_task()
+                    if self._error is None or task in self._raised_in:
+                        raise StopAsyncIteration
+                    self._raised_in.add(task)
+                    raise copy.copy(self._error) if isinstance(self._error, TpError) else self._error
+                results = await self._next_results()
+                if results is None:
+                    self._end()
+                else:
+                    self._ready.extend(results)
         return self._ready.popleft()
 
     async def aclose(self) -> None:
@@ -78,14 +92,20 @@ class AsyncResultStream(AsyncIterator[Any]):
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
-            self._begun.cancel()
+            self._begun.cancel(None)
             result.add_done_callback(_forget_error)
             await _settled(step, result)
-            self._end()
+            self._end_with(RunCancelledError("the task that waited for this stream was cancelled"))
             raise
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._end_with(error)
             raise
+
+    def _end_with(self, error: BaseException) -> None:
+        """End; no other task must take the end of a stream that failed for that of its results."""
+        self._error = error
+        self._raised_in.add(asyncio.current_task())
+        self._end()
 
     def _begin(self) -> _Begun:
         items, loop = self._items, asyncio.get_running_loop()
@@ -107,7 +127,7 @@ class AsyncResultStream(AsyncIterator[Any]):
         try:
             begun.chunks.close()
         except ValueError:  # an event loop that was closed has left the thread in it
-            begun.cancel()
+            begun.cancel(None)
             begun.executor.submit(begun.chunks.close)
         begun.executor.shutdown(wait=False)
 

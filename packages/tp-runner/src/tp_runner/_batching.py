@@ -1,6 +1,7 @@
 """Handing several items to a worker's function at once, and taking its answer apart again."""
 
 import functools
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,25 @@ from typing import Any, Self
 
 from tp_core.errors import ConfigError
 
-__all__ = ["Batching", "collate", "separate"]
+__all__ = ["NOT_AWAITED", "Batching", "collate", "refuse_async", "separate"]
+
+NOT_AWAITED = (
+    "{name} is async: workers call it, and nobody awaits what it returns; give a function that runs it, such "
+    "as lambda item: asyncio.run({name}(item)), or with batch= one that gathers many at a time"
+)
+
+
+def refuse_async(function: Any) -> None:
+    """Refuse ``async def`` work by its name, whatever the engine.
+
+    Raises:
+        ConfigError: The function, or what a callable object calls, is asynchronous.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is not None and code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        raise ConfigError(NOT_AWAITED.format(name=code.co_qualname))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,7 @@ class Batching:
         if self.collate is not None and not callable(self.collate):
             msg = f"collate must be a function of a list of items, got {self.collate!r}"
             raise ConfigError(msg)
+        refuse_async(self.collate)
 
     @classmethod
     def of(cls, size: Any, collate: Any, max_wait_s: Any = None) -> Self | None:

@@ -3,7 +3,10 @@
 Nothing here imports torch; :mod:`tp_runner._registered` shows the same engines to tp_core's registry.
 """
 
+import contextlib
+import dataclasses
 import importlib
+import os
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +15,8 @@ from tp_core.errors import ConfigError
 
 from tp_runner._devices import require_processes
 from tp_runner._options import Settings, make_settings
-from tp_runner._scheduling._pool import OpenRun, RunnerPool
-from tp_runner._stream import ResultStream
+from tp_runner._scheduling._pool import RunnerPool
+from tp_runner._stream import OpenRun, ResultStream
 
 __all__ = ["ENGINES", "EngineSpec", "PoolFactory", "open_pool"]
 
@@ -96,7 +99,6 @@ ENGINES = {
                 "log_level": "records of threads are the parent's own",
                 "max_restarts": "threads do not die",
                 "preload": "threads share what is imported",
-                "seed": "threads share one generator",
                 "start_method": "threads are not started by one",
                 "threads": "they all share the process's own setting",
                 "timeout_s": "a thread cannot be stopped",
@@ -151,6 +153,7 @@ def open_pool(
     """Start workers on an engine of this package."""
     if spec.name == "process":
         require_processes()
+    settings = dataclasses.replace(settings, entropy=int.from_bytes(os.urandom(8)))
     module, _, name = spec.fleet.partition(":")
     fleet = getattr(importlib.import_module(module), name)
     return RunnerPool(fleet(program, devices, settings), settings, wait=wait)
@@ -183,9 +186,9 @@ class PluginPoolAdapter:
         self._ordered = ordered
         self.closed = False
 
-    def run(self, items: Iterable[Any]) -> ResultStream:
+    def run(self, items: Iterable[Any]) -> ResultStream[Any]:
         """Return an iterator over the results."""
-        return ResultStream.over(*self.open_run(items))
+        return ResultStream(self.open_run(items))
 
     def open_run(self, items: Iterable[Any]) -> OpenRun:
         """Return the results as lists of one, and what ends them."""
@@ -198,9 +201,20 @@ class PluginPoolAdapter:
             return self.stats()  # which such a pool does not have
 
         generator = steps()
-        return OpenRun(generator, generator.close, generator.close, stats)
 
-    def close(self, *, timeout_s: float = 60.0) -> None:
+        def cancel(kill_after_s: float | None) -> None:
+            if kill_after_s is not None:
+                msg = f"engine {self._engine!r} cannot kill workers, as kill_after_s={kill_after_s!r} asks"
+                raise ConfigError(msg)
+            end()
+
+        def end() -> None:
+            with contextlib.suppress(ValueError):  # another thread is in it
+                generator.close()
+
+        return OpenRun(generator, end, cancel, stats)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
         """End the workers, in whatever time it takes."""
         del timeout_s
         if not self.closed:

@@ -2,19 +2,24 @@
 
 import concurrent.futures
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from tp_core.errors import ConfigError, DeviceError
 
+from tp_runner._batching import refuse_async
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
+from tp_runner._scheduling._source import MapStyle, in_turn
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
 
 __all__ = ["Executor"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_RESTARTS = 1000
 
@@ -74,28 +79,30 @@ class Executor(concurrent.futures.Executor):
         self._pool = PoolFactory(engine, _Program(initializer, initargs), names, options).open()
 
     def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> "concurrent.futures.Future[Any]":
+        self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> "concurrent.futures.Future[R]":
         """Return a future of ``fn(*args, **kwargs)``.
 
         The future raises what ``fn`` raised, ``WorkerDiedError`` or ``NotPicklableError``.
 
         Raises:
             RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
+            ConfigError: ``fn`` is an ``async def``, which no worker awaits.
         """
+        refuse_async(fn)
         if self._pool.closed:
             msg = "cannot schedule new futures: this executor was shut down; make another one"
             raise RunnerClosedError(msg)
-        future: concurrent.futures.Future[Any] = self._pool.submit((fn, args, kwargs), raise_original=True)
+        future: concurrent.futures.Future[R] = self._pool.submit((fn, args, kwargs), raise_original=True)
         return future
 
     def map(
         self,
-        fn: Callable[..., Any],
-        *iterables: Iterable[Any],
+        fn: Callable[..., R],
+        *iterables: Iterable[Any] | MapStyle[Any],
         timeout: float | None = None,
         chunksize: int = 1,
-    ) -> Iterator[Any]:
+    ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` on the items of one or more iterables, in order.
 
         Args:
@@ -112,8 +119,7 @@ class Executor(concurrent.futures.Executor):
         if chunksize < 1:
             msg = f"chunksize must be at least 1, got {chunksize!r}"
             raise ConfigError(msg)
-        results: Iterator[Any] = super().map(fn, *iterables, timeout=timeout)
-        return results
+        return super().map(fn, *(in_turn(items) for items in iterables), timeout=timeout)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the workers when everything that was submitted is done.
@@ -136,6 +142,7 @@ class Executor(concurrent.futures.Executor):
 
 class _Program:
     def __init__(self, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+        refuse_async(initializer)
         self._initializer = initializer
         self._initargs = initargs
 

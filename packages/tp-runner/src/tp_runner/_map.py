@@ -1,18 +1,19 @@
 """Streams over a pool's results, plain or with a progress bar, and a call that makes its own pool."""
 
+import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from tp_core.internal import shows_progress
 
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
-from tp_runner._options import RunnerOptions
-from tp_runner._scheduling._pool import OpenRun, RunnerPool
-from tp_runner._scheduling._source import length_of
-from tp_runner._stream import ResultStream
+from tp_runner._options import ItemOptions, RunnerOptions
+from tp_runner._scheduling._pool import RunnerPool
+from tp_runner._scheduling._source import MapStyle, length_of
+from tp_runner._stream import OpenRun, ResultStream
 from tp_runner._workers._program import FunctionProgram
-from tp_runner.errors import RunnerClosedError
+from tp_runner.errors import ItemError, RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["map", "stream"]
 
+T = TypeVar("T")
+R = TypeVar("R")
+State = TypeVar("State")
 
-def stream(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> ResultStream:
+
+def stream(pool: RunnerPool, items: Any, *, progress: bool) -> ResultStream[Any]:
     """Return an iterator over the results of a run on a pool."""
-    return ResultStream.over(*_open_run(pool, items, progress=progress))
+    return ResultStream(_open_run(pool, items, progress=progress))
 
 
-def _open_run(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> OpenRun:
+def _open_run(pool: RunnerPool, items: Any, *, progress: bool) -> OpenRun:
     run = pool.open_run(items)
     if not progress:
         return run
@@ -36,9 +41,72 @@ def _open_run(pool: RunnerPool, items: Iterable[Any], *, progress: bool) -> Open
     return run._replace(chunks=chunks)
 
 
+@overload
+def map(
+    function: Callable[[T], R],
+    items: Iterable[T] | MapStyle[T],
+    *,
+    devices: "DeviceSpec" = None,
+    n_workers: int | None = None,
+    ordered: bool = True,
+    init: None = None,
+    queue_scale: float | None = None,
+    engine: str = "process",
+    progress: "Progress" = "auto",
+    on_error: Literal["raise"] | None = None,
+    **options: Unpack[ItemOptions],
+) -> ResultStream[R]: ...
+@overload
+def map(
+    function: Callable[[State, T], R],
+    items: Iterable[T] | MapStyle[T],
+    *,
+    init: Callable[[str], State],
+    devices: "DeviceSpec" = None,
+    n_workers: int | None = None,
+    ordered: bool = True,
+    queue_scale: float | None = None,
+    engine: str = "process",
+    progress: "Progress" = "auto",
+    on_error: Literal["raise"] | None = None,
+    **options: Unpack[ItemOptions],
+) -> ResultStream[R]: ...
+@overload
 def map(
     function: Callable[..., Any],
-    items: Iterable[Any],
+    items: Iterable[Any] | MapStyle[Any],
+    *,
+    batch: int,
+    collate: Callable[[list[Any]], Any] | None = None,
+    max_wait_s: float | None = None,
+    on_error: Literal["raise", "return"] | None = None,
+    devices: "DeviceSpec" = None,
+    n_workers: int | None = None,
+    ordered: bool = True,
+    init: Callable[[str], Any] | None = None,
+    queue_scale: float | None = None,
+    engine: str = "process",
+    progress: "Progress" = "auto",
+    **options: Unpack[ItemOptions],
+) -> ResultStream[Any]: ...
+@overload
+def map(
+    function: Callable[..., R],
+    items: Iterable[Any] | MapStyle[Any],
+    *,
+    on_error: Literal["return"],
+    devices: "DeviceSpec" = None,
+    n_workers: int | None = None,
+    ordered: bool = True,
+    init: Callable[[str], Any] | None = None,
+    queue_scale: float | None = None,
+    engine: str = "process",
+    progress: "Progress" = "auto",
+    **options: Unpack[ItemOptions],
+) -> ResultStream[R | ItemError]: ...
+def map(
+    function: Callable[..., Any],
+    items: Any,
     *,
     devices: "DeviceSpec" = None,
     n_workers: int | None = None,
@@ -48,13 +116,14 @@ def map(
     engine: str = "process",
     progress: "Progress" = "auto",
     **options: Unpack[RunnerOptions],
-) -> ResultStream:
+) -> ResultStream[Any]:
     """Apply a function to each item on several workers; return a lazy iterator over the results.
 
     Args:
         function: Applied to each item; with ``init``, to the worker's state and the item; with
             ``batch``, to batches of items.
-        items: Read lazily.
+        items: An iterable, which is read lazily, or a dataset that has a length and places but no iterator,
+            such as those of ``torch.utils.data``.
         devices: As for a runner: devices, ``"auto"``, or a number of CPU workers; by default one CPU
             worker on each core.
         n_workers: How many CPU workers, in place of ``devices``.
@@ -88,24 +157,34 @@ def map(
         {**options, "ordered": ordered, "queue_scale": queue_scale},
     )
     opened: list[OpenRun] = []
+    is_cancelled = False
     shows_bar = shows_progress(progress)
 
     def chunks() -> Generator[list[Any], None, None]:
         pool = factory.open(wait=False)
-        timeout_s = 0.0
+        timeout_s: float | None = 0.0
         try:
             run = _open_run(pool, items, progress=shows_bar)
             opened.append(run)
+            if is_cancelled:  # while the workers were starting, in another thread
+                run.cancel(None)
             yield from run.chunks
-            timeout_s = 60.0
+            timeout_s = None
         finally:
             pool.close(timeout_s=timeout_s)
 
     steps = cast("Generator[list[Any], None, None]", _emptied(chunks()))
 
-    def cancel() -> None:
+    def cancel(kill_after_s: float | None) -> None:
+        nonlocal is_cancelled
+        is_cancelled = True
         for run in opened:
-            run.cancel()
+            run.cancel(kill_after_s)
+
+    def end() -> None:
+        cancel(None)
+        with contextlib.suppress(ValueError):  # another thread reads it, and notices
+            steps.close()
 
     def stats() -> Any:
         for run in opened:
@@ -113,7 +192,7 @@ def map(
         msg = "no worker of this map has started: ask for a result first"
         raise RunnerClosedError(msg)
 
-    return ResultStream.over(steps, steps.close, cancel, stats)
+    return ResultStream(OpenRun(steps, end, cancel, stats))
 
 
 def _emptied(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:

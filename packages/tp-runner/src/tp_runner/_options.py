@@ -15,14 +15,41 @@ from tp_core.internal import available_cores, did_you_mean
 from tp_runner._batching import Batching
 from tp_runner._devices import cores_of_workers
 
-__all__ = ["START_METHODS", "RunnerOptions", "Settings", "make_settings"]
+__all__ = ["END_TIMEOUT_S", "START_METHODS", "ItemOptions", "RunnerOptions", "Settings", "make_settings"]
 
 START_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 60.0
+_LIMITS = ("start_timeout_s", "end_timeout_s")
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 START_METHODS = ("forkserver", "spawn", "fork")
 
 
-class RunnerOptions(TypedDict, total=False):
+class ItemOptions(TypedDict, total=False):
+    """What :class:`RunnerOptions` lists, but for batches and ``on_error``, which give other types."""
+
+    cpus: Literal["split"] | Sequence[int | Collection[int]] | None
+    end_timeout_s: float | None
+    env: Mapping[str, str | None] | None
+    log_level: int | str | None
+    max_bytes: int | None
+    max_items_per_worker: int | None
+    max_memory_per_worker: int | None
+    max_restarts: int | None
+    max_retries: int | None
+    min_workers: int | None
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] | None
+    preload: Sequence[str] | None
+    resources: Mapping[str, float] | None
+    retry_delay_s: float | None
+    seed: int | None
+    start_method: Literal["forkserver", "spawn", "fork"] | None
+    start_timeout_s: float | None
+    threads: int | None
+    timeline: bool | None
+    timeout_s: float | None
+
+
+class RunnerOptions(ItemOptions, total=False):
     """What runners and ``map`` take by name beyond their own arguments.
 
     Attributes:
@@ -32,6 +59,8 @@ class RunnerOptions(TypedDict, total=False):
         cpus: Which cores each worker is pinned to: one number or set of numbers for each worker, or
             ``"split"`` for an even share of those that this process may use. A worker computes with as many
             threads then, where neither ``threads`` nor ``OMP_NUM_THREADS`` says otherwise.
+        end_timeout_s: Seconds that workers may take over their ends, and over what they are at then; 60 by
+            default. Those that take longer are killed, with a warning that names them.
         env: Variables of the workers' environment, on top of the caller's; ``None`` removes one. They are set
             before anything of the user's is imported there, and with a fork server before what it preloads.
         log_level: Which log records of workers reach the caller; by default those of the root logger's level.
@@ -52,9 +81,10 @@ class RunnerOptions(TypedDict, total=False):
         resources: What one Ray actor takes of its cluster, by Ray's names.
         retry_delay_s: After how many seconds a failed item is tried again, twice as many each time up to
             16 times as many; others go on meanwhile. By default at once.
-        seed: Makes the random numbers of each item (Python's, numpy's and torch's) depend on it and the
-            item's place alone, whatever worker takes it; of each batch, on its first item's place. By
-            default no two workers have the same.
+        seed: Makes the random numbers of each item depend on it and the item's place alone, whatever worker
+            takes it; of each batch, on its first item's place. Those are ``tp_runner.item().rng``, and but
+            on threads the global generators of Python, numpy and torch. By default no two workers have the
+            same.
         start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; for processes. By default the first, on
             macOS the second, as its own libraries may not survive a fork.
         start_timeout_s: Seconds that a worker's start may take; 600 by default, and on Ray, where a worker
@@ -67,27 +97,8 @@ class RunnerOptions(TypedDict, total=False):
 
     batch: int | None
     collate: Callable[[list[Any]], Any] | None
-    cpus: Literal["split"] | Sequence[int | Collection[int]] | None
-    env: Mapping[str, str | None] | None
-    log_level: int | str | None
-    max_bytes: int | None
-    max_items_per_worker: int | None
-    max_memory_per_worker: int | None
-    max_restarts: int | None
-    max_retries: int | None
     max_wait_s: float | None
-    min_workers: int | None
     on_error: Literal["raise", "return"] | None
-    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] | None
-    preload: Sequence[str] | None
-    resources: Mapping[str, float] | None
-    retry_delay_s: float | None
-    seed: int | None
-    start_method: Literal["forkserver", "spawn", "fork"] | None
-    start_timeout_s: float | None
-    threads: int | None
-    timeline: bool | None
-    timeout_s: float | None
 
 
 _OF_OTHERS = {
@@ -111,6 +122,7 @@ class Settings:
         batching: How items are put together: ``batch`` and ``collate``.
         cpus: The cores of each worker.
         threads: How many threads each worker may compute with; ``None`` for as many as it has of ``cpus``.
+        entropy: What the seeds of items depend on without ``seed``: another number for each set of workers.
     """
 
     start_method: str = "forkserver"
@@ -131,7 +143,9 @@ class Settings:
     log_level: int = 30
     timeline: bool = False
     seed: int | None = None
+    entropy: int = 0
     start_timeout_s: float | None = None
+    end_timeout_s: float = END_TIMEOUT_S
     max_items_per_worker: int | None = None
     max_memory_per_worker: int | None = None
     min_workers: int | None = None
@@ -180,7 +194,14 @@ def make_settings(
         _check_whole(values, name, 0)
     for name in ("threads", "max_bytes", "max_items_per_worker", "max_memory_per_worker"):
         _check_whole({name: v for name, v in values.items() if v is not None}, name, 1)
-    for name in ("timeout_s", "max_wait_s", "queue_scale", "start_timeout_s", "retry_delay_s"):
+    for name in (
+        "timeout_s",
+        "max_wait_s",
+        "queue_scale",
+        "start_timeout_s",
+        "end_timeout_s",
+        "retry_delay_s",
+    ):
         _check_positive(values, name)
     if "retry_delay_s" in given and not values.get("max_retries"):
         msg = "retry_delay_s is about items that are tried again; give max_retries= too, how often"

@@ -14,9 +14,10 @@ from tp_runner._batching import Batching
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
-from tp_runner._scheduling._pool import OpenRun, RunnerPool
+from tp_runner._scheduling._pool import RunnerPool
+from tp_runner._scheduling._source import MapStyle, in_turn
 from tp_runner._stats import StageStats
-from tp_runner._stream import ResultStream
+from tp_runner._stream import Interruption, OpenRun, ResultStream
 from tp_runner._workers._program import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
 from tp_runner.errors import ItemError
 
@@ -154,7 +155,7 @@ class Pipeline:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def stream(self, items: Iterable[Any]) -> ResultStream:
+    def stream(self, items: Iterable[Any] | MapStyle[Any]) -> ResultStream[Any]:
         """Return an iterator over what the last stage gives; closing it early ends all stages.
 
         Raises:
@@ -173,7 +174,7 @@ class Pipeline:
             for stage in self._stages
         ]
         chunks: Iterator[list[Any]] = iter(())
-        taken: Iterable[Any] = items
+        taken: Iterable[Any] = in_turn(items)
         for place, stage in enumerate(self._stages):
             chunks = self._results(place, stage, taken, runs, stats[place])
             taken = itertools.chain.from_iterable(chunks)
@@ -186,9 +187,12 @@ class Pipeline:
             for run in reversed(runs):
                 run.end()
 
-        def cancel() -> None:
+        def cancel(kill_after_s: float | None) -> None:
             for run in reversed(runs):
-                run.cancel()
+                run.cancel(None)
+            if kill_after_s is not None:
+                for run in reversed(runs):
+                    run.cancel(kill_after_s)
 
         def steps() -> Generator[list[Any], None, None]:
             try:
@@ -203,7 +207,9 @@ class Pipeline:
                 generator.close()
             end()
 
-        return ResultStream.over(generator, close, cancel, lambda: tuple(copy.copy(entry) for entry in stats))
+        return ResultStream(
+            OpenRun(generator, close, cancel, lambda: tuple(copy.copy(entry) for entry in stats))
+        )
 
     def _results(
         self, place: int, stage: Stage, items: Iterable[Any], runs: list[OpenRun], stats: StageStats
@@ -213,6 +219,9 @@ class Pipeline:
         runs.append(run)
         try:
             for answers in run.chunks:
+                if isinstance(answers, Interruption):
+                    yield answers
+                    continue
                 given: list[Any] = []
                 for answer in answers:
                     if isinstance(answer, ItemError):
@@ -254,12 +263,12 @@ class Pipeline:
     def _pool(self, stages: dict[int, Stage], devices: tuple[str, ...]) -> Any:
         return PoolFactory(self._engine, StagesProgram(stages), devices, self._options).open()
 
-    def close(self, *, timeout_s: float = 60.0) -> None:
-        """End the workers, which have ``timeout_s`` seconds for it; the next stream starts new ones."""
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """End the workers, within ``timeout_s`` or ``end_timeout_s`` seconds; a stream starts new ones."""
         with self._lock:
             self._close(timeout_s=timeout_s)
 
-    def _close(self, *, timeout_s: float) -> None:
+    def _close(self, *, timeout_s: float | None) -> None:
         pools, self._pools = self._pools, {}
         with contextlib.ExitStack() as closing:  # all of them, whatever one raises
             for pool in dict.fromkeys(pools.values()):
@@ -269,7 +278,7 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(timeout_s=60.0 if kind is None else 0.0)
+        self.close(timeout_s=None if kind is None else 0.0)
 
     def __del__(self) -> None:
         for pool in dict.fromkeys(getattr(self, "_pools", {}).values()):
@@ -278,7 +287,7 @@ class Pipeline:
 
 def _payloads(place: int, stage: Stage, items: Iterable[Any], stats: StageStats) -> Iterator[tuple[int, Any]]:
     """Yield what travels to the workers of a stage."""
-    iterator = iter(items)
+    iterator = iter(in_turn(items))
     if stage.batching is None:
         for item in iterator:
             stats.taken += 1

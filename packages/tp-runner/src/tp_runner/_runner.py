@@ -11,6 +11,7 @@ from tp_runner._cfg import copy_cfg
 from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory
 from tp_runner._options import RunnerOptions
+from tp_runner._scheduling._source import MapStyle
 from tp_runner._stats import RunnerStats
 from tp_runner._stream import ResultStream
 from tp_runner._workers._program import ClassProgram
@@ -113,7 +114,7 @@ class _Runner:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def __call__(self, items: Iterable[Any]) -> Any:
+    def __call__(self, items: Iterable[Any] | MapStyle[Any]) -> Any:
         """Send all items through the workers and the results through the consumer.
 
         Returns:
@@ -135,7 +136,7 @@ class _Runner:
                 consume(cfg, result)
         return self.consumer_end(cfg)
 
-    def stream(self, items: Iterable[Any]) -> ResultStream:
+    def stream(self, items: Iterable[Any] | MapStyle[Any]) -> ResultStream[Any]:
         """Return an iterator over the results, without a consumer; it can be closed early.
 
         Several streams, asynchronous streams and submitted items take turns on the workers. The iterator
@@ -187,13 +188,18 @@ class _Runner:
         """
         self._running().resume()
 
-    def cancel(self) -> None:
+    def cancel(self, *, kill_after_s: float | None = None) -> None:
         """End every stream: whoever waits for its results gets ``RunCancelledError``.
+
+        Args:
+            kill_after_s: Wait so many seconds for workers that are busy with items of those streams, then
+                kill and replace them; the others keep their states. By default they finish their items.
 
         Raises:
             RunnerClosedError: The runner is closed.
+            ConfigError: ``kill_after_s`` is given, and these workers cannot be killed.
         """
-        self._running().cancel()
+        self._running().cancel(kill_after_s)
 
     def stats(self) -> RunnerStats:
         """Return what the workers have done so far.
@@ -245,12 +251,12 @@ class _Runner:
         if self._pool is None or self._pool.closed:
             self._pool = self._factory.open()
 
-    def close(self, *, timeout_s: float = 60.0) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Finish what was submitted and end the workers with ``producer_end``; again, it does nothing.
 
         Args:
-            timeout_s: Seconds that the workers may take over their end; those that have not ended then
-                are killed. 0 ends everything at once.
+            timeout_s: Seconds that the workers may take over their end, by default ``end_timeout_s``; those
+                that have not ended then are killed, with a warning. 0 ends everything at once.
 
         Raises:
             WorkerError: ``producer_end`` raised.

@@ -1,44 +1,154 @@
-"""The iterator of results that callers get."""
+"""The iterator of results that callers get, and that their threads may share."""
 
+import contextlib
+import copy
+import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, Self, cast
+import operator
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
-__all__ = ["ResultStream"]
+from tp_core.errors import TpError
+
+from tp_runner.errors import RunCancelledError, RunnerClosedError
+
+__all__ = ["FORKED", "Interruption", "OpenRun", "ResultStream"]
+
+R_co = TypeVar("R_co", covariant=True)
+
+FORKED = (
+    "this runner belongs to process {owner}, of which this one is a copy, and its workers answer to that one "
+    "alone; make a runner here"
+)
 
 
-class ResultStream(itertools.chain[Any]):
-    """Results one by one; closing it early stops the work and leaves the runner usable.
+class OpenRun(NamedTuple):
+    """What a run gives to its consumer.
 
-    It is a chain of lists, so that a small result costs next to nothing on its last step.
+    Attributes:
+        chunks: Neighboring results, list by list.
+        end: Stops their coming; for any thread.
+        cancel: The same, and whoever waits for them gets ``RunCancelledError``; given the seconds after which
+            workers that are still busy with them are killed, or ``None``.
+        stats: Returns what the workers did so far.
     """
 
-    _end: Callable[[], None]
-    _cancel: Callable[[], None]
-    _stats: Callable[[], Any]
+    chunks: Generator[list[Any], None, None]
+    end: Callable[[], None]
+    cancel: Callable[[float | None], None]
+    stats: Callable[[], Any]
 
-    @classmethod
-    def over(
-        cls,
-        chunks: Iterator[list[Any]],
-        end: Callable[[], None],
-        cancel: Callable[[], None],
-        stats: Callable[[], Any],
-    ) -> Self:
-        """Return a stream over lists of results, with what ends it, cancels it and tells of its workers."""
-        stream = cast("Self", cls.from_iterable(chunks))  # of this class, whatever the stubs say
-        stream._end = end
-        stream._cancel = cancel
-        stream._stats = stats
-        return stream
+
+class Interruption(list[Any]):
+    """No results, but what a signal handler raised in the wait for some.
+
+    It passes through generators as a list, for an exception would end them; whoever takes results from it
+    gets the exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> NoReturn:
+        raise self.error
+
+
+class ResultStream(Iterator[R_co], Generic[R_co]):
+    """Results one by one; closing it early stops the work and leaves the runner usable.
+
+    Threads may share it: each result comes once, in the order in which they ask, and an error that ends it is
+    raised in each of them.
+    """
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._owner = os.getpid()
+        # A list's iterator gives each item once to any number of threads. All of them take from this one.
+        self._piece: Iterator[Any] = iter(())
+        self._fetched: list[Any] | None = None
+        self._lock = threading.RLock()  # who holds it waits for the next list; the same thread may close it
+        self._error: BaseException | None = None
+        self._raised_in: set[int] = set()  # the threads that have got that error
+
+    def __iter__(self) -> Iterator[R_co]:  # noqa: PYI034 - each loop gets its own
+        # A chain of its own for each loop: a small result costs next to nothing on its last step.
+        return itertools.chain.from_iterable(_Pieces(self._next_piece))
+
+    def __next__(self) -> R_co:
+        while True:
+            for result in self._piece:
+                return result  # type: ignore[no-any-return]  # lists of any results
+            self._next_piece()
+
+    def _next_piece(self) -> Iterator[Any]:
+        """Return the results that are next, when those before them are taken.
+
+        Raises:
+            StopIteration: There are no more.
+        """
+        if self._owner != os.getpid():  # before the lock, which a thread of the other process may hold
+            raise RunnerClosedError(FORKED.format(owner=self._owner))
+        with self._lock:
+            if operator.length_hint(self._piece):  # another thread has brought them
+                return self._piece
+            if self._fetched is None:
+                self._fetch()
+            if isinstance(self._fetched, Interruption):
+                interruption, self._fetched = self._fetched, None
+                raise interruption.error
+            # Both at once: between two statements a signal handler may raise.
+            self._piece, self._fetched = iter(self._fetched or ()), None
+            return self._piece
+
+    def _fetch(self) -> None:
+        chunks = self._run.chunks
+        try:
+            # A loop stores what it gets before any signal handler can run; an assignment of a call does not.
+            for self._fetched in chunks:
+                return
+        except BaseException as error:
+            if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised out here
+                self._error = error
+                self._raised_in.add(threading.get_ident())
+            raise
+        ended_by = self._error
+        if ended_by is not None and threading.get_ident() not in self._raised_in:
+            self._raised_in.add(threading.get_ident())
+            # Each thread gets a copy where it can: raising an exception writes on it.
+            raise copy.copy(ended_by) if isinstance(ended_by, TpError) else ended_by
+        if ended_by is not None and not isinstance(ended_by, TpError):
+            # Who has caught what a signal handler raised must not take this for the end of all results.
+            msg = f"this stream has ended with {ended_by!r}"
+            raise RunCancelledError(msg)
+        raise StopIteration
 
     def close(self) -> None:
         """Stop; nothing more comes, and the runner can be used further."""
-        self._end()
+        self._run.end()
+        # Another thread that waits for a result holds the lock; it notices, and ends the rest.
+        if self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(ValueError):  # called from within, by a signal handler
+                    self._run.chunks.close()
+            finally:
+                self._lock.release()
 
-    def cancel(self) -> None:
-        """Stop, from any thread: whoever waits for a result gets ``RunCancelledError``."""
-        self._cancel()
+    def cancel(self, *, kill_after_s: float | None = None) -> None:
+        """Stop, from any thread: whoever waits for a result gets ``RunCancelledError``.
+
+        Args:
+            kill_after_s: Wait so many seconds for workers that are busy with items of this stream, then kill
+                and replace them; the others keep their states. By default such a worker finishes its item.
+
+        Raises:
+            ConfigError: ``kill_after_s`` is given, and these workers cannot be killed.
+        """
+        self._run.cancel(kill_after_s)
 
     def stats(self) -> Any:
         """Return what the workers have done so far, as ``stats()`` of the runner or the pipeline does.
@@ -46,10 +156,33 @@ class ResultStream(itertools.chain[Any]):
         Raises:
             RunnerClosedError: This is a stream of ``map``, and no result was asked for yet.
         """
-        return self._stats()
+        return self._run.stats()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Pieces:
+    """The lists of a stream for a loop's chain, which must see no exception: it would forget the rest."""
+
+    def __init__(self, next_piece: Callable[[], Iterator[Any]]) -> None:
+        self._next_piece = next_piece
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Iterator[Any]:
+        try:
+            return self._next_piece()
+        except StopIteration:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised as the chain's next result
+            return _raising(error)
+
+
+def _raising(error: BaseException) -> Iterator[Any]:
+    raise error
+    yield

@@ -1,6 +1,7 @@
 """Which worker has been given what, and which has done enough, or holds too much memory."""
 
 import time
+from collections.abc import Container
 
 from tp_runner._options import Settings
 from tp_runner._workers._fleet import Chunk, Done, Fleet
@@ -58,7 +59,12 @@ class Assignments:
 
     def send(self, worker: int, chunk: Chunk) -> None:
         """Hand a chunk to a worker."""
-        self._fleet.send(worker, chunk)
+        chunk.sent += 1  # before a thread can look at it
+        try:
+            self._fleet.send(worker, chunk)
+        except BaseException:
+            chunk.sent -= 1
+            raise
         self._inflight[chunk.seq] = worker, chunk
         if not self._loads[worker]:
             self._since[worker] = time.monotonic()
@@ -98,9 +104,16 @@ class Assignments:
         """Return the workers that have something to do."""
         return [worker for worker, load in enumerate(self._loads) if load]
 
-    def has_any_of(self, run: int) -> bool:
-        """Whether chunks of a run are with workers."""
-        return any((worker, run) in self._counts for worker in range(len(self._loads)))
+    def holders(self, run: int) -> list[int]:
+        """Return the workers that have chunks of a run."""
+        return [worker for worker in range(len(self._loads)) if (worker, run) in self._counts]
+
+    def at_work(self, runs: Container[int]) -> set[int]:
+        """Return the workers that are at work on one of some runs: each does first what it got first."""
+        first: dict[int, int] = {}
+        for worker, chunk in self._inflight.values():
+            first.setdefault(worker, chunk.run)
+        return {worker for worker, run in first.items() if run in runs}
 
     def any_alive(self) -> bool:
         """Whether there is a worker left."""

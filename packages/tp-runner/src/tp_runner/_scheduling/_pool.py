@@ -4,12 +4,14 @@ Any number of runs are open at a time: streams, asynchronous streams, and one fo
 submitted. How they take turns is in :mod:`._scheduler`.
 """
 
+import contextlib
+import math
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from tp_core.errors import ConfigError, TpError
+from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
 from tp_runner._scheduling._futures import Submissions, Ticket, settle
@@ -17,27 +19,11 @@ from tp_runner._scheduling._run import Run
 from tp_runner._scheduling._scheduler import Scheduler
 from tp_runner._scheduling._source import Source, open_source
 from tp_runner._stats import RunnerStats, StatsCollector
-from tp_runner._stream import ResultStream
+from tp_runner._stream import FORKED, OpenRun, ResultStream
 from tp_runner._workers._fleet import Fleet, watch
 from tp_runner.errors import RunCancelledError, RunnerClosedError
 
-__all__ = ["OpenRun", "RunnerPool"]
-
-
-class OpenRun(NamedTuple):
-    """What a run gives to its consumer.
-
-    Attributes:
-        chunks: Neighboring results, list by list.
-        end: Stops their coming; for any thread.
-        cancel: The same, and whoever waits for them gets ``RunCancelledError``.
-        stats: Tells what the workers did so far.
-    """
-
-    chunks: Generator[list[Any], None, None]
-    end: Callable[[], None]
-    cancel: Callable[[], None]
-    stats: Callable[[], Any]
+__all__ = ["RunnerPool"]
 
 
 class RunnerPool:
@@ -69,11 +55,11 @@ class RunnerPool:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.close(timeout_s=60.0 if kind is None else 0.0)
+        self.close(timeout_s=None if kind is None else 0.0)
 
     # -- runs ----------------------------------------------------------------------------------
 
-    def run(self, items: Iterable[Any], *, ordered: bool | None = None) -> ResultStream:
+    def run(self, items: Iterable[Any], *, ordered: bool | None = None) -> ResultStream[Any]:
         """Return an iterator over the result of each item, in the items' order or as they come.
 
         Items are read lazily, and only so far ahead as the workers need. Closing the iterator early
@@ -82,7 +68,7 @@ class RunnerPool:
         Raises:
             RunnerClosedError: The pool is closed.
         """
-        return ResultStream.over(*self.open_run(items, ordered=ordered))
+        return ResultStream(self.open_run(items, ordered=ordered))
 
     def open_run(self, items: Iterable[Any], *, ordered: bool | None = None) -> OpenRun:
         """Return what :meth:`run` does as lists of neighboring results, and what ends them.
@@ -93,6 +79,7 @@ class RunnerPool:
         self._require_open()
         settings = self.settings
         opened: list[Run] = []
+        ended: list[str] = []  # maybe before anybody has asked for the first result
 
         def open_one() -> Run:
             source = open_source(
@@ -100,24 +87,46 @@ class RunnerPool:
             )
             run = self._new_run(source, ordered=settings.ordered if ordered is None else ordered)
             opened.append(run)
+            if ended:
+                self._end_runs(opened, ended[0])
             return run
 
         steps = self._scheduler.steps(open_one)
 
-        def stop(reason: TpError) -> None:
-            with self._lock:
-                for run in opened:
-                    run.end(reason)
-                self._scheduler.wake_all()
-
         def end() -> None:
-            stop(RunCancelledError("this stream was closed"))
-            try:
+            ended.append("this stream was closed")
+            self._end_runs(opened, ended[0])
+            with contextlib.suppress(ValueError):  # another thread reads it, and notices
                 steps.close()
-            except ValueError:  # another thread reads it, and notices
-                return
 
-        return OpenRun(steps, end, lambda: stop(RunCancelledError("this stream was cancelled")), self.stats)
+        def cancel(kill_after_s: float | None) -> None:
+            ended.append("this stream was cancelled")
+            self._end_runs(opened, ended[0], kill_after_s)
+
+        return OpenRun(steps, end, cancel, self.stats)
+
+    def _end_runs(self, runs: list[Run], reason: str, kill_after_s: float | None = None) -> None:
+        self._require_killable(kill_after_s)
+        if self._owner != os.getpid():
+            return  # they are another process's, and so is the lock
+        with self._lock:
+            for run in runs:
+                self._scheduler.end_run(run, RunCancelledError(reason))
+        if kill_after_s is not None:
+            self._scheduler.kill_busy(runs, kill_after_s)
+
+    def _require_killable(self, kill_after_s: float | None) -> None:
+        if kill_after_s is None:
+            return
+        if not self.fleet.can_kill:
+            msg = (
+                f"kill_after_s={kill_after_s!r} needs workers that are processes: these are threads, which "
+                "nobody can kill; let the work look at tp_runner.item().cancelled"
+            )
+            raise ConfigError(msg)
+        if not isinstance(kill_after_s, int | float) or not 0 <= kill_after_s < math.inf:
+            msg = f"kill_after_s must be a number of seconds, 0 or more, got {kill_after_s!r}"
+            raise ConfigError(msg)
 
     def _new_run(
         self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
@@ -141,6 +150,7 @@ class RunnerPool:
         """
         if self.fleet.direct:
             return self._done_at_once(item, raise_original=raise_original)
+        self._require_owner()
         with self._lock:
             self._require_open()
             submissions = self._submissions
@@ -178,18 +188,17 @@ class RunnerPool:
 
     def resume(self) -> None:
         """Go on handing out items."""
+        self._require_owner()
         with self._lock:
             self._scheduler.is_paused = False
             self._scheduler.dispatch()
             self._scheduler.wake_all()
 
-    def cancel(self) -> None:
-        """End every stream: whoever waits for results gets ``RunCancelledError``."""
-        with self._lock:
-            for run in self._scheduler.runs:
-                if not isinstance(run.source, Submissions):
-                    run.end(RunCancelledError("the call was cancelled"))
-            self._scheduler.wake_all()
+    def cancel(self, kill_after_s: float | None = None) -> None:
+        """End every stream, as :meth:`ResultStream.cancel` ends one."""
+        self._require_owner()
+        runs = [run for run in self._scheduler.runs.copy() if not isinstance(run.source, Submissions)]
+        self._end_runs(runs, "the call was cancelled", kill_after_s)
 
     def stats(self) -> RunnerStats:
         """Return what the workers did so far."""
@@ -223,13 +232,14 @@ class RunnerPool:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def close(self, *, timeout_s: float = 60.0) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Finish what was submitted, end all streams and the workers; again, it does nothing.
 
         Args:
-            timeout_s: How long the workers may take over their end; 0 ends everything at once, and
-                futures that are not done get ``RunnerClosedError``.
+            timeout_s: How long the workers may take over their end, by default ``end_timeout_s``; 0 ends
+                everything at once, and futures that are not done get ``RunnerClosedError``.
         """
+        timeout_s = self.settings.end_timeout_s if timeout_s is None else timeout_s
         if self._owner != os.getpid():
             return
         with self._lock:
@@ -285,7 +295,13 @@ class RunnerPool:
         """Whether :meth:`close` or :meth:`drop` was called."""
         return self._is_closing or self._is_dropped
 
+    def _require_owner(self) -> None:
+        # Before the lock: a thread that is not in this copy of the process may have held it.
+        if self._owner != os.getpid() and not self.fleet.direct:
+            raise RunnerClosedError(FORKED.format(owner=self._owner))
+
     def _require_open(self) -> None:
+        self._require_owner()
         if self._is_closing or self._is_dropped:
             msg = "this runner is closed; activate() starts it again"
             raise RunnerClosedError(msg)

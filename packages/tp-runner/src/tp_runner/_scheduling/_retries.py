@@ -7,16 +7,14 @@ from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import (
-    DIED,
     ITEM,
     RAISED,
     RESULT,
     TIMEOUT,
     Failure,
-    describe_exit,
     failure_to_error,
 )
-from tp_runner._workers._fleet import Chunk, Died
+from tp_runner._workers._fleet import Chunk, Died, failure_of_death
 from tp_runner._workers._pickling import shortened, why_not_picklable
 
 __all__ = [
@@ -175,12 +173,7 @@ def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
 
 def death_failure(death: Death) -> Failure:
     """Describe a worker's death in place of a result."""
-    event = death.event
-    summary = describe_exit(event.exitcode, is_out_of_memory=event.is_out_of_memory)
-    if not event.was_ready:
-        summary = f"before it was ready: {summary}"
-    failure = Failure(DIED, summary, exitcode=event.exitcode)
-    failure.worker = event.worker
+    failure = failure_of_death(death.event)
     failure.held = death.held
     return failure
 

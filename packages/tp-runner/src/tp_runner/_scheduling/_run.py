@@ -114,7 +114,7 @@ class Run:
             return None
         if self._ordered:
             if not queue[0].results or queue[0].missing:
-                if self._fatal is not None and not self._assignments.has_any_of(self.number):
+                if self._fatal is not None and not self._assignments.holders(self.number):
                     raise self._fatal
                 return None
         elif queue[0].failed and self._on_error == "raise":
@@ -268,9 +268,9 @@ class Run:
 
     def _piece(self, chunk: Chunk, part: Part) -> Chunk:
         seq, items = self._assignments.next_seq(), chunk.items[part.start : part.stop]
-        return Chunk(
-            seq, chunk.start + part.start, items, chunk.run, attempts=part.attempts, deaths=part.deaths
-        )
+        piece = Chunk(seq, chunk.start + part.start, items, chunk.run, sent=chunk.sent)
+        piece.attempts, piece.deaths = part.attempts, part.deaths
+        return piece
 
     def _go_on(self, piece: Chunk, part: Part) -> None:
         if part.failure is None:

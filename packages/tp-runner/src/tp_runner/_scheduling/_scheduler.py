@@ -5,6 +5,7 @@ others wait for its word.
 """
 
 import collections
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -18,7 +19,8 @@ from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
 from tp_runner._scheduling._run import Run
 from tp_runner._scheduling._source import Source
 from tp_runner._stats import StatsCollector
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet
+from tp_runner._stream import Interruption
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death
 from tp_runner._workers._pickling import USERS_ERRORS
 
 __all__ = ["Scheduler"]
@@ -49,9 +51,10 @@ class Scheduler:
         self._n_runs = 0
         self._changed = threading.Condition(self.lock)
         self._waiter: int | None = None
+        self._owner = os.getpid()
         self._needs_start = False
         if wait:
-            self._on_events(fleet.start())
+            self._on_events(fleet.start(self._takes_restart))
         else:
             fleet.launch()
 
@@ -61,7 +64,7 @@ class Scheduler:
         """Open a run, with all workers started."""
         with self.lock:
             self._on_events(self.fleet.poll())
-            self._on_events(self.fleet.start())
+            self._on_events(self.fleet.start(self._takes_restart))
             self._n_runs += 1
             run = Run(
                 source,
@@ -94,19 +97,43 @@ class Scheduler:
                 if error is not None:
                     raise error
                 given = []
-        except (Exception, GeneratorExit):
-            raise
-        except BaseException:
-            # An interrupt may have come between reading a message and acting on it.
+        except BaseException as error:
+            if isinstance(error, TpError | GeneratorExit) or error is run.source.error:
+                raise
+            # A signal handler has raised, maybe between reading a message and acting on it.
             self.reset()
             raise
         finally:
             given.clear()  # whoever holds a list that was not read to its end reads no further
-            with self.lock:
-                run.end()
-                if run in self.runs:
-                    self.runs.remove(run)
-                self.wake_all()
+            if self._owner == os.getpid():  # in a copy of this process the lock and the pipes are not ours
+                self.end_run(run)
+
+    def end_run(self, run: Run, reason: TpError | None = None) -> None:
+        """Stop a run; what its items at work see is that they are cancelled."""
+        with self.lock:
+            run.end(reason)
+            if run in self.runs:
+                self.runs.remove(run)
+            for worker in self._assignments.holders(run.number):
+                self.fleet.cancel(worker, run.number)
+            self.wake_all()
+
+    def kill_busy(self, runs: list[Run], kill_after_s: float) -> None:
+        """Wait until no worker is busy with items of runs that have ended; kill those that are in the end."""
+        numbers = {run.number for run in runs}
+        deadline = time.monotonic() + kill_after_s
+        with self.lock:
+            while busy := self._assignments.at_work(numbers):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    for worker in busy.difference(self._late):
+                        started = self.fleet.started(worker)
+                        # As with a timeout: not counted among the restarts, and nobody else's fault.
+                        self._late[worker] = 0.0 if started is None else started[1]
+                        self.fleet.kill(worker)
+                interrupted = self._wait(left_s if left_s > 0 else None)
+                if interrupted is not None:
+                    raise interrupted
 
     def _step(self, run: Run) -> tuple[list[Any], BaseException | None] | None:
         """Return the next results of a run, and what to raise after them; ``None`` at its end."""
@@ -115,7 +142,7 @@ class Scheduler:
                 run.check()
                 if self._needs_start:
                     self._needs_start = False
-                    self._on_events(self.fleet.start())
+                    self._on_events(self.fleet.start(self._takes_restart))
                 chunk = run.next_finished()
                 if chunk is not None:
                     if not self.fleet.direct and not run.is_stopping:
@@ -128,7 +155,9 @@ class Scheduler:
                     return None
                 self.dispatch()
                 if not run.has_finished() and run.awaits_results():
-                    self._wait()
+                    interrupted = self._wait()
+                    if interrupted is not None:
+                        return Interruption(interrupted), None
 
     def dispatch(self) -> None:
         """Hand out chunks, one of each run in turn, as long as workers take more."""
@@ -164,22 +193,42 @@ class Scheduler:
         if is_news:
             self.wake_all()
 
-    def _wait(self) -> None:
-        """Wait until something may have happened, with the lock open."""
-        timeout_s = self._due_in()
+    def _wait(self, most_s: float | None = None) -> Exception | None:
+        """Wait until something may have happened, with the lock open; at most ``most_s`` seconds.
+
+        Returns:
+            What a signal handler raised meanwhile, which has disturbed nothing.
+        """
+        timeout_s = min((s for s in (self._due_in(), most_s) if s is not None), default=None)
+        interrupted: BaseException | None = None
         if self._waiter is None:
             self._waiter = threading.get_ident()
             self.lock.release()
             try:
                 self.fleet.wait(timeout_s)
-            finally:
-                self.lock.acquire()
-                self._waiter = None
-                self._changed.notify_all()
+            except BaseException as error:  # noqa: BLE001 - whatever the handler raised
+                interrupted = error
+            # Handlers may raise here, too, and without the lock nothing here may end.
+            while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+                try:
+                    self.lock.acquire()
+                except BaseException as error:  # noqa: BLE001 - as above
+                    interrupted = error
+            self._waiter = None
+            self._changed.notify_all()
         else:
-            self._changed.wait(timeout_s)
+            try:
+                self._changed.wait(timeout_s)
+            except Exception as error:  # noqa: BLE001 - whatever the handler raised
+                interrupted = error
+        if interrupted is not None:
+            # An interrupt ends the stream; and where the wait is the work, it was disturbed.
+            if self.fleet.direct or not isinstance(interrupted, Exception):
+                raise interrupted
+            return interrupted
         self._on_events(self.fleet.poll())
         self._check_timeouts()
+        return None
 
     def wake_all(self) -> None:
         """Have everybody who waits look again."""
@@ -217,11 +266,8 @@ class Scheduler:
             for run in self.runs:
                 run.on_failed_start(_of(run, chunks), died, died.failure)
             return
-        self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
-        may_start = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
-        is_revived = began is not None or may_start
+        is_revived = began is not None or self._takes_restart(died)
         if is_revived:
-            self._restarts_left -= began is None
             self.fleet.revive(worker)
         # The item for which a late worker was killed may just have ended: nobody is to blame then.
         is_blameless = began is not None and died.began != began
@@ -235,6 +281,17 @@ class Scheduler:
         )
         for run in self.runs:
             run.on_worker_death(_of(run, chunks), death)
+            if not died.was_ready and death.any_alive and not self.settings.max_restarts:
+                # It held nothing, maybe; with fewer workers than were asked for nobody shall go on unknowing.
+                run.on_failed_start([], died, failure_of_death(died))
+
+    def _takes_restart(self, died: Died) -> bool:
+        """Whether a dead worker may be started again, which is one restart less then."""
+        worker = died.worker
+        self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
+        may = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
+        self._restarts_left -= may
+        return may
 
     def _due_in(self) -> float | None:
         """Return in how many seconds somebody must look, whatever happens."""
@@ -276,8 +333,8 @@ class Scheduler:
     def close(self, reason: Callable[[], TpError], *, timeout_s: float) -> None:
         """End every run and the workers."""
         with self.lock:
-            for run in self.runs:
-                run.end(reason())
+            for run in [*self.runs]:
+                self.end_run(run, reason())
             while self._waiter not in {None, threading.get_ident()}:
                 self.wake_all()
                 self._changed.wait(0.1)

@@ -7,9 +7,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["Direct", "Feeder", "Source", "length_of", "open_source"]
+__all__ = ["Direct", "Feeder", "MapStyle", "Source", "in_turn", "length_of", "open_source"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class MapStyle(Protocol[T_co]):
+    """A dataset that has a length and places, as those of torch: it need not be iterable."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> T_co: ...
+
 
 _SIZED = (list, tuple, range, dict, set, frozenset, bytes, str, collections.deque)
 _INSTANT = (
@@ -188,9 +198,31 @@ def open_source(
     items: Iterable[Any], wake: Callable[[], None], *, direct: bool, max_wait_s: float | None
 ) -> Source:
     """Return what reads ``items``; ``direct`` forbids a thread."""
+    items = in_turn(items)
     if direct or type(items) in _SIZED or type(items) in _INSTANT or _name(items) in _INSTANT_OF_OTHERS:
         return Direct(items)
     return Feeder(items, wake, max_wait_s)
+
+
+def in_turn(items: Any) -> Iterable[Any]:
+    """Return an iterable over items; a dataset without an iterator of its own is gone through by its length.
+
+    Python would ask such a one for items until it raises IndexError, which most never do.
+    """
+    if hasattr(items, "__iter__") or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        return items  # type: ignore[no-any-return]  # whatever it is: iter() says it if it is none
+    return _ByLength(items)
+
+
+class _ByLength:
+    def __init__(self, items: MapStyle[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._items[place] for place in range(len(self._items)))
 
 
 def _name(items: Any) -> tuple[str, str]:

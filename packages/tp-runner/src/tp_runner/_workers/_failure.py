@@ -230,6 +230,7 @@ _MESSAGES = {
     END: "the end of worker {worker} on {device} raised: {summary}",
     ENDING: "the end of worker {worker} on {device} returned what cannot travel: {summary}",
 }
+_DIED_ALONE = "worker {worker} on {device} died: {summary}"
 
 
 def failure_to_error(
@@ -237,9 +238,8 @@ def failure_to_error(
 ) -> ItemError:
     """Make the exception that says what happened, to which item, where."""
     kind: type[ItemError] = _KINDS.get(failure.kind, WorkerError)
-    message = _MESSAGES[failure.kind].format(
-        index=index, item=item, device=device, worker=worker, summary=failure.summary
-    )
+    text = _MESSAGES[failure.kind] if failure.kind != DIED or index is not None else _DIED_ALONE
+    message = text.format(index=index, item=item, device=device, worker=worker, summary=failure.summary)
     if failure.traceback:
         message += f"\n\nTraceback in the worker:\n{failure.traceback.rstrip()}"
     error = make_error(

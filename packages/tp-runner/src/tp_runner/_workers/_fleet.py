@@ -2,13 +2,16 @@
 
 import abc
 import atexit
+import collections
 import os
 import pickle
+import warnings
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from tp_runner._workers._failure import ENDING, Failure, failure_to_error
+from tp_runner._workers._failure import DIED, ENDING, Failure, failure_to_error
 from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
 from tp_runner.errors import ItemError
 
@@ -21,6 +24,7 @@ __all__ = [
     "Ready",
     "Timing",
     "dumps_ending",
+    "failure_of_death",
     "loads_ending",
     "watch",
 ]
@@ -39,6 +43,7 @@ class Chunk:
         offset: The place of its first item in the parent.
         attempts: How often its items have been tried before.
         deaths: How many workers its first item has killed.
+        sent: How often its items have been sent to a worker, this time included.
         results: A result, or a failure, for each item.
         missing: How many results parts of it still owe.
         failed: Whether some results are failures.
@@ -55,6 +60,7 @@ class Chunk:
     offset: int = 0
     attempts: int = 0
     deaths: int = 0
+    sent: int = 0
     results: list[Any] = field(default_factory=list)
     missing: int = 0
     failed: bool = False
@@ -98,7 +104,7 @@ class Died(NamedTuple):
         began: When it began with that item, by the monotonic clock.
         failure: Why it did not start, when it did not.
         is_retired: Whether it was told to end.
-        is_out_of_memory: Whether the system has killed it for want of memory.
+        how: How it ended, in words.
         was_ready: Whether it had come to take items.
     """
 
@@ -108,7 +114,7 @@ class Died(NamedTuple):
     failure: Failure | None = None
     began: float = 0.0
     is_retired: bool = False
-    is_out_of_memory: bool = False
+    how: str = "it did not say how"
     was_ready: bool = True
 
 
@@ -121,6 +127,9 @@ class Fleet(abc.ABC):
     direct: ClassVar[bool] = False
     """Whether the work is done by whoever waits, so that nothing goes on meanwhile."""
 
+    can_kill: ClassVar[bool] = True
+    """Whether a worker can be ended in the middle of an item."""
+
     most_credits: int = 3
     """How many chunks a worker may have been given at a time."""
 
@@ -130,6 +139,8 @@ class Fleet(abc.ABC):
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.devices = devices
         self._endings: list[list[Any]] = [[] for _ in devices]
+        # Runs whose results nobody wants; more than can be with the workers at a time.
+        self._cancelled: collections.deque[int] = collections.deque(maxlen=4 * len(devices))
 
     def exit_results(self) -> list[Any]:
         """Return what the end of each worker returned, by number; of one that was replaced, of each in turn.
@@ -153,15 +164,29 @@ class Fleet(abc.ABC):
         return failure_to_error(failure, device=self.devices[worker], worker=worker)
 
     @abc.abstractmethod
-    def start(self) -> list["Event"]:
+    def start(self, may_restart: Callable[["Died"], bool]) -> list["Event"]:
         """Start the workers that are not running, and wait until they are ready.
+
+        Args:
+            may_restart: Whether one that has died meanwhile is started again; asked once for each death.
 
         Returns:
             What happened to the others meanwhile.
 
         Raises:
             WorkerError: The start of one raised; all are stopped.
+            WorkerDiedError: One died, and was not started again; all are stopped.
         """
+
+    def warn_not_ended(self, workers: Iterable[int], timeout_s: float, what: str = "was killed") -> None:
+        """Warn that workers had no orderly end: a limit that is met in silence loses what they would do."""
+        for worker in workers:
+            warnings.warn(
+                f"worker {worker} on {self.devices[worker]} had not ended after {timeout_s:g} s, and {what}: "
+                "its producer_end, or the item before it, takes longer; end_timeout_s= gives more time",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def launch(self) -> None:  # noqa: B027 - where it is possible
         """Begin to start the workers that are not running; ``Ready`` or ``Died`` follows of each."""
@@ -202,6 +227,12 @@ class Fleet(abc.ABC):
         del worker
         return None
 
+    def cancel(self, worker: int, run: int) -> None:
+        """Have a worker know that nobody wants the results of a run any more."""
+        del worker
+        if run not in self._cancelled:
+            self._cancelled.append(run)
+
     def kill(self, worker: int) -> None:  # noqa: B027 - where it is possible
         """End a worker at once; ``Died`` follows."""
 
@@ -229,6 +260,14 @@ class Fleet(abc.ABC):
         """Whether a worker runs, or is about to."""
         del worker
         return True
+
+
+def failure_of_death(died: Died) -> Failure:
+    """Describe a worker's death."""
+    how = died.how if died.was_ready else f"before it was ready: {died.how}"
+    failure = Failure(DIED, how, exitcode=died.exitcode)
+    failure.worker = died.worker
+    return failure
 
 
 def dumps_ending(returned: Any) -> bytes:

@@ -3,13 +3,14 @@
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
-from tp_runner._workers._fleet import Chunk, Done, Event, Fleet, Timing
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as, keep_generators, seed_generators
+from tp_runner._workers._item import Task, at_work
 from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = ["InlineFleet"]
@@ -22,6 +23,7 @@ class InlineFleet(Fleet):
     """Does the work when it is waited for. Breakpoints and profilers see all of it."""
 
     direct: ClassVar[bool] = True
+    can_kill = False
     most_items = 1
     most_credits = 1
 
@@ -32,8 +34,9 @@ class InlineFleet(Fleet):
         self._works: list[Any] = []
         self._waiting: collections.deque[tuple[int, Chunk]] = collections.deque()
         self._finished: list[Event] = []
+        self._task = Task(settings, [0, 0, 0], self._cancelled)
 
-    def start(self) -> list[Event]:
+    def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - nobody dies
         for worker in range(len(self._works), self.size):
             with acting_as(self._info(worker)), self._kept(self._settings.seed):
                 try:
@@ -65,16 +68,9 @@ class InlineFleet(Fleet):
             return
         worker, chunk = self._waiting.popleft()
         began = time.monotonic()
-        settings = self._settings
-        with acting_as(self._info(worker)), self._kept():
-            results, failed = run_chunk(
-                self._works[worker],
-                chunk.items,
-                [0, 0, 0],
-                batching=settings.batching,
-                start=chunk.start,
-                seed=settings.seed,
-            )
+        self._task.begin(chunk.start, chunk.run, chunk.sent - 1)
+        with acting_as(self._info(worker)), self._kept(), at_work(self._task):
+            results, failed = run_chunk(self._works[worker], chunk.items, self._task)
         timing = Timing(began, 0.0, time.monotonic() - began, 0.0)
         self._finished.append(Done(worker, chunk.seq, results, failed, timing))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_runner._batching import Batching
+from tp_runner._batching import Batching, refuse_async
 from tp_runner._cfg import copy_cfg
 from tp_runner.errors import ItemError
 
@@ -23,6 +23,8 @@ class ClassProgram:
     """
 
     def __init__(self, producer: type, cfg: Any) -> None:
+        for name in ("producer_init", "producer_work", "producer_end"):
+            refuse_async(getattr(producer, name))
         self._producer: Any = producer
         self._cfg = cfg
         self.is_own = False
@@ -43,6 +45,8 @@ class FunctionProgram:
     """A plain function, and what makes its state."""
 
     def __init__(self, function: Callable[..., Any], init: Callable[[str], Any] | None) -> None:
+        refuse_async(function)
+        refuse_async(init)
         self._function = function
         self._init = init
 
@@ -75,6 +79,10 @@ class Stage:
     init: Callable[[str], Any] | None
     batching: Batching | None
     devices: tuple[str, ...] | None
+
+    def __post_init__(self) -> None:
+        refuse_async(self.function)
+        refuse_async(self.init)
 
 
 class StagesProgram:

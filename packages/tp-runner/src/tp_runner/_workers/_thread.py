@@ -2,23 +2,35 @@
 
 import collections
 import contextlib
+import logging
 import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._identity import WorkerInfo, acting_as
+from tp_runner._workers._item import Task, work_here
 from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = ["ThreadFleet"]
 
+_log = logging.getLogger("tp_runner")
+
+SEED_OF_THREADS = (
+    "seed=%d reaches tp_runner.item().rng alone, from which this work draws nothing: all threads share the "
+    "global generators of Python, numpy and torch, which are left as they are"
+)
+
 
 class ThreadFleet(Fleet):
     """One thread for each device. Items and results are handed over as they are."""
+
+    can_kill = False
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         super().__init__(devices)
@@ -30,8 +42,9 @@ class ThreadFleet(Fleet):
         self._threads: list[threading.Thread] = []
         self._returned: dict[int, Any] = {}  # what the end of each one returned that was ready
         self._stopping = self._ends_at_once = False
+        self._has_warned_of_seed = False
 
-    def start(self) -> list[Event]:
+    def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - threads do not die
         if self._threads:
             return []
         self._stopping = self._ends_at_once = False
@@ -85,10 +98,16 @@ class ThreadFleet(Fleet):
 
     def _serve(self, worker: int, work: Any, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
         """Work on chunks until there shall be no more."""
+        task = Task(self._settings, [0, 0, 0], self._cancelled, seeds_globals=False)
+        work_here(task)
         waiting = time.monotonic()
         while (chunk := inbox.get()) is not None and not self._stopping:
             began = time.monotonic()
-            results, failed = run_chunk(work, chunk.items, [0, 0, 0], batching=self._settings.batching)
+            task.begin(chunk.start, chunk.run, chunk.sent - 1)
+            results, failed = run_chunk(work, chunk.items, task)
+            if self._settings.seed is not None and not (task.was_asked or self._has_warned_of_seed):
+                self._has_warned_of_seed = True
+                _log.warning(SEED_OF_THREADS, self._settings.seed)
             now = time.monotonic()
             timing = Timing(began, began - waiting, now - began, 0.0)
             self._events.put(Done(worker, chunk.seq, results, failed, timing))
@@ -135,6 +154,10 @@ class ThreadFleet(Fleet):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        if timeout_s > 0:
+            late = [worker for worker, thread in enumerate(self._threads) if thread.is_alive()]
+            late = [worker for worker in late if self._threads[worker] is not threading.current_thread()]
+            self.warn_not_ended(late, timeout_s, "is left behind, as nobody can kill a thread")
         # Those that have not ended write into what nobody looks at any more.
         returned, self._returned = dict(self._returned), {}
         for worker, result in returned.items():

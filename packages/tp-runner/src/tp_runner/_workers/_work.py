@@ -3,12 +3,14 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, MutableSequence
+import types
+from collections.abc import Callable
 from typing import Any
 
-from tp_runner._batching import Batching
+from tp_runner._batching import NOT_AWAITED, Batching
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._identity import seed_generators
+from tp_runner._workers._item import Task
 
 __all__ = ["ENDING", "IDLE", "end_work", "run_chunk"]
 
@@ -24,45 +26,43 @@ def end_work(work: Any) -> Any:
     return getattr(work, "close", lambda: None)()
 
 
-def run_chunk(
-    work: Callable[[Any], Any],
-    items: list[Any],
-    board: MutableSequence[int],
-    *,
-    timed: bool = False,
-    batching: Batching | None = None,
-    start: int = 0,
-    seed: int | None = None,
-) -> tuple[list[Any], bool]:
+def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple[list[Any], bool]:
     """Apply ``work`` to each item; return the results and whether some are failures.
 
     Args:
         work: What to apply.
         items: The items of the chunk.
-        board: What the parent looks at while this runs: the second word becomes the place of the
-            item at work in its chunk, the third one the time at which it began, in nanoseconds.
-        timed: Whether to note that time; it costs a little for each item.
-        batching: How to hand several items to ``work`` at once.
-        start: The place of the first item in the input.
-        seed: What the random numbers of each item, or batch, depend on, beside its place.
+        task: What the worker is at, which has begun with this chunk.
     """
-    if batching is not None:
-        return _run_batches(work, items, board, batching, start, seed)
+    try:
+        if task.is_cancelled():  # nobody will look at the results
+            return [None] * len(items), False
+        if task.batching is not None:
+            return _run_batches(work, items, task, task.batching)
+        return _run_items(work, items, task)
+    finally:
+        task.end()
+
+
+def _run_items(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple[list[Any], bool]:
     results: list[Any] = []
     append = results.append
     failed = False
+    board, seed, start = task.board, task.global_seed, task.start
+    # Without a limit and a seed nothing is noted but the place: each call counts here.
+    is_plain = task.timeout_s is None and seed is None
     numbered = enumerate(items)
     while True:
         try:
-            if timed or seed is not None:
+            if is_plain:
+                for board[1], item in numbered:
+                    append(work(item))
+            else:
                 now = time.monotonic_ns
                 for board[1], item in numbered:
                     if seed is not None:
                         seed_generators(seed, start + board[1])
                     board[2] = now()
-                    append(work(item))
-            else:
-                for board[1], item in numbered:
                     append(work(item))
         except BaseException as error:
             if _is_interrupt(error):
@@ -70,23 +70,19 @@ def run_chunk(
             append(Failure.of(error))
             failed = True
             continue  # with the item after it: the iterator remembers where it was
-        return results, failed
+        return results, _refuse_coroutines(results) or failed
 
 
 def _run_batches(
-    work: Callable[[Any], Any],
-    items: list[Any],
-    board: MutableSequence[int],
-    batching: Batching,
-    first: int,
-    seed: int | None,
+    work: Callable[[Any], Any], items: list[Any], task: Task, batching: Batching
 ) -> tuple[list[Any], bool]:
     results: list[Any] = []
     failed = False
+    board, seed = task.board, task.global_seed
     for start in range(0, len(items), batching.size):
         part = items[start : start + batching.size]
         if seed is not None:
-            seed_generators(seed, first + start)
+            seed_generators(seed, task.start + start)
         board[1], board[2] = start, time.monotonic_ns()
         try:
             results += batching.split(work(batching.join(part)), len(part))
@@ -96,6 +92,18 @@ def _run_batches(
             results += [Failure.of(error)] * len(part)
             failed = True
     return results, failed
+
+
+def _refuse_coroutines(results: list[Any]) -> bool:
+    """Put a failure in the place of each coroutine, which nobody would await; return whether it had to."""
+    if not results or type(results[-1]) is not types.CoroutineType:  # one look: work is of one kind
+        return False
+    for place, result in enumerate(results):
+        if type(result) is types.CoroutineType:
+            name = result.__qualname__
+            result.close()  # or Python warns that it was never awaited
+            results[place] = Failure.of(TypeError(NOT_AWAITED.format(name=name)), skip_frames=0)
+    return True
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -132,6 +132,7 @@ class ReplyWriter:
             flags,
             request.n_items,
             n_buffers,
+            _wire.MAGIC,
             request.seq,
             length,
             at,
@@ -190,6 +191,7 @@ class Codec:
             _wire.WORK,
             n_items=len(chunk.items),
             n_buffers=len(buffers),
+            attempt=chunk.sent - 1,
             blob_nbytes=length,
             seq=chunk.seq,
             start=chunk.start,
@@ -198,6 +200,7 @@ class Codec:
             block_nbytes=block.nbytes,
             inputs_nbytes=inputs,
             shared_nbytes=self._memory.nbytes,
+            run=chunk.run,
         )
         chunk.nbytes = inputs if at >= 0 else inputs + length
         return block, b"".join((_wire.REQUEST.pack(*request), *blob))

@@ -7,11 +7,22 @@ import pickle
 import select
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure, describe_exit
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing, loads_ending
+from tp_runner._workers._fleet import (
+    Chunk,
+    Died,
+    Done,
+    Event,
+    Fleet,
+    Ready,
+    Timing,
+    failure_of_death,
+    loads_ending,
+)
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._handle import WorkerHandle
@@ -19,8 +30,21 @@ from tp_runner._workers._process._limits import OomKills, check_start, private_m
 from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryPool, pack_program
 from tp_runner._workers._setup import handle_records
 from tp_runner._workers._work import ENDING, IDLE
+from tp_runner.errors import WorkerError
 
 __all__ = ["ProcessFleet"]
+
+GARBLED = (
+    "bytes came from it that are no message, and it was ended: its work, or a library, has written to a "
+    "descriptor that is not its own"
+)
+
+
+def _unpickled(blob: Any) -> Any:
+    try:
+        return pickle.loads(blob)
+    except Exception as error:
+        raise _wire.GarbledError from error
 
 
 class ProcessFleet(Fleet):
@@ -55,12 +79,13 @@ class ProcessFleet(Fleet):
         )
         self._starting: dict[int, float] = {}  # workers that are not ready, and when they must be
         self._oom_kills = OomKills()
+        self._undelivered: list[Event] = []  # of workers that could not be started again
         self._closing = False
         self._owner = os.getpid()
 
     # -- starting and ending --------------------------------------------------------------------
 
-    def start(self) -> list[Event]:
+    def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
         others: list[Event] = []
         missing = [worker for worker in range(self.size) if worker not in self._handles]
         self.launch()
@@ -68,10 +93,12 @@ class ProcessFleet(Fleet):
             while any(not self._handles[worker].ready for worker in missing):
                 self.wait(None)
                 for event in self.poll():
-                    if isinstance(event, Died) and event.failure is not None and event.worker in missing:
-                        raise self.error(event.worker, event.failure)
                     if event.worker not in missing:
                         others.append(event)
+                    elif isinstance(event, Died):  # it may have been ready, and then waited for the others
+                        if event.failure is not None or not may_restart(event):
+                            raise self.error(event.worker, event.failure or failure_of_death(event))
+                        self.revive(event.worker)
         except BaseException:
             self._kill_all()
             raise
@@ -81,7 +108,7 @@ class ProcessFleet(Fleet):
         missing = [worker for worker in range(self.size) if worker not in self._handles]
         try:
             for worker in missing:
-                self._launch(worker, is_first=True)
+                self._launch(worker)
             for worker in missing:
                 self._handles[worker].send_setup()
         except BaseException:
@@ -91,18 +118,26 @@ class ProcessFleet(Fleet):
     def reset(self) -> None:
         self._kill_all()
 
-    def _launch(self, worker: int, *, is_first: bool = False) -> None:
-        handle = WorkerHandle(
-            self._program,
-            self.devices[worker],
-            worker,
-            self._settings,
-            count=self.size,
-            passed=self._passed,
-            memory=self._memory.fd,
-            heartbeats=self._heartbeats.fd,
-        )
-        handle.is_first = is_first
+    def _launch(self, worker: int) -> None:
+        """Start a worker.
+
+        Raises:
+            WorkerError: The fork server was killed, and those in its place too.
+            OSError: The system starts none.
+        """
+        try:
+            handle = WorkerHandle(
+                self._program,
+                self.devices[worker],
+                worker,
+                self._settings,
+                count=self.size,
+                passed=self._passed,
+                memory=self._memory.fd,
+                heartbeats=self._heartbeats.fd,
+            )
+        except ConnectionError as error:  # it says all; a traceback would be this process's
+            raise self.error(worker, Failure(INIT, str(error))) from error
         self._handles[worker] = handle
         self._starting[worker] = time.monotonic() + (self._settings.start_timeout_s or math.inf)
         self._by_fd[handle.replies] = worker
@@ -110,8 +145,17 @@ class ProcessFleet(Fleet):
 
     def revive(self, worker: int) -> None:
         self._heartbeats.clear(worker)
-        self._launch(worker)
-        self._handles[worker].send_setup()
+        try:
+            self._launch(worker)
+        except (
+            WorkerError,
+            OSError,
+        ) as error:  # it is the runs' error, and not only of the one that looks for events
+            failure = Failure(INIT, str(error.__cause__ or error))
+            self._undelivered.append(Died(worker, None, failure=failure, was_ready=False))
+            self.wake()
+        else:
+            self._handles[worker].send_setup()
 
     def alive(self, worker: int) -> bool:
         return worker in self._handles
@@ -148,6 +192,7 @@ class ProcessFleet(Fleet):
                     for event in self.poll():
                         if isinstance(event, Died) and event.failure is not None:
                             failures.append((event.worker, event.failure))
+                self.warn_not_ended(self._handles, timeout_s)
         finally:
             self._kill_all()
             self._memory.close()
@@ -190,6 +235,9 @@ class ProcessFleet(Fleet):
 
     # -- receiving ------------------------------------------------------------------------------
 
+    def cancel(self, worker: int, run: int) -> None:
+        self._heartbeats.cancel(worker, run)
+
     def started(self, worker: int) -> tuple[int, float] | None:
         seq, _, began_ns = self._heartbeats.current(worker)
         return None if seq == IDLE or not began_ns else (seq, began_ns / 1e9)
@@ -210,7 +258,7 @@ class ProcessFleet(Fleet):
                     os.read(fd, 4096)
 
     def poll(self) -> list[Event]:
-        events: list[Event] = []
+        events, self._undelivered = self._undelivered, []
         if self._starting:
             self._end_late_starts()
         for fd, _ in self._poller.poll(0):
@@ -219,24 +267,34 @@ class ProcessFleet(Fleet):
         return events
 
     def _receive(self, handle: WorkerHandle, events: list[Event]) -> None:
-        for reply, blob in handle.messages():
-            if reply.kind == _wire.DONE:
-                events.append(self._done(handle, reply, blob))
-            elif reply.kind == _wire.RELEASE:
-                self._memory.free(handle.held.pop(reply.seq))
-            elif reply.kind == _wire.LOG:
-                handle_records([pickle.loads(blob)])
-            elif reply.kind == _wire.READY:
-                handle.ready = True
-                self._starting.pop(handle.worker, None)
-                events.append(Ready(handle.worker))
-            elif reply.kind == _wire.FAILED:
-                handle.failure = pickle.loads(blob)
-            elif reply.kind == _wire.BYE:
-                handle.left = True
-                handle.returned = loads_ending(blob)
-        if handle.ended:
+        try:
+            for reply, blob in handle.messages():
+                self._take(handle, reply, blob, events)
+        except _wire.GarbledError:
+            # Nothing that follows can be told apart any more: such a worker is as good as dead.
+            handle.is_garbled = True
+            handle.process.kill()
+        if handle.ended or handle.is_garbled:
             events.append(self._on_end(handle))
+
+    def _take(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any, events: list[Event]) -> None:
+        if reply.kind == _wire.DONE and reply.seq in handle.inflight:
+            events.append(self._done(handle, reply, blob))
+        elif reply.kind == _wire.RELEASE and reply.seq in handle.held:
+            self._memory.free(handle.held.pop(reply.seq))
+        elif reply.kind == _wire.LOG:
+            handle_records([_unpickled(blob)])
+        elif reply.kind == _wire.READY:
+            handle.ready = True
+            self._starting.pop(handle.worker, None)
+            events.append(Ready(handle.worker))
+        elif reply.kind == _wire.FAILED:
+            handle.failure = _unpickled(blob)
+        elif reply.kind == _wire.BYE:
+            handle.left = True
+            handle.returned = loads_ending(blob)
+        else:
+            raise _wire.GarbledError
 
     def _end_late_starts(self) -> None:
         now = time.monotonic()
@@ -259,10 +317,8 @@ class ProcessFleet(Fleet):
         self._heartbeats.clear(handle.worker)
         failure = handle.failure
         is_out_of_memory = exitcode == -signal.SIGKILL and self._oom_kills.explain_one()
-        how = describe_exit(exitcode, is_out_of_memory=is_out_of_memory)
-        if failure is None and handle.is_first and not handle.ready:
-            failure = Failure(INIT, f"its process ended before it was ready: {how}")
-        elif (
+        how = GARBLED if handle.is_garbled else describe_exit(exitcode, is_out_of_memory=is_out_of_memory)
+        if (
             failure is None
             and self._closing
             and not handle.left
@@ -277,7 +333,7 @@ class ProcessFleet(Fleet):
             failure,
             began_ns / 1e9,
             is_retired=handle.retiring and handle.left,
-            is_out_of_memory=is_out_of_memory,
+            how=how,
             was_ready=handle.ready,
         )
 

@@ -20,6 +20,10 @@ from tp_runner._workers._process._spawn import Process, bootstrap, end_with, spa
 __all__ = ["ForkServer", "fork_by_server", "serve"]
 
 _STATUS = struct.Struct("<ii")
+ANSWER_S = 300.0
+"""One that does not answer for so long, as when it was stopped, is no longer waited for."""
+MOST_SERVERS = 3
+"""So many servers are killed by somebody before a worker has been forked, and then it is an error."""
 _MOST_DESCRIPTORS = 250  # a little less than the kernel's own limit
 
 
@@ -29,6 +33,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], env: Mapping[str, str | None]) -> None:
         self._owner = 0  # nobody's, until it is there
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.settimeout(ANSWER_S)
         code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload))
         self._process = spawn(code, [theirs.fileno()], env)
         theirs.close()
@@ -59,6 +64,11 @@ class ForkServer:
                 self._ended[other] = status
             return self._ended.pop(pid, None)
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def is_alive(self) -> bool:
         """Whether it can start more workers, in this process."""
         return self._owner == os.getpid() and self._process.wait(0) is None
@@ -73,6 +83,8 @@ class ForkServer:
         if self._owner and self._owner == os.getpid():
             self.forget()
             self._process.wait(5)
+            if self in _kept:
+                _kept.remove(self)
 
     at_exit = __del__ = stop
 
@@ -130,14 +142,22 @@ def fork_by_server(
     """Fork a worker from a server that has imported ``preload``; start the server if need be.
 
     Raises:
-        ConnectionError: The server has ended, and so has the one that took its place.
+        ConnectionError: The server has ended, and so have those that took its place; or it does not answer.
     """
-    server = _server(preload, env)
-    try:
-        return server.fork(descriptors)
-    except ConnectionError:  # somebody has killed it: a new one does as well
-        server.stop()
-        return _server(preload, env).fork(descriptors)
+    for _ in range(MOST_SERVERS):
+        server = _server(preload, env)
+        try:
+            return server.fork(descriptors)
+        except TimeoutError:
+            msg = f"the fork server, process {server.pid}, does not answer; start_method='spawn' needs none"
+            raise ConnectionError(msg) from None
+        except ConnectionError:  # somebody has killed it: a new one does as well
+            server.stop()
+    msg = (
+        f"{MOST_SERVERS} fork servers, one in the place of the other, were killed before they had forked a "
+        "worker; start_method='spawn' needs none"
+    )
+    raise ConnectionError(msg)
 
 
 def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer:
@@ -145,6 +165,8 @@ def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.is_alive():
+            if server is not None:  # killed: its socket would stay open with it
+                server.stop()
             server = _servers[key] = ForkServer(key[0], env)
             watch(server, last=True)
             if not env:
@@ -203,7 +225,8 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 end_with(functools.partial(_worker.main, *descriptors[2:]))
             for descriptor in descriptors:
                 os.close(descriptor)
-            parent.sendall(_STATUS.pack(pid, _STARTED))
+            with contextlib.suppress(ConnectionError):  # the parent was killed meanwhile; its socket says so
+                parent.sendall(_STATUS.pack(pid, _STARTED))
 
 
 def _tell_of_ended(parent: socket.socket) -> None:

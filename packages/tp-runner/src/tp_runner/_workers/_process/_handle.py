@@ -25,13 +25,13 @@ class WorkerHandle:
         replies: The descriptor that its messages come from.
         inflight: The blocks of the chunks that it has been given, by their numbers.
         held: The blocks of finished chunks whose inputs the user's code has kept.
-        is_first: Whether it was started with the others, and not in the place of one that has ended.
         ready: Whether it has started.
         ended: Whether its pipe has come to its end.
         retiring: Whether it was told to end while others go on.
         left: Whether it said goodbye before that.
         returned: What its end returned.
         failure: Why its start or end failed.
+        is_garbled: Whether bytes have come from it that are no message.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class WorkerHandle:
         self.worker = worker
         self.inflight: dict[int, Block] = {}
         self.held: dict[int, Block] = {}
-        self.is_first = False
         self.ready = False
         self.ended = False
         self.left = False
         self.retiring = False
         self.returned: Any = None
         self.failure: Failure | None = None
+        self.is_garbled = False
         self._partial = bytearray()
         self._wanted = 0
         self._setup = b""
@@ -117,7 +117,11 @@ class WorkerHandle:
             return
 
     def messages(self) -> Iterator[tuple[_wire.Reply, Any]]:
-        """Yield the header and the blob of each message that has come; never wait."""
+        """Yield the header and the blob of each message that has come; never wait.
+
+        Raises:
+            GarbledError: What has come is no message.
+        """
         head = _wire.REPLY
         try:
             data: Any = os.read(self.replies, 1 << 16)  # what a pipe holds
@@ -135,6 +139,8 @@ class WorkerHandle:
         at, end = 0, len(data)
         while at + head.size <= end:
             reply = _wire.Reply._make(head.unpack_from(data, at))
+            if reply.magic != _wire.MAGIC or not 0 <= reply.blob_nbytes <= _wire.MOST_NBYTES:
+                raise _wire.GarbledError
             after = at + head.size + (reply.blob_nbytes if reply.blob_at < 0 else 0)
             if after > end:
                 break

@@ -22,6 +22,8 @@ from tp_runner._workers._process._wire import align
 from tp_runner._workers._work import IDLE
 
 __all__ = [
+    "FIRST_CANCELLED",
+    "WORDS",
     "Block",
     "Heartbeats",
     "MappedMemory",
@@ -149,7 +151,8 @@ def unnamed_file() -> int:
     return fd
 
 
-WORDS = 8  # a cache line: sequence number of the chunk, place in it, when that began
+WORDS = 8  # a cache line: sequence number of the chunk, place in it, when that began; then cancelled runs
+FIRST_CANCELLED = 3
 _ROW = WORDS * 8
 
 
@@ -163,6 +166,7 @@ class Heartbeats:
         self.fd = unnamed_file()
         os.ftruncate(self.fd, n_workers * _ROW)
         self._rows = [self.row(self.fd, worker) for worker in range(n_workers)]
+        self._n_cancelled = [0] * n_workers
 
     @staticmethod
     def row(fd: int, worker: int) -> MutableSequence[int]:
@@ -174,6 +178,16 @@ class Heartbeats:
         """Return the sequence number, the place in that chunk and when work on it began."""
         row = self._rows[worker]
         return row[0], row[1], row[2]
+
+    def cancel(self, worker: int, run: int) -> None:
+        """Have a worker know that nobody wants the results of a run any more.
+
+        There is room for more runs than a worker can have chunks of at a time.
+        """
+        row, at = self._rows[worker], FIRST_CANCELLED + self._n_cancelled[worker] % (WORDS - FIRST_CANCELLED)
+        if run not in row[FIRST_CANCELLED:WORDS]:
+            row[at] = run
+            self._n_cancelled[worker] += 1
 
     def clear(self, worker: int) -> None:
         """Forget what a dead worker was doing."""

@@ -27,12 +27,15 @@ __all__ = [
     "FAILED",
     "INLINE",
     "LOG",
+    "MAGIC",
+    "MOST_NBYTES",
     "READY",
     "RELEASE",
     "REPLY",
     "REQUEST",
     "START",
     "WORK",
+    "GarbledError",
     "Reply",
     "Request",
     "align",
@@ -46,8 +49,11 @@ __all__ = [
     "write_all",
 ]
 
-REQUEST = struct.Struct("<BxxxIIxxxxqqqqqqqq")
-REPLY = struct.Struct("<BBxxIIxxxxqqqdddd")
+REQUEST = struct.Struct("<BxxxIIIqqqqqqqqq")
+REPLY = struct.Struct("<BBxxIIIqqqdddd")
+
+MAGIC = 0x72_4E_70_74
+"""In each reply: what the work, or a library of its, writes to a descriptor by mistake has it not."""
 
 
 class Request(NamedTuple):
@@ -57,6 +63,7 @@ class Request(NamedTuple):
         kind: ``START``, ``WORK`` or ``END``.
         n_items: How many items the chunk has.
         n_buffers: How many large buffers they refer to.
+        attempt: How often the items were sent before.
         blob_nbytes: The length of the blob.
         seq: The chunk's number.
         start: The place of its first item in the input.
@@ -65,11 +72,13 @@ class Request(NamedTuple):
         block_nbytes: The length of the block.
         inputs_nbytes: How much of it, from its beginning, the items take.
         shared_nbytes: How large the shared memory is now.
+        run: The number of the run.
     """
 
     kind: int
     n_items: int = 0
     n_buffers: int = 0
+    attempt: int = 0
     blob_nbytes: int = 0
     seq: int = 0
     start: int = 0
@@ -78,6 +87,7 @@ class Request(NamedTuple):
     block_nbytes: int = 0
     inputs_nbytes: int = 0
     shared_nbytes: int = 0
+    run: int = 0
 
 
 class Reply(NamedTuple):
@@ -88,6 +98,7 @@ class Reply(NamedTuple):
         flags: What is to be known of the results.
         n_items: How many items the chunk has.
         n_buffers: How many large buffers their results refer to.
+        magic: ``MAGIC``.
         seq: The chunk's number.
         blob_nbytes: The length of the blob.
         blob_at: Where the blob is in shared memory; -1 when it follows the header.
@@ -101,6 +112,7 @@ class Reply(NamedTuple):
     flags: int = 0
     n_items: int = 0
     n_buffers: int = 0
+    magic: int = MAGIC
     seq: int = 0
     blob_nbytes: int = 0
     blob_at: int = -1
@@ -110,9 +122,16 @@ class Reply(NamedTuple):
     sent_s: float = 0.0
 
 
+class GarbledError(Exception):
+    """What came from a worker is no message."""
+
+
 INLINE = 16 << 10
 """Requests of up to so many bytes go through the pipe. Three of them fit into the 64 KiB that a
 pipe holds, so a parent that has no more on their way to one worker never waits in a write."""
+
+MOST_NBYTES = 1 << 40
+"""No message is longer; a length beyond it was never meant as one."""
 
 OUT_OF_BAND = 2048
 """Buffers of at least so many bytes are kept apart; smaller ones cost less inside the pickle."""

@@ -15,11 +15,14 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import Timing, dumps_ending
 from tp_runner._workers._identity import become
+from tp_runner._workers._item import Task, work_here
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._definitions import remember_program
 from tp_runner._workers._process._inheritance import take_over
 from tp_runner._workers._process._shared_memory import (
+    FIRST_CANCELLED,
+    WORDS,
     Heartbeats,
     MappedMemory,
     StoredProgram,
@@ -143,7 +146,9 @@ class WorkerProcess:
     def _serve(self, work: Callable[[Any], Any]) -> None:
         """Work on chunks until the parent asks for an orderly end."""
         heartbeat, settings = self._heartbeat, self._setup.settings
-        timed, batching, seed = settings.timeout_s is not None, settings.batching, settings.seed
+        cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes meanwhile
+        task = Task(settings, heartbeat, cancelled)
+        work_here(task, of_process=True)
         replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
         lease: Any
         while True:
@@ -168,9 +173,8 @@ class WorkerProcess:
             except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
                 results, failed, lease = [Failure.of(error, ITEM)] * request.n_items, True, None
             else:
-                results, failed = run_chunk(
-                    work, items, heartbeat, timed=timed, batching=batching, start=request.start, seed=seed
-                )
+                task.begin(request.start, request.run, request.attempt)
+                results, failed = run_chunk(work, items, task)
                 del items
             heartbeat[2] = 0  # what follows is not the time of an item
             worked = clock()

@@ -6,13 +6,24 @@ import math
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import INIT, RESULT, Failure
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing, loads_ending
+from tp_runner._workers._fleet import (
+    Chunk,
+    Died,
+    Done,
+    Event,
+    Fleet,
+    Ready,
+    Timing,
+    failure_of_death,
+    loads_ending,
+)
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program
 from tp_runner._workers._ray._placement import (
     Scaling,
@@ -69,7 +80,7 @@ class RayFleet(Fleet):
         self._leaving: dict[Any, tuple[int, Any]] = {}  # those that have nothing to do, and end
         self._scaling = Scaling(settings.min_workers or self.size, self.size)
 
-    def start(self) -> list[Event]:
+    def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False)
         missing = [worker for worker in range(self._scaling.fewest) if worker not in self._actors]
@@ -89,12 +100,13 @@ class RayFleet(Fleet):
                 grace_until = math.inf
                 _log.warning("still waiting for the cluster to start %d actors", len(left))
             for event in self.poll():
-                if isinstance(event, Died) and event.worker in missing:
-                    self.reset()
-                    failure = event.failure or Failure(INIT, "its actor died before it was ready")
-                    raise self.error(event.worker, failure)
                 if event.worker not in missing:
                     others.append(event)
+                elif isinstance(event, Died):
+                    if event.failure is not None or not may_restart(event):
+                        self.reset()
+                        raise self.error(event.worker, event.failure or failure_of_death(event))
+                    self.revive(event.worker)
         return others
 
     def _all_needs(self) -> list[dict[str, float]]:
@@ -164,7 +176,8 @@ class RayFleet(Fleet):
     def send(self, worker: int, chunk: Chunk) -> None:
         items, _ = packed(chunk.items)
         chunk.nbytes = len(items)
-        reference = self._actors[worker].work.remote(items, len(chunk.items), chunk.start)
+        place = chunk.start, chunk.run, chunk.sent - 1
+        reference = self._actors[worker].work.remote(items, len(chunk.items), place)
         self._inflight[reference] = worker, chunk.seq, len(chunk.items)
         self._begun[worker] = chunk.seq, time.monotonic()
 
@@ -284,7 +297,8 @@ class RayFleet(Fleet):
         if timeout_s > 0 and (actors or self._leaving):
             ends = {actor.end.remote(): worker for worker, actor in actors.items()}
             ends |= {reference: worker for reference, (worker, _) in self._leaving.items()}
-            done, _ = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
+            done, late = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
+            self.warn_not_ended((ends[reference] for reference in late), timeout_s)
             for reference in done:
                 failures += self._ended(ends[reference], reference)
                 _, leaving = self._leaving.pop(reference, (0, None))

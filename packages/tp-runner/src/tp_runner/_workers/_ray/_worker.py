@@ -8,6 +8,7 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import dumps_ending
 from tp_runner._workers._identity import become
+from tp_runner._workers._item import Task, work_here
 from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
 from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
@@ -27,6 +28,8 @@ class RayWorker:
         self._setup = setup
         self._records: list[logging.LogRecord] = []
         self._work: Any = None
+        self._task = Task(setup.settings, [0, 0, 0], ())
+        work_here(self._task, of_process=True)
         self._waiting = time.monotonic()
 
     def ready(self) -> tuple[bytes, list[logging.LogRecord], str]:
@@ -44,8 +47,8 @@ class RayWorker:
         node = ray.get_runtime_context().get_node_id()
         return failure, self._taken_records(), f"node {node[:8]} ({ray.util.get_node_ip_address()})"
 
-    def work(self, data: bytes, n_items: int, start: int) -> Answer:
-        """Work on a chunk whose first item has the place ``start`` in the input."""
+    def work(self, data: bytes, n_items: int, place: tuple[int, int, int]) -> Answer:
+        """Work on a chunk; ``place`` is that of its first item, its run, and how often it was sent before."""
         began = time.monotonic()
         waited_s = began - self._waiting
         try:
@@ -53,10 +56,8 @@ class RayWorker:
         except USERS_ERRORS as error:
             results, failed = [Failure.of(error, ITEM)] * n_items, True
         else:
-            settings = self._setup.settings
-            results, failed = run_chunk(
-                self._work, items, [0, 0, 0], batching=settings.batching, start=start, seed=settings.seed
-            )
+            self._task.begin(*place)
+            results, failed = run_chunk(self._work, items, self._task)
         worked_s = time.monotonic() - began
         data, _, unpicklable = pack_what_can_be(results, packed)
         self._waiting = time.monotonic()
