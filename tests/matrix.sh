@@ -21,6 +21,8 @@ case "${1-}" in
     --wheels) kind=-wheels ;;
     *) echo "tests/matrix.sh takes --wheels or nothing, got $1" >&2; exit 2 ;;
 esac
+# Constraints of the caller's environment (`hatch run matrix` has them) or of the machine name another torch.
+export PIP_CONSTRAINT=/dev/null
 folder=${MATRIX_DIR-$(mktemp -d)}
 mkdir -p "$folder"
 [ -n "${MATRIX_DIR-}" ] || trap 'rm -rf "$folder"' EXIT
