@@ -44,8 +44,8 @@ def printed(tmp_path_factory):
 
 
 def test_there_is_code_to_run(printed):
-    assert len(BLOCKS) == 9
-    assert printed[9:] == [""]
+    assert len(BLOCKS) == 10
+    assert printed[10:] == [""]
 
 
 @pytest.mark.parametrize("place", range(len(BLOCKS)))

@@ -185,7 +185,9 @@ def a_failure_reaches_every_thread(options, item, kind):
             stream = runner.stream([*range(500), item, *range(500)])
             got, raised = taken_by(3, stream)
             assert sorted(itertools.chain(*got)) == [2 * i for i in range(500)]
-            assert [type(error).__name__ for error in raised] == [kind] * 3
+            for _ in range(3):  # threads that begin later, with the identifiers of those that have ended
+                raised += taken_by(1, stream)[1]
+            assert [type(error).__name__ for error in raised] == [kind] * 6
             if kind == "WorkerError":
                 assert list(runner.stream([1])) == [2]
 
@@ -209,8 +211,7 @@ def a_close_frees_every_thread(options):
         closer.start()
         _, raised = taken_by(3, stream)
         closer.join(DEADLINE_S)
-        assert {type(error) for error in raised} <= {RunCancelledError, type(None)}
-        assert RunCancelledError in {type(error) for error in raised}
+        assert {type(error) for error in raised} <= {RunCancelledError, type(None)}  # None: none had to wait
 
     return check
 

@@ -73,7 +73,9 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         self._fetched: list[Any] | None = None
         self._lock = threading.RLock()  # who holds it waits for the next list; the same thread may close it
         self._error: BaseException | None = None
-        self._raised_in: set[int] = set()  # the threads that have got that error
+        # In which threads that error was raised. A set of identifiers would do wrong by a thread that
+        # begins when another one has ended: it has the same.
+        self._here = threading.local()
 
     def __iter__(self) -> Iterator[R_co]:  # noqa: PYI034 - each loop gets its own
         # A chain of its own for each loop: a small result costs next to nothing on its last step.
@@ -113,12 +115,11 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
                 return
         except BaseException as error:
             if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised out here
-                self._error = error
-                self._raised_in.add(threading.get_ident())
+                self._error, self._here.is_raised = error, True
             raise
         ended_by = self._error
-        if ended_by is not None and threading.get_ident() not in self._raised_in:
-            self._raised_in.add(threading.get_ident())
+        if ended_by is not None and not hasattr(self._here, "is_raised"):
+            self._here.is_raised = True
             # Each thread gets a copy where it can: raising an exception writes on it.
             raise copy.copy(ended_by) if isinstance(ended_by, TpError) else ended_by
         if ended_by is not None and not isinstance(ended_by, TpError):
