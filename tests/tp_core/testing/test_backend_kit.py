@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import RankFailedError
 from tp_core.plugins import Backend, MemoryNeed, ProcessGroupSession, Verdict, join_process_group
 from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._kit import _pools
+from tp_core.testing._backend_conformance import _pools
 
 
 class TrueSession(ProcessGroupSession):

@@ -10,7 +10,7 @@ import torch
 from tp_core.errors import RankFailedError
 from tp_core.plugins import Backend, ProcessGroupSession, Verdict, join_process_group
 from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._kit import _pools
+from tp_core.testing._backend_conformance import _pools
 
 
 class TrueSession(ProcessGroupSession):
@@ -347,7 +347,7 @@ def in_three():
 @pytest.mark.parametrize(("altered", "test"), [*OF_THREE, *((TrueSession, t) for _, t in OF_THREE[1:4])])
 def test_two_ranks_do_not_hide_what_three_show(altered, test, in_three, monkeypatch):
     run = lambda body, processes, *args: in_three.run(body, *args)  # noqa: E731 - as run_ranks is called
-    monkeypatch.setattr("tp_core.testing._exchange_checks.run_ranks", run)
+    monkeypatch.setattr("tp_core.testing._backend_conformance.run_ranks", run)
     kit = kit_of(altered)
     if altered is TrueSession:
         getattr(kit, test)()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tp_core.errors import RankFailedError
 from tp_core.plugins import Backend, ProcessGroupSession, Verdict, join_process_group
 from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._kit import _pools
+from tp_core.testing._backend_conformance import _pools
 
 
 class TrueSession(ProcessGroupSession):

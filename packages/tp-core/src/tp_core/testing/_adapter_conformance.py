@@ -11,7 +11,7 @@ import torch
 from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._verdict import Verdict
 from tp_core._data._parts import Parts
-from tp_core.testing._limits import DeclaredLimits
+from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["AdapterConformance"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tp_core.plugins import Command, PluginRegistry, hookimpl
 from tp_core.plugins._spec import OWN_COMMANDS
-from tp_core.testing._limits import DeclaredLimits
+from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["CommandConformance"]
 

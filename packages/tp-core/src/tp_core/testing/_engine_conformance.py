@@ -10,7 +10,7 @@ from tp_core._contracts._engine import Engine, Pool
 from tp_core._contracts._verdict import Verdict
 from tp_core._devices._resolve import resolve_devices
 from tp_core.errors import ConfigError, TpError
-from tp_core.testing._limits import DeclaredLimits
+from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["EngineConformance"]
 

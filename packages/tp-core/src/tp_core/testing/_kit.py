@@ -1,21 +1,96 @@
-"""What the conformance tests of a backend start from: which backend, on which devices and ranks."""
+"""What the conformance tests of a backend start from: the backend, its ranks, its model and its data."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tp_core._contracts._backend import Backend
-from tp_core.testing._limits import DeclaredLimits
-from tp_core.testing._models import Tail
-from tp_core.testing._rank_pool import RankPool
+from tp_core._contracts._job import Job
+from tp_core._contracts._session import Session, StepOutput
+from tp_core._devices._resolve import resolve_devices
+from tp_core._launch._environment import LaunchEnvironment
+from tp_core._steps._outputs import LossReduction
+from tp_core.errors import ConfigError
 from tp_core.testing._ranks import run_ranks
 
-__all__ = ["ConformanceKit", "PooledKit"]
+State = dict[str, Tensor]
 
-_pools: dict[type, RankPool] = {}  # here and not on the classes, which are sent to the ranks
+
+class DeclaredLimits:
+    """A kit whose subclasses may declare limits.
+
+    Attributes:
+        limits: What is not done, and why: the reason by the name of the test that asks for it,
+            ``{"test_...": "..."}``, with the parameters in brackets where it is one of several. Such a test
+            is expected to fail, the report shows the reason, and it is an error if it passes. Nothing else
+            is left out.
+    """
+
+    limits: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Notice a limit that names no test."""
+        super().__init_subclass__(**kwargs)
+        for name, reason in cls.limits.items():
+            if not hasattr(cls, name.partition("[")[0]):
+                msg = f"{cls.__name__} declares a limit of {name!r}, which is none of its tests"
+                raise ConfigError(msg)
+            if not reason:
+                msg = f"the limit of {name!r} that {cls.__name__} declares needs a reason"
+                raise ConfigError(msg)
+
+    def subject(self) -> str:
+        """Return what to call the implementation under test in reports."""
+        return type(self).__name__
+
+    @pytest.fixture(autouse=True)
+    def _declared_limits(self, request: pytest.FixtureRequest) -> None:
+        reason = self.limits.get(request.node.name) or self.limits.get(request.node.originalname)
+        if reason is not None:
+            mark = pytest.mark.xfail(reason=f"declared limit of {self.subject()!r}: {reason}", strict=True)
+            request.node.add_marker(mark)
+
+
+class Tail(nn.Module):
+    """What backends stumble over, behind the layers of a model: (batch, features) -> (batch, features).
+
+    A batch norm brings buffers of floating point and of whole numbers; it stays in evaluation mode,
+    since the statistics of a part of a batch are not those of the whole. One weight is used in two
+    places, one layer is frozen, and one parameter has a single element.
+
+    Args:
+        features: How many features its input and its output have.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(features)
+        self.norm.running_mean = torch.randn(features) / 4
+        self.norm.running_var = torch.rand(features) + 0.5
+        self.forth = nn.Linear(features, features, bias=False)
+        self.back = nn.Linear(features, features, bias=False)
+        self.back.weight = self.forth.weight
+        self.frozen = nn.Linear(features, features).requires_grad_(requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all but the batch norm."""
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what depends on all of it."""
+        x = self.norm(x)
+        x = self.back(torch.tanh(self.forth(x)))
+        output: Tensor = self.scale * (x + self.frozen(x))
+        return output
 
 
 class ConformanceKit(DeclaredLimits):
@@ -67,30 +142,109 @@ class ConformanceKit(DeclaredLimits):
             return [body(self, *args)]
         return run_ranks(body, self.processes, self, *args)
 
+    @staticmethod
+    def gradients(session: Session, model: nn.Module) -> State:
+        """Return the whole gradients of a prepared model on the CPU, by the reference's names.
 
-class PooledKit(ConformanceKit):
-    """A kit whose tests share their ranks: starting some for each would cost more than the tests."""
-
-    @pytest.fixture(autouse=True)
-    def _end_ranks_with_the_class(self, request: pytest.FixtureRequest) -> None:
-        owner = request.node.getparent(pytest.Class)
-        if type(self) not in _pools and owner is not None:
-            owner.addfinalizer(self.end_ranks)
-
-    @classmethod
-    def end_ranks(cls) -> None:
-        """End the ranks that the tests of this class have shared."""
-        pool = _pools.pop(cls, None)
-        if pool is not None:
-            pool.close()
-
-    def everywhere(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``body(self, *args)`` on every rank and return what each returned.
-
-        Raises:
-            RankFailedError: A rank raised, died or took too long; the next call gets new ones.
+        A backend that splits parameters in a way of its own overrides it.
         """
-        if self.processes == 1:
-            return [body(self, *args)]
-        pool = _pools.setdefault(type(self), RankPool(self.processes))
-        return pool.run(body, self, *args)
+        named = session.unwrap(model).named_parameters()
+        return on_cpu({n: whole_tensor(p.grad) for n, p in named if p.grad is not None})
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a tensor of which a rank may have a shard. Collective: an all-gather, where it has."""
+    full: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def make_job(
+    kit: ConformanceKit,
+    *,
+    model: nn.Module | None = None,
+    loss: LossReduction = "mean",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Job:
+    """Return the job that the kit gives to its backend."""
+    return Job(
+        devices=resolve_devices(list(kit.devices)),
+        environment=LaunchEnvironment.read(),
+        explicit_devices=True,
+        model=model,
+        seed=3,
+        loss=loss,
+        options={kit.backend.name: kit.options} if options is None else options,
+    )
+
+
+def open_session(kit: ConformanceKit, **job: Any) -> Session:
+    """Open a session on the backend under test; arguments as of :func:`make_job`."""
+    return kit.backend().open(make_job(kit, **job))
+
+
+@contextmanager
+def prepared(
+    kit: ConformanceKit, model: nn.Module | None = None, **job: Any
+) -> Iterator[tuple[Session, nn.Module]]:
+    """Open a session and prepare a model, the kit's own by default."""
+    model = kit.make_model() if model is None else model
+    with open_session(kit, model=model, **job) as session:
+        yield session, session.prepare_model(model)
+
+
+def data(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Return inputs (samples, 6) and targets (samples, 3), the same on every call."""
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 6, dtype=torch.float64, generator=generator)
+    y = torch.randn(samples, 3, dtype=torch.float64, generator=generator)
+    return TensorDataset(x.to(dtype), y.to(dtype))
+
+
+def whole(session: Session, samples: int = 8, dtype: torch.dtype = torch.float64) -> Any:
+    """Return one batch of all samples, as the session's loader gives it."""
+    (batch,) = session.prepare_loader(DataLoader(data(samples, dtype), batch_size=samples))
+    return batch
+
+
+def batch_loss(reduction: LossReduction = "mean") -> Callable[[nn.Module, Any], StepOutput]:
+    """Return the step of all tests."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(model(x), y, reduction=reduction)
+
+    return step
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss of what a step returned."""
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def on_cpu(state: Mapping[str, Tensor]) -> State:
+    """Return copies of tensors on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def assert_same(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    *,
+    rtol: float = 1e-9,
+    atol: float = 1e-11,
+    check_dtype: bool = True,
+) -> None:
+    """Make sure that tensors have the same names and, to rounding, the same values."""
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        try:
+            torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, check_dtype=check_dtype)
+        except AssertionError as error:
+            error.add_note(f"in {name}")
+            raise
+
+
+def sorted_rows(rows: Tensor) -> Tensor:
+    """Return rows in the order of their first column: a backend may give its parts samples in any order."""
+    return rows[rows[:, 0].argsort()]

@@ -10,7 +10,7 @@ import pytest
 
 from tp_core._contracts._logger import Logger, RunInfo, RunStatus
 from tp_core.errors import ConfigError
-from tp_core.testing._limits import DeclaredLimits
+from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["LoggerConformance"]
 

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 from tp_core.plugins import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
-from tp_core.testing._limits import DeclaredLimits
+from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["PluginConformance"]
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of real processes, with a deadline."""
+"""Ports that nobody else takes between being chosen and being used."""
 
 import contextlib
 import faulthandler
@@ -6,18 +6,60 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from tp_core.errors import RankFailedError
-from tp_core.testing._ports import free_port
 
-__all__ = ["Pipe", "RankOutcome", "Report", "dumps", "rank_outcomes", "run_ranks", "start_ranks"]
+_LOWEST = 10_000
+_BLOCK = 64
+"""How many ports each process goes through before it comes back to the first one."""
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+_calls = count()
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now, and that no other process is likely to be given.
+
+    It is below those that the system gives out by itself, where a connection of any other program may
+    take it before it is used; and processes with neighboring ids choose from blocks of their own.
+    """
+    blocks = (_first_of_the_system() - _LOWEST) // _BLOCK
+    for _ in range(_BLOCK if blocks > 0 else 0):
+        port = _LOWEST + os.getpid() % blocks * _BLOCK + next(_calls) % _BLOCK
+        if _is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        chosen: int = probe.getsockname()[1]
+        return chosen
+
+
+def _first_of_the_system() -> int:
+    try:
+        return int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768  # what Linux begins with unless it is told otherwise; others begin higher
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
 
 if TYPE_CHECKING:
     Pipe: TypeAlias = Connection[Any, Any]
@@ -242,3 +284,139 @@ def dumps(value: Any) -> bytes:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     return data
+
+
+class RankPool:
+    """Ranks of real processes to which one check after another is sent.
+
+    They are started at the first check, and join their process group, in ``setup``, once: a check
+    costs what it does itself. That is for checks that may share a process and its groups; those that
+    need ranks of their own take :func:`run_ranks`. A check that fails, hangs or kills a rank ends all
+    ranks, and the next one gets new ones.
+
+    Args:
+        processes: How many ranks.
+        setup: Called once on every rank, before its first check.
+        args: Arguments for ``setup``.
+        environ: Further variables for the ranks, besides those of torchrun.
+        timeout_s: Every check has to end within so many seconds, and so has ``setup``.
+
+    Example:
+        >>> with RankPool(2) as ranks:  # doctest: +SKIP
+        ...     assert ranks.run(os.getpid) == ranks.run(os.getpid)
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        *,
+        setup: Callable[..., Any] | None = None,
+        args: tuple[Any, ...] = (),
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.processes, self.timeout_s = processes, timeout_s
+        self._setup, self._args, self._environ = setup, args, environ
+        self._ranks: list[tuple[Any, Pipe]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return what each returned, by rank.
+
+        Functions of test modules and lambdas will do.
+
+        Raises:
+            RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
+        """
+        payload = dumps((function, args))
+        if not self._ranks:
+            self._ranks = start_ranks(
+                _serve, self.processes, self._environ, args=(list(sys.path), self.timeout_s), kwargs={}
+            )
+            if self._setup is not None:
+                self._call(dumps((self._setup, self._args)))
+        return self._call(payload)
+
+    def close(self) -> None:
+        """End the ranks; closing twice does nothing."""
+        ranks, self._ranks = self._ranks, []
+        for process, pipe in ranks:
+            pipe.close()
+            process.kill()  # it may hang in a collective, and has nothing to write
+        for process, _ in ranks:
+            process.join()
+            process.close()
+
+    def _call(self, payload: bytes) -> list[Any]:
+        try:
+            return self._exchange(payload)
+        except BaseException:
+            self.close()  # after a failure the ranks are out of step
+            raise
+
+    def _exchange(self, payload: bytes) -> list[Any]:
+        deadline = time.monotonic() + self.timeout_s
+        values: list[Any] = [None] * self.processes
+        pending = {}
+        for rank, (_, pipe) in enumerate(self._ranks):
+            try:
+                pipe.send_bytes(payload)
+            except BrokenPipeError as error:
+                raise RankFailedError(self._how_it_ended(rank)) from error
+            pending[pipe] = rank
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailedError(str(RankOutcome(min(pending.values()))))
+            for pipe in cast("list[Pipe]", ready):
+                rank = pending.pop(pipe)
+                try:
+                    report: Report = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError) as error:  # it died without a word
+                    raise RankFailedError(self._how_it_ended(rank)) from error
+                if report.error is not None:
+                    raise RankFailedError(str(RankOutcome(rank, error=report.error)))
+                values[rank] = report.value
+        return values
+
+    def _how_it_ended(self, rank: int) -> str:
+        process, _ = self._ranks[rank]
+        process.join(self.timeout_s)
+        return str(RankOutcome(rank, exitcode=process.exitcode))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: float) -> None:
+    """Run on a rank what comes through the pipe, until it is closed."""
+    os.environ.update(variables)
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    while True:
+        try:
+            payload = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            # Straight out: a half-open process group must not hold the end up.
+            os._exit(0)
+        # A rank that hangs shows its stack just before it is ended.
+        faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
+        try:
+            function, args = pickle.loads(payload)
+            data = dumps(Report(function(*args)))
+        except BaseException:  # noqa: BLE001 - it is reported to the parent
+            data = dumps(Report(error=traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(data)
