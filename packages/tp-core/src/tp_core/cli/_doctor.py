@@ -18,10 +18,9 @@ from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._terminal import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
-from tp_core.plugins._apart import quiet
-from tp_core.plugins._conflicts import DISABLE_VARIABLE
-from tp_core.plugins._contribution import describe
-from tp_core.plugins._discovery import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
+from tp_core.plugins._hooks import DISABLE_VARIABLE, describe
+from tp_core.plugins._isolation import stdout_to_stderr
+from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 
 __all__ = ["app", "examine"]
@@ -50,7 +49,7 @@ def doctor(
     those do, of all hosts, and rank 0 reports. The exit status is 0 only if nothing is broken.
     """
     check_process_count("--ranks", ranks)
-    with quiet():  # what plugins print is not part of the report
+    with stdout_to_stderr():  # what plugins print is not part of the report
         report = examine(registry)
         environment = report["environment"]
         if measures and environment is not None:
@@ -99,12 +98,6 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         if p.contract is None
     ]
     notes += [
-        f"plugin {p} changed {', '.join(p.changed)} while it was loaded or asked, which was put back; "
-        "what it needs belongs into open(), a command or a callback, and has to be put back there"
-        for p in plugins.plugins()
-        if p.changed
-    ]
-    notes += [
         f"distribution {name} has the keyword {KEYWORD!r} and brings no plugin; its pyproject.toml needs "
         f'[project.entry-points."{ENTRY_POINT_GROUP}"], and has to be installed again then'
         for name in find_forgotten()
@@ -132,12 +125,6 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
             "backend; what takes long belongs into open()"
             for c in selection.candidates
             if c.is_slow
-        ]
-        notes += [
-            f"backend {c.name} of {c.origin}: assess() changed {', '.join(c.changed)}, which was put back; "
-            "what it needs belongs into open()"
-            for c in selection.candidates
-            if c.changed
         ]
     return {
         "versions": {

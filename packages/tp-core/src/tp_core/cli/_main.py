@@ -17,8 +17,8 @@ from tp_core._suggestions import did_you_mean
 from tp_core.cli._errors import is_parser_error, print_error, sharpen, status_of, wants_json
 from tp_core.errors import ContractError, TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
-from tp_core.plugins._apart import ProgramStopError, call
-from tp_core.plugins._contribution import PluginInfo, describe
+from tp_core.plugins._hooks import PluginInfo, describe
+from tp_core.plugins._isolation import call
 
 __all__ = ["build_app", "run"]
 
@@ -114,9 +114,9 @@ class _Tp(TyperGroup):
             contribution = self._waiting[name]
             try:
                 info = PluginInfo(contribution.plugin, contribution.distribution, contribution.version)
-                self.commands[name], _ = call(info, "loaded", partial(_loaded, contribution.item))
-            except ProgramStopError as stop:
-                raise stop.error from None
+                self.commands[name] = call(info, "loaded", partial(_loaded, contribution.item))
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 _warn(
                     f"command {name!r} of {contribution.distribution} "

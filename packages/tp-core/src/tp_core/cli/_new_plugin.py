@@ -22,9 +22,8 @@ import typer
 
 from tp_core.errors import ConfigError
 from tp_core.plugins import Contribution, PluginRegistry, registry
-from tp_core.plugins._conflicts import FIRST_PARTY
+from tp_core.plugins._hooks import FIRST_PARTY, OWN_COMMANDS
 from tp_core.plugins._select import KNOWN_BACKENDS
-from tp_core.plugins._spec import OWN_COMMANDS
 
 __all__ = ["Kind", "app", "write_plugin"]
 

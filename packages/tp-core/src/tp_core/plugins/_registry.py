@@ -1,10 +1,12 @@
-"""The registry in which the packages meet."""
+"""The registry in which the packages meet: it finds plugins, settles names and keeps what they bring."""
 
 import os
+import re
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
 
 import pluggy
@@ -15,25 +17,170 @@ from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
-from tp_core.plugins._apart import ProgramStopError, call
-from tp_core.plugins._conflicts import DISABLE_VARIABLE, NameConflict, settle
-from tp_core.plugins._contribution import BrokenPlugin, Contribution, PluginInfo
-from tp_core.plugins._discovery import find_entry_points, load
-from tp_core.plugins._kinds import (
+from tp_core.plugins._hooks import (
+    DISABLE_VARIABLE,
+    FIRST_PARTY,
     HOOK_OF,
+    OWN_COMMANDS,
     WORD_OF,
+    BrokenPlugin,
+    Command,
+    Contribution,
+    HookSpecs,
+    PluginInfo,
     all_validated,
     as_plugin,
     check_hooks_marked,
     contract_of,
     name_of,
 )
+from tp_core.plugins._isolation import call
 from tp_core.plugins._markers import PROJECT_NAME
-from tp_core.plugins._spec import OWN_COMMANDS, Command, HookSpecs
 
-__all__ = ["PluginRegistry", "registry"]
+ENTRY_POINT_GROUP = "tp.plugins"
+"""The group of entry points by which installed plugins are found."""
+
+KEYWORD = "tp-plugin"
+"""What distributions with plugins have among their keywords, so that people find them."""
+
+
+def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
+    """Yield every installed plugin's entry point, sorted, without importing any.
+
+    The order is that of names and not of the file system, so that every machine sees the same. Those
+    of this project come first: of two plugins with one name the second is left out. A distribution
+    whose files cannot be read gives what was raised.
+    """
+    try:
+        found: list[tuple[PluginInfo, EntryPoint | Exception]] = [
+            _with_info(point) for point in entry_points(group=ENTRY_POINT_GROUP)
+        ]
+    except Exception:  # noqa: BLE001 - one distribution's files are damaged: whose?
+        found = list(_one_by_one())
+    yield from sorted(found, key=_order)
+
+
+def _with_info(point: EntryPoint) -> tuple[PluginInfo, EntryPoint]:
+    distribution = point.dist
+    name = distribution.name if distribution is not None else point.name
+    version = distribution.version if distribution is not None else ""
+    return PluginInfo(point.name, name or point.name, version or ""), point
+
+
+def _one_by_one() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
+    met = set()
+    for distribution in distributions():
+        name = "?"
+        try:
+            name = distribution.name
+            points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+            if name not in met:  # the first one on the path is the one that is imported
+                yield from map(_with_info, points)
+        except Exception as error:  # noqa: BLE001 - of files that are damaged
+            yield PluginInfo(name, name, ""), error
+        met.add(name)
+
+
+def _order(found: tuple[PluginInfo, EntryPoint | Exception]) -> tuple[bool, str, str]:
+    info, _ = found
+    return info.distribution not in FIRST_PARTY, info.name, info.distribution
+
+
+def load(info: PluginInfo, point: EntryPoint | Exception) -> object:
+    """Import a plugin and return it.
+
+    Raises:
+        ContractError: The entry point names nothing that could be imported.
+        BaseException: What the plugin raised, or its distribution's files.
+    """
+    if isinstance(point, Exception):
+        raise point
+    if not point.pattern.match(point.value):
+        msg = f"its entry point must be 'module' or 'module:attribute', got {point.value!r}"
+        raise ContractError(msg)
+    plugin: object = call(info, "loaded", point.load)
+    return plugin
+
+
+def find_forgotten() -> list[str]:
+    """Return the distributions that call themselves plugins, by their keyword, and name no module."""
+    return sorted(
+        distribution.name
+        for distribution in distributions()
+        if KEYWORD in re.split(r"[,\s]+", ",".join(distribution.metadata.get_all("Keywords", [])))
+        and not distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    )
+
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NameConflict:
+    """Several plugins bring something of one kind under one name: two backends, say.
+
+    What else they bring is not concerned. ``str()`` of it is the message for people.
+
+    Attributes:
+        kind: What they bring, for messages: "backend".
+        name: The name.
+        kept: The plugin of this project whose one has the name; ``None`` if none has it.
+        left_out: The plugins whose ones were left out.
+    """
+
+    kind: str
+    name: str
+    kept: PluginInfo | None
+    left_out: tuple[PluginInfo, ...]
+
+    def __str__(self) -> str:
+        theirs = " and ".join(map(str, self.left_out))
+        blocks = " or ".join(dict.fromkeys(f"{DISABLE_VARIABLE}={info.name}" for info in self.left_out))
+        if self.kept is not None:
+            return (
+                f"the {self.kind} {self.name!r} of plugin {theirs} is left out: {self.kept} brings one of "
+                f"that name; give that of {theirs} another name, uninstall it, or block it with {blocks}"
+            )
+        return (
+            f"{len(self.left_out)} {self.kind}s are called {self.name!r}, of the plugins {theirs}, and all "
+            f"of them are left out; uninstall one, or block its plugin with {blocks}"
+        )
+
+
+def settle(
+    kind: str, found: Iterable[Contribution[T]], *, own: Mapping[str, PluginInfo]
+) -> tuple[tuple[Contribution[T], ...], tuple[NameConflict, ...]]:
+    """Return what keeps its name, sorted by name, and the names that several want.
+
+    A plugin of this project keeps its name. Between others the choice would be arbitrary: none gets it.
+
+    Args:
+        kind: What they are, for messages.
+        found: What the plugins bring.
+        own: Names that are taken by what no plugin brings, and by whom.
+    """
+    by_name: dict[str, list[Contribution[Any]]] = {}
+    for contribution in found:
+        item: Any = contribution.item
+        by_name.setdefault(item.name, []).append(contribution)
+    kept: list[Contribution[T]] = []
+    conflicts = []
+    for name, wanting in sorted(by_name.items()):
+        if len(wanting) == 1 and name not in own:
+            kept += wanting
+            continue
+        first_party = next((c for c in wanting if c.distribution in FIRST_PARTY and name not in own), None)
+        if first_party is not None:
+            kept.append(first_party)
+        left_out = tuple(_info(c) for c in wanting if c is not first_party)
+        owner = own.get(name) if first_party is None else _info(first_party)
+        conflicts.append(NameConflict(kind, name, owner, left_out))
+    return tuple(kept), tuple(conflicts)
+
+
+def _info(contribution: Contribution[Any]) -> PluginInfo:
+    return PluginInfo(contribution.plugin, contribution.distribution, contribution.version)
+
 
 _TP_CORE = PluginInfo("tp-core", "tp-core", "")
 
@@ -221,11 +368,10 @@ class PluginRegistry:
                 self._disabled.append(info)
                 continue
             try:
-                plugin, changed = load(info, point)
-                self._join(replace(info, changed=changed), plugin)
-            except ProgramStopError as stop:
+                self._join(info, load(info, point))
+            except KeyboardInterrupt:  # the user's: no fault of the plugin's
                 self._reset()  # the next question looks again
-                raise stop.error from None
+                raise
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
 
@@ -291,14 +437,12 @@ class PluginRegistry:
             info = self._infos[implementation.plugin_name]
             ask = partial(all_validated, implementation.function, kind, info)
             try:
-                items, changed = call(info, "asked", ask)
-            except ProgramStopError as stop:
-                raise stop.error from None
+                items = call(info, "asked", ask)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
                 continue
-            if changed:
-                self._infos[info.name] = replace(info, changed=(*info.changed, *changed))
             found += [Contribution(item, info.name, info.distribution, info.version) for item in items]
         return found
 

@@ -14,9 +14,8 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._memory import MemoryNeed
 from tp_core._contracts._verdict import Verdict
 from tp_core.errors import ContractError, PluginError, SelectionError
-from tp_core.plugins._apart import ProgramStopError, call
-from tp_core.plugins._conflicts import FIRST_PARTY
-from tp_core.plugins._contribution import Contribution, PluginInfo, describe
+from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, describe
+from tp_core.plugins._isolation import call
 
 __all__ = ["KNOWN_BACKENDS", "Candidate", "Selection", "check_backend_name", "select"]
 
@@ -52,7 +51,6 @@ class Candidate:
         verdict: Its verdict on the job.
         error: What ``assess()`` raised, if it did; the verdict is then unfit.
         seconds: How many seconds ``assess()`` took.
-        changed: Settings of the process that ``assess()`` changed, in words; they were put back.
     """
 
     backend: Backend[Any]
@@ -61,7 +59,6 @@ class Candidate:
     verdict: Verdict
     error: BaseException | None = None
     seconds: float = 0.0
-    changed: tuple[str, ...] = ()
 
     @property
     def is_slow(self) -> bool:
@@ -202,13 +199,12 @@ def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
     backend, origin = contribution.item, contribution.distribution
     info = PluginInfo(contribution.plugin, origin, contribution.version)
     error: BaseException | None = None
-    changed: tuple[str, ...] = ()
     began = perf_counter()
     answer = partial(_answer, backend, job)
     try:
-        verdict, changed = call(info, "asked", answer if origin in FIRST_PARTY else partial(_in_time, answer))
-    except ProgramStopError as stop:
-        raise stop.error from None
+        verdict = call(info, "asked", answer if origin in FIRST_PARTY else partial(_in_time, answer))
+    except KeyboardInterrupt:
+        raise
     except BaseException as e:  # noqa: BLE001 - a plugin may raise anything
         verdict, error = Verdict.unfit(f"assess() raised {describe(e)}"), e
     if verdict.is_fit:
@@ -221,7 +217,7 @@ def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
         except Exception as e:  # noqa: BLE001 - a plugin may raise anything
             verdict, error = Verdict.unfit(f"estimate_memory() raised {describe(e)}"), e
     seconds = perf_counter() - began
-    return Candidate(backend, origin, contribution.version, verdict, error, seconds, changed)
+    return Candidate(backend, origin, contribution.version, verdict, error, seconds)
 
 
 def _answer(backend: Backend[Any], job: Job) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from tp_core.plugins import Command, PluginRegistry, hookimpl
-from tp_core.plugins._spec import OWN_COMMANDS
+from tp_core.plugins._hooks import OWN_COMMANDS
 from tp_core.testing._kit import DeclaredLimits
 
 __all__ = ["CommandConformance"]

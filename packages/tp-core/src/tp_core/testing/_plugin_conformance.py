@@ -16,18 +16,30 @@ _HEAVY = ("torch", "numpy", "pandas", "transformers", "typer", "rich")
 _DEADLINE_S = 300.0
 
 _LOOK = """
-import contextlib, importlib, io, json, sys, threading
+import contextlib, gc, importlib, io, json, logging, os, random, signal, sys, threading
 import tp_core.plugins
-from tp_core.plugins._settings import read_settings, restore_settings
-before, settings = set(sys.modules), read_settings()
+
+def settings():
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    return {
+        "the current folder": os.getcwd(),
+        "the environment": dict(os.environ),
+        "garbage collection": gc.isenabled(),
+        "sys.excepthook": sys.excepthook,
+        "the root logger": (logging.root.level, list(logging.root.handlers)),
+        "Python's random generator": random.getstate(),
+        "signal handlers": [signal.getsignal(number) for number in numbers],
+    }
+
+modules, before = set(sys.modules), settings()
 out = io.StringIO()
 with contextlib.redirect_stdout(out):
     importlib.import_module(sys.argv[1])
-new = set(sys.modules) - before
+new, after = set(sys.modules) - modules, settings()
 print()  # what it has written by other ways stands before
 print(json.dumps({
     "printed": out.getvalue(),
-    "changed": restore_settings(settings),
+    "changed": [name for name in before if before[name] != after[name]],
     "modules": sorted({name.partition(".")[0] for name in new}),
     "threads": threading.active_count(),
 }))

@@ -1,9 +1,11 @@
-"""The kinds of things that plugins bring: one for each hook."""
+"""What plugins bring: the hooks, the kinds of things behind them, and where each came from."""
 
 import re
+import traceback as tracebacks
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._callback import NamedCallback
@@ -11,22 +13,146 @@ from tp_core._contracts._collate import CollateAdapter
 from tp_core._contracts._engine import Engine
 from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError
-from tp_core.plugins._contribution import PluginInfo
-from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl
-from tp_core.plugins._spec import Command
+from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl, hookspec
 
-__all__ = [
-    "HOOK_OF",
-    "WORD_OF",
-    "all_validated",
-    "as_plugin",
-    "check_hooks_marked",
-    "contract_of",
-    "name_of",
-    "validated",
-]
+FIRST_PARTY = frozenset({"tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"})
+"""The distributions of this project: another one that is installed does not take a name from them."""
+
+DISABLE_VARIABLE = "TP_DISABLE_PLUGINS"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution(Generic[T]):
+    """One thing that a plugin brought.
+
+    Attributes:
+        item: What it is: a backend, an engine, a logger factory and so on.
+        plugin: The name of the plugin.
+        distribution: The distribution it is part of; for one that a script registered, its name.
+        version: The version of that distribution; empty for one that a script registered.
+    """
+
+    item: T
+    plugin: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """A plugin that was found and loaded.
+
+    Attributes:
+        name: Its entry point's name, or the name it was registered under.
+        distribution: The distribution it is part of; the name again for a registered one.
+        version: The version of that distribution; empty for a registered one.
+        contract: The version of the hook contract that it declares (``tp_contract``);
+            ``None`` if it does not say, and before it is loaded.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    contract: int | None = None
+
+    def __str__(self) -> str:
+        origin = f"{self.distribution} {self.version}".rstrip()
+        return self.name if origin == self.name else f"{self.name} ({origin})"
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """A plugin that was found and left out.
+
+    Attributes:
+        info: Which one.
+        error: Why.
+    """
+
+    info: PluginInfo
+    error: BaseException
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        missing = self.error.name if isinstance(self.error, ModuleNotFoundError) else None
+        first = f"install what brings the module {missing!r}" if missing else "update it or uninstall it"
+        return f"{first}, or block it with TP_DISABLE_PLUGINS={self.info.name}"
+
+    @property
+    def traceback(self) -> str:
+        """The whole story, as Python prints it."""
+        return "".join(tracebacks.format_exception(self.error))
+
+    def __str__(self) -> str:
+        return f"plugin {self.info} is broken: {describe(self.error)}"
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and message, also where asking for the message raises another one."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:  # noqa: BLE001 - a plugin may raise anything
+        return f"{type(error).__name__}, whose message cannot be read ({type(other).__name__})"
+
+
+OWN_COMMANDS = frozenset({"doctor", "new-plugin"})
+"""Sub-commands that `tp` has without any plugin; no plugin's command can have their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command of ``tp``.
+
+    Attributes:
+        name: The word after ``tp``.
+        help: One line for ``tp --help``.
+        load: Returns the command as a ``typer.Typer`` or a ``click.Command``; what is heavy is
+            imported in here.
+    """
+
+    name: str
+    help: str
+    load: Callable[[], Any]
+
+
+class HookSpecs:
+    """Every hook, all optional. A plugin module implements the ones it needs.
+
+    Example:
+        >>> from tp_core.plugins import hookimpl
+        >>> @hookimpl
+        ... def tp_backends():
+        ...     from my_package.backend import MyBackend
+        ...     return [MyBackend()]
+    """
+
+    @hookspec
+    def tp_backends(self) -> Iterable[Backend[Any]]:  # type: ignore[empty-body]  # a declaration
+        """Return the backends that this plugin brings."""
+
+    @hookspec
+    def tp_collate_adapters(self) -> Iterable[CollateAdapter]:  # type: ignore[empty-body]  # as above
+        """Return the collate adapters that this plugin brings."""
+
+    @hookspec
+    def tp_engines(self) -> Iterable[Engine]:  # type: ignore[empty-body]  # as above
+        """Return the engines that this plugin brings."""
+
+    @hookspec
+    def tp_commands(self) -> Iterable[Command]:  # type: ignore[empty-body]  # as above
+        """Return the sub-commands of ``tp`` that this plugin brings."""
+
+    @hookspec
+    def tp_callbacks(self) -> Iterable[NamedCallback]:  # type: ignore[empty-body]  # as above
+        """Return the callbacks that this plugin brings, for runs that name them or for all."""
+
+    @hookspec
+    def tp_loggers(self) -> Iterable[LoggerFactory]:  # type: ignore[empty-body]  # as above
+        """Return what makes the loggers that this plugin brings."""
+
 
 HOOK_OF: Mapping[type, str] = {
     Backend: "tp_backends",
