@@ -495,7 +495,7 @@ def replicas_beside_torchs(bench):
 def many_small_parameters(bench):
     """Copies of many small tensors: in flat pieces, and one by one."""
     import torch
-    from tp_core.replicas._coalesce import copy_coalesced
+    from tp_core.replicas._mirror import copy_coalesced
 
     count, width = bench.size(1000, 20), bench.size(64, 8)
     figures = {}

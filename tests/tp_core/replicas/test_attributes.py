@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
-from tp_core.replicas._originals import OriginalBuffers
-from tp_core.replicas._replica_modules import ReplicaModules
-from tp_core.replicas._structure import Structure
+from tp_core.replicas._mirror import OriginalBuffers
+from tp_core.replicas._replica_modules import ReplicaModules, Structure
 
 BOTH = pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
 

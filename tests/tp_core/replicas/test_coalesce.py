@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
-from tp_core.replicas._coalesce import BUCKET_NBYTES, copy_coalesced, move_coalesced
-from tp_core.replicas._mirror import _Sum
+from tp_core.replicas._mirror import BUCKET_NBYTES, _Sum, copy_coalesced, move_coalesced
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,8 @@ take the same path. `ReplicaWrapper` is the base of modules that run them; what 
 marked as `untraced`.
 """
 
-from tp_core.replicas._caller import has_modes
-from tp_core.replicas._replicas import Replicas
-from tp_core.replicas._untraced import untraced
+from tp_core.replicas._random import has_modes
+from tp_core.replicas._replicas import Replicas, untraced
 from tp_core.replicas._wrapper import ReplicaWrapper
 
 __all__ = ["ReplicaWrapper", "Replicas", "has_modes", "untraced"]

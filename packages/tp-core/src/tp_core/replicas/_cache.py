@@ -12,11 +12,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tp_core._tensors._written import check_no_max_norm
 from tp_core.errors import ModelError
-from tp_core.replicas._contents import same_objects
-from tp_core.replicas._mirror import ParameterMirror, expose_to_autograd, refresh, side_stream, versions_of
-from tp_core.replicas._originals import OriginalBuffers
-from tp_core.replicas._replica_modules import ReplicaModules
-from tp_core.replicas._structure import Structure, is_scripted
+from tp_core.replicas._mirror import (
+    OriginalBuffers,
+    ParameterMirror,
+    expose_to_autograd,
+    refresh,
+    same_objects,
+    side_stream,
+    versions_of,
+)
+from tp_core.replicas._replica_modules import ReplicaModules, Structure, is_scripted
 
 __all__ = ["ForceCopies", "ReplicaCache"]
 

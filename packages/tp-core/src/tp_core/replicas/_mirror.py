@@ -1,24 +1,198 @@
-"""Copies of a module's parameters that stay on one device."""
+"""Tensors of a module that stay on another device: parameters, copied when they change, and buffers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.parallel.comm import broadcast
 
-from tp_core.replicas._coalesce import copy_coalesced, move_in_buckets
+# -- A quick check whether dictionaries still hold the same objects -------------------------------
 
-__all__ = [
-    "ParameterMirror",
-    "expose_to_autograd",
-    "on_stream",
-    "refresh",
-    "side_stream",
-    "version_of",
-    "versions_of",
-]
+
+def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether both hold the same objects, by identity."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+class Contents:
+    """What several dictionaries held when they were last read.
+
+    The check goes through all of them in C: with the parameters, buffers and attributes of some hundreds of
+    modules, on each call, a loop in Python would be the cost of the call.
+
+    Args:
+        rows: The dictionaries.
+    """
+
+    __slots__ = ("_names", "_rows", "_sizes", "_values")
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._rows = list(rows)
+        self.read()
+
+    def read(self) -> None:
+        """Take what they hold now as the contents to compare with."""
+        rows = self._rows
+        self._sizes = list(map(len, rows))
+        self._names = list(chain.from_iterable(rows))
+        self._values = list(chain.from_iterable(map(dict.values, rows)))
+
+    def is_same(self) -> bool:
+        """Return whether they hold the same objects under the same names."""
+        rows = self._rows
+        return not rows or (
+            list(map(len, rows)) == self._sizes
+            and list(chain.from_iterable(rows)) == self._names
+            and all(map(is_, self._values, chain.from_iterable(map(dict.values, rows))))
+        )
+
+
+# -- Copy many tensors to another device in few transfers -----------------------------------------
+
+
+BUCKET_NBYTES = 32 * 2**20
+"""A bucket is one transfer. Larger ones win nothing and need as much memory on both sides."""
+
+
+def move_coalesced(
+    tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool = False
+) -> list[Tensor]:
+    """Return the tensors on ``device``: differentiable, and themselves where they are there.
+
+    Small ones of one type travel together, in one flat tensor.
+
+    Args:
+        tensors: What to move.
+        device: Where to.
+        force_flat: Lay those that are there in flat tensors too, for tests with one device.
+    """
+    moved = list(tensors)
+    for bucket, arrived in move_in_buckets(tensors, device, force_flat=force_flat):
+        for i, tensor in zip(bucket, arrived, strict=True):
+            moved[i] = tensor
+    return moved
+
+
+def move_in_buckets(
+    tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool = False
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield what `move_coalesced` moves, transfer by transfer: positions, and tensors on ``device``."""
+    for bucket in _buckets(tensors, device, force_flat=force_flat):
+        members = [tensors[i] for i in bucket]
+        if len(bucket) == 1:
+            yield bucket, [_to(members[0], device)]
+        else:
+            yield bucket, _pieces(_to(_flat(members), device), members)
+
+
+@torch.no_grad()
+def copy_coalesced(
+    rows: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], *, force_flat: bool = False
+) -> None:
+    """Copy each source into its target of each row in place; the targets of a row are on one device.
+
+    What goes to several CUDA devices goes to all of them at once, by torch's own broadcast.
+    """
+    if not sources:
+        return
+    plain = [source.detach() for source in sources]
+    devices = [row[0].device for row in rows]
+    near = [d for d in devices if d == plain[0].device and not force_flat]
+    for row, device in zip(rows, devices, strict=True):
+        if device in near:
+            torch._foreach_copy_(list(row), plain)
+    far = [(row, d) for row, d in zip(rows, devices, strict=True) if d not in near]
+    if not far:
+        return
+    # Which tensors travel together does not depend on where they go.
+    for bucket in _buckets(plain, far[0][1], force_flat=force_flat):
+        members = [plain[i] for i in bucket]
+        whole = members[0] if len(bucket) == 1 else _flat(members)
+        arrived = _spread(whole, [device for _, device in far])
+        for (row, _), tensor in zip(far, arrived, strict=True):
+            pieces = [tensor] if len(bucket) == 1 else _pieces(tensor, members)
+            torch._foreach_copy_([row[i] for i in bucket], pieces)  # one kernel for all of them
+
+
+def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the tensor on each of the devices."""
+    others = [d for d in dict.fromkeys(devices) if d != tensor.device]
+    if len(others) > 1 and tensor.is_cuda and all(d.type == "cuda" for d in others):
+        # One after the other they would wait in the stream of the device that they come from.
+        copies = broadcast(tensor, [tensor.device, *others])
+        found = dict(zip([tensor.device, *others], copies, strict=True))
+        return [found[d] for d in devices]
+    return [_to(tensor, d) for d in devices]
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    # A copy to the CPU that is not waited for would be read before it is there.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all values in one vector, each tensor's in the order of its memory."""
+    return torch.cat([_in_order(t).reshape(-1) for t in tensors])
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `_flat`, with the strides that the tensors have: kernels for many tensors need equal ones."""
+    pieces = []
+    for piece, tensor in zip(torch.split(flat, [t.numel() for t in like]), like, strict=True):
+        order = _order(tensor)
+        if order is None:
+            pieces.append(piece.view(tensor.shape))
+        else:
+            places = sorted(range(len(order)), key=order.__getitem__)
+            pieces.append(piece.view([tensor.shape[d] for d in order]).permute(places))
+    return pieces
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    order = _order(tensor)
+    return tensor if order is None else tensor.permute(order)
+
+
+def _order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions as they lie in memory, outermost first; ``None`` if that is their own order.
+
+    Also where there are gaps: such tensors are laid out anew.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _buckets(tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool) -> Iterator[list[int]]:
+    """Yield the positions of tensors that travel together, of those that have to travel."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.device == device and not force_flat:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if tensor.layout is not torch.strided or nbytes >= BUCKET_NBYTES:
+            yield [i]
+            continue
+        key = (tensor.dtype, tensor.device)
+        bucket, held = open_buckets.pop(key, ([], 0))
+        if held + nbytes > BUCKET_NBYTES:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(i)
+        open_buckets[key] = (bucket, held + nbytes)
+    for bucket, _ in open_buckets.values():
+        yield bucket
+
+
+# -- Copies of a module's parameters that stay on one device --------------------------------------
 
 
 def versions_of(tensors: Sequence[Tensor]) -> Any:
@@ -276,3 +450,212 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     with stream:
         yield
     own.wait_stream(stream)
+
+
+# -- The buffers of the real modules, and which of them have changed ------------------------------
+
+
+SMALL_NUMEL = 65_536
+"""Up to so many elements, a needless copy is preferred to a stale one."""
+
+_COUNTS = (_BatchNorm.forward, SyncBatchNorm.forward)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One buffer.
+
+    Attributes:
+        tensor: The buffer itself.
+        owners: The modules that have it.
+        generation: A number that differs after each change.
+        seen: Its version when it was last checked.
+        was_training: Whether an owner was in training mode then.
+        follows: Whether it may change silently while a module is in training mode.
+        is_unsure: Whether it may do so in evaluation, too.
+        counter: The layer's counter of batches, where that reveals changes.
+    """
+
+    tensor: Tensor
+    owners: list[nn.Module]
+    generation: int = 0
+    seen: Any = None
+    was_training: bool = True
+    follows: bool = False
+    is_unsure: bool = False
+    counter: Tensor | None = None
+
+    def look(self, *, suspect: bool) -> bool:
+        """Return whether it has changed, or may have, since the last time."""
+        seen = version_of(self.tensor), None if self.counter is None else version_of(self.counter)
+        training = any(m.training for m in self.owners)
+        silent = self.follows and (suspect or training or self.was_training)
+        changed = silent or self.is_unsure or seen != self.seen
+        self.seen, self.was_training = seen, training
+        return changed
+
+
+class OriginalBuffers:
+    """The buffers of the real modules.
+
+    Version counters reveal most changes, but kernels such as ``batch_norm``, and writes through ``.data``,
+    leave them as they were. So a buffer that may be learned counts as changed on each call in
+    training mode: any that is saved with the state, and any small one. Large tables that are not saved
+    are taken as unchanged where their counters are. In evaluation small ones that are saved count as
+    changed, too, except those of BatchNorm, which counts its batches.
+
+    Args:
+        modules: The modules that have the buffers.
+
+    Attributes:
+        modules: Those modules.
+        tensors: The buffers, each once.
+        slots: For each, where it stands: the number of a module, and a name.
+        holders: The numbers of the modules that have any.
+        generations: For each, a number that differs after a change.
+        layout: A number that differs if there are other buffers, or other names.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self._contents = Contents(m._buffers for m in modules)
+        self._version = -1
+        self._clock = 0
+        self._read()
+
+    def look(self, *, version: int, suspect: bool) -> None:
+        """Note what has changed.
+
+        Args:
+            version: The structure's version: as long as it is the same, so are the buffers.
+            suspect: The module ran without replicas since: buffers may have changed silently.
+        """
+        if version != self._version:
+            self._version = version
+            if not self._contents.is_same():
+                self._contents.read()
+                self._read()
+        if not self._buffers:
+            return
+        self._clock += 1
+        for buffer in self._buffers:
+            if buffer.look(suspect=suspect):
+                buffer.generation = self._clock
+        self.generations = [b.generation for b in self._buffers]
+
+    def _read(self) -> None:
+        self._clock += 1
+        self.layout = self._clock
+        found: dict[int, _Buffer] = {}
+        slots: dict[int, list[tuple[int, str]]] = {}
+        for number, module in enumerate(self.modules):
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    # A tensor under two names is one buffer.
+                    buffer = found.setdefault(id(tensor), _Buffer(tensor, []))
+                    buffer.owners.append(module)
+                    slots.setdefault(id(tensor), []).append((number, name))
+                    _judge(buffer, module, name)
+        self._buffers = list(found.values())
+        self.tensors = [b.tensor for b in self._buffers]
+        self.slots = list(slots.values())
+        self.holders = sorted({number for row in self.slots for number, _ in row})
+        self.generations = [0] * len(self._buffers)
+
+
+def _judge(buffer: _Buffer, module: nn.Module, name: str) -> None:
+    """Set which changes of a buffer its version counter does not reveal."""
+    tensor = buffer.tensor
+    is_small = tensor.numel() <= SMALL_NUMEL
+    is_saved = name not in module._non_persistent_buffers_set
+    is_learned = is_saved and tensor.is_floating_point()
+    counter = None
+    if isinstance(module, _BatchNorm) and type(module).forward in _COUNTS and "forward" not in vars(module):
+        counter = module.num_batches_tracked
+    buffer.follows |= is_small or is_learned
+    buffer.is_unsure |= (is_learned and is_small and counter is None) or tensor.requires_grad
+    if counter is not None and counter is not tensor:
+        buffer.counter = counter
+
+
+# -- A replica's own copies of the buffers --------------------------------------------------------
+
+
+class OwnBuffers:
+    """The buffers of one replica: copies, because its forward may write into them.
+
+    What it writes is lost with the next forward, as in ``nn.DataParallel``: the statistics that are
+    kept are those of replica 0, which is the module itself.
+
+    Args:
+        originals: The buffers of the real modules.
+        rows: For each of those modules, the dictionary in which the replica's buffers go.
+        device: The replica's device.
+    """
+
+    def __init__(
+        self, originals: OriginalBuffers, rows: Sequence[dict[str, Tensor | None]], device: torch.device
+    ) -> None:
+        self._originals = originals
+        self._rows = rows
+        self._device = device
+        self._layout = -1
+        self._generations: list[int] = []
+        self._own: list[Tensor] = []
+        self._versions: list[Any] = []
+        self._contents = Contents([])
+
+    def sync(self, *, force: bool = False) -> None:
+        """Make the replica's buffers equal to the module's, copying only what changed.
+
+        Args:
+            force: Copy all of them.
+        """
+        originals = self._originals
+        if originals.layout == self._layout and not self._own:
+            return
+        wanted = originals.generations
+        force = force or originals.layout != self._layout or not self._contents.is_same()
+        versions = _versions_of(self._own)
+        if not force and wanted == self._generations and versions == self._versions:
+            return
+        if force:
+            stale = list(range(len(wanted)))
+            self._own, self._versions = list(originals.tensors), [None] * len(wanted)
+        else:
+            now = zip(wanted, self._generations, versions, self._versions, strict=True)
+            stale = [i for i, (a, b, c, d) in enumerate(now) if a != b or c != d]
+        self._copy(stale)
+        for i in stale:
+            self._versions[i] = _versions_of([self._own[i]])[0]
+        self._generations = wanted
+        if force:
+            self._layout = originals.layout
+            for row, module in zip(self._rows, originals.modules, strict=True):
+                row.clear()
+                row.update(module._buffers)  # those that are None, and the order of the others
+            self._contents = Contents(self._rows[number] for number in originals.holders)
+        for i in stale:
+            for number, name in originals.slots[i]:
+                self._rows[number][name] = self._own[i]
+        self._contents.read()
+
+    def _copy(self, stale: list[int]) -> None:
+        sources = self._originals.tensors
+        plain = [i for i in stale if not sources[i].requires_grad]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            # New tensors and no copies in place: a graph of an earlier forward may hold the old.
+            for i in plain:
+                self._own[i] = torch.empty_like(sources[i], device=self._device)
+            copy_coalesced([[self._own[i] for i in plain]], [sources[i] for i in plain])
+        for i in stale:
+            if sources[i].requires_grad:
+                self._own[i] = sources[i].to(self._device)
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the version counters; of tensors made in inference mode, which have none, something new."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [object() if t.is_inference() else t._version for t in tensors]

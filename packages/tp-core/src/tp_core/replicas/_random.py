@@ -1,33 +1,183 @@
-"""Random numbers: independent for each replica, and a function of the caller's seed.
-
-Replica 0 draws from its device's generator, as the plain module would. Every other replica draws
-from a stream that is a function of that generator's state at the beginning of the call and of the
-replica's number. So one seed gives one result, whatever the threads' timing, and no two replicas
-drop the same units.
-
-torch has one default generator per device, shared by all threads. Where a replica is alone on its
-accelerator, that generator is seeded for the time of the call. Where replicas share one (the CPU's
-always is), each drawing function is run alone, with the replica's state put into the generator; and
-activation checkpoints are given that state, to draw from it again in backward.
-"""
+"""Random numbers of replicas, in activation checkpoints too, and the caller's settings in their threads."""
 
 import hashlib
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from types import TracebackType
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import Context, copy_context
+from functools import lru_cache, partial
+from types import FrameType, GeneratorType, TracebackType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tp_core.replicas._checkpoints import correct_checkpoints
-from tp_core.replicas._random_ops import is_random_op
+from tp_core.errors import ModelError
 
-__all__ = ["SerializedRng", "Streams"]
+# -- Random numbers inside of activation checkpoints, where replicas share a generator ------------
+# ``torch.utils.checkpoint`` notes the generator's state before a forward, to draw the same numbers again
+# when it runs that forward once more in backward. A replica that shares the generator has a state of its
+# own, which is in the generator only while it draws. So the state that was noted is replaced by the
+# replica's own, when the replica first draws inside of the checkpoint. torch keeps it in a local variable
+# of the functions on the stack; if it no longer does, that is an error, not a wrong gradient.
+#
+# Backward has to come after the replicas' call, as it does in training: what a replica computes by
+# backward inside of its own call draws while others do, without any lock.
+
+
+_FILE = torch.utils.checkpoint.__file__
+_ASKED = "preserve_rng_state"
+
+
+def correct_checkpoints(generator: torch.Generator) -> None:
+    """Put the generator's state into the enclosing checkpoints that do not have it yet.
+
+    Raises:
+        ModelError: This version of torch keeps the checkpoint's random state elsewhere.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    is_found = False  # what the checkpoint has noted, in a function that it called
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE:
+            noted = _noted_by(frame)
+            if noted is not None:
+                _correct(noted, generator)
+            is_found = is_found or noted is not None
+            if frame.f_code.co_name == "checkpoint":
+                if not is_found:
+                    raise _moved(_ASKED)
+                is_found = False
+        frame = frame.f_back
+
+
+def _noted_by(frame: FrameType) -> dict[str, Any] | None:
+    """Return what a checkpoint's function has noted before the forward, by its names in torch."""
+    variables = frame.f_locals
+    if frame.f_code.co_name == "forward" and "ctx" in variables:
+        noted: dict[str, Any] = vars(variables["ctx"])
+        return noted
+    steps = variables.get("gen")  # whatever the function that drives them is called
+    if isinstance(steps, GeneratorType) and steps.gi_frame is not None and steps.gi_code.co_filename == _FILE:
+        return steps.gi_frame.f_locals
+    return None
+
+
+def _correct(noted: dict[str, Any], generator: torch.Generator) -> None:
+    if _ASKED not in noted:
+        raise _moved(_ASKED)
+    if not noted[_ASKED]:
+        return
+    device = generator.device
+    key = "fwd_cpu_state"
+    states: list[Any] = [noted.get(key)]
+    if device.type != "cpu":
+        key = "fwd_device_states"
+        pairs = zip(noted.get("fwd_devices", ()), noted.get(key, ()), strict=True)
+        states = [state for index, state in pairs if index == device.index]
+    for state in states:
+        if not isinstance(state, Tensor):
+            raise _moved(key)
+        if not hasattr(state, "tp_is_corrected"):
+            state.copy_(generator.get_state())
+            state.tp_is_corrected = True  # type: ignore[attr-defined]
+
+
+def _moved(key: str) -> ModelError:
+    return ModelError(
+        f"this version of torch ({torch.__version__}) does not keep a checkpoint's random state in "
+        f"{key!r}, and replicas on one device would draw other numbers in backward; use one device"
+    )
+
+
+# -- Which of torch's functions draw random numbers -----------------------------------------------
+
+
+_ALWAYS = """
+torch: bernoulli binomial multinomial normal poisson rand rand_like randint randint_like randn
+    randn_like randperm dropout dropout_ native_dropout alpha_dropout alpha_dropout_
+    feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_
+F: dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_
+    gumbel_softmax fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+Tensor: bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_
+    random_ uniform_
+"""
+_SOMETIMES = """
+torch: lstm gru rnn_tanh rnn_relu
+F: scaled_dot_product_attention multi_head_attention_forward
+"""
+_INSIDE = """
+torch: _standard_gamma _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_mask_
+    _cudnn_init_dropout_state _cudnn_rnn _lstm_mps miopen_rnn
+    _scaled_dot_product_attention_math _scaled_dot_product_attention_math_for_mps
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _triton_scaled_dot_attention _flash_attention_forward_no_dropout_inplace
+nn: rrelu_with_noise rrelu_with_noise_
+"""
+"""Operators behind functions that are not intercepted themselves, such as those of distributions."""
+
+_HOMES: dict[str, Any] = {"torch": torch, "nn": torch._C._nn, "F": F, "Tensor": Tensor}
+
+
+def _parse(table: str) -> frozenset[Callable[..., Any]]:
+    found = []
+    home: Any = None
+    for word in table.split():
+        if word.endswith(":"):
+            home = _HOMES[word[:-1]]
+        elif hasattr(home, word):  # some are missing in some versions
+            found.append(getattr(home, word))
+    return frozenset(found)
+
+
+_TAG = torch.Tag.nondeterministic_seeded
+_RANDOM = _parse(_ALWAYS)
+_RANDOM_INSIDE = _parse(_INSIDE)
+_MAYBE_RANDOM = _parse(_SOMETIMES)
+_RATE = frozenset({"dropout", "dropout_p"})
+
+
+def is_random_op(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return whether the call takes numbers from the default generator of a device."""
+    # The compiler traces the first table; functions of the second it takes as a whole.
+    if function in _RANDOM or (not torch.compiler.is_compiling() and _is_random_inside(function)):
+        return kwargs is None or kwargs.get("generator") is None
+    if function not in _MAYBE_RANDOM:
+        return False
+    # Recurrent layers and attention have a dropout rate: the one float above 0 among the
+    # positional arguments, or a keyword.
+    named = () if kwargs is None else [v for k, v in kwargs.items() if k in _RATE]
+    return any(isinstance(v, float) and v > 0 for v in (*args, *named))
+
+
+def _is_random_inside(function: Callable[..., Any]) -> bool:
+    """Return whether it is one of the second table, or an operator that is tagged as random."""
+    if isinstance(function, OpOverloadPacket):
+        names: list[str] = function.overloads()
+        return any(_TAG in getattr(function, name).tags for name in names)
+    if isinstance(function, OpOverload):
+        return _TAG in function.tags
+    return function in _RANDOM_INSIDE
+
+
+# -- Random numbers: independent for each replica, and a function of the caller's seed ------------
+# Replica 0 draws from its device's generator, as the plain module would. Every other replica draws
+# from a stream that is a function of that generator's state at the beginning of the call and of the
+# replica's number. So one seed gives one result, whatever the threads' timing, and no two replicas
+# drop the same units.
+#
+# torch has one default generator per device, shared by all threads. Where a replica is alone on its
+# accelerator, that generator is seeded for the time of the call. Where replicas share one (the CPU's
+# always is), each drawing function is run alone, with the replica's state put into the generator; and
+# activation checkpoints are given that state, to draw from it again in backward.
+
 
 _CPU = torch.device("cpu")
 
@@ -183,3 +333,165 @@ def _generator(device: torch.device) -> torch.Generator | None:
         return None
     generator: torch.Generator = generators[device.index]
     return generator
+
+
+# -- The settings of the caller's thread, which hold in the replicas' threads, too ----------------
+
+
+class Caller(NamedTuple):
+    """The settings of a thread that torch and Python keep per thread.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        num_threads: Threads of one operation on the CPU.
+        variables: The context variables.
+        has_modes: Whether a mode or a transform of torch.func is active in this thread: `has_modes`.
+        contexts: What returns, for the device of a replica, a context in which it runs; empty where no
+            other setting is in use.
+    """
+
+    grad: bool
+    inference: bool
+    num_threads: int
+    variables: Context
+    has_modes: bool
+    contexts: Sequence[Callable[[torch.device], AbstractContextManager[Any]]]
+
+    @classmethod
+    def capture(cls, devices: tuple[torch.device, ...], types: tuple[str, ...]) -> "Caller":
+        """Read the settings of this thread."""
+        contexts: list[Callable[[torch.device], AbstractContextManager[Any]]] = []
+        if types != ("cpu",):
+            streams = {d: torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"}
+            contexts.append(partial(on_streams, streams))
+        inference = torch.is_inference_mode_enabled()
+        if inference:
+            contexts.append(lambda _: torch.inference_mode())
+        for kind in types:
+            if torch.is_autocast_enabled(kind):
+                contexts.append(_autocast(kind))
+        # torch has no public way to ask for the hooks that it lets one set, nor for modes.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            contexts.append(lambda _: saved_tensors_hooks(*hooks))
+        refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if refusal is not None:
+            contexts.append(lambda _: disable_saved_tensors_hooks(refusal))
+        has_function_modes = torch._C._len_torch_function_stack() > 0
+        if has_function_modes:  # a default device is one
+            default = torch.empty(0).device  # torch.get_default_device() takes four times as long
+            if default.type != "cpu":
+                # The caller's own device becomes the replica's; any other stays.
+                contexts.append(lambda device: device if default == devices[0] else default)
+        return cls(
+            torch.is_grad_enabled(),
+            inference,
+            torch.get_num_threads(),
+            copy_context(),
+            has_modes(),
+            contexts,
+        )
+
+    def call(
+        self,
+        function: Callable[[nn.Module, Any], Any],
+        replica: nn.Module,
+        part: Any,
+        *,
+        device: torch.device,
+        rng: AbstractContextManager[Any],
+    ) -> Any:
+        """Return ``function(replica, part)``, run in this thread with the caller's settings.
+
+        Args:
+            function: What to call.
+            replica: Its first argument.
+            part: Its second one.
+            device: The replica's device.
+            rng: The context of its random numbers.
+        """
+        # These two stay set in our threads between calls.
+        if torch.is_grad_enabled() is not self.grad:
+            torch.set_grad_enabled(self.grad)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        variables = self.variables.copy()  # a context cannot be entered twice at once
+        if not self.contexts:
+            with rng:
+                return variables.run(function, replica, part)
+        with rng, ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context(device))
+            return variables.run(function, replica, part)
+
+
+def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
+    """Return what makes contexts with this thread's autocast of a device type."""
+    dtype = torch.get_autocast_dtype(kind)
+    return lambda _: _in_autocast(kind, dtype)
+
+
+@contextmanager
+def _in_autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast without its cache of lowered weights, which all threads have in common.
+
+    Replicas that share weights would use the one that another made, and ``torch.autocast`` empties it at its
+    end: how gradients are rounded would follow from the threads' timing. Copies are never kept in it.
+    """
+    enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(False)
+    torch.autocast_increment_nesting()  # so that one within, of the module's own, does not empty it, either
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_dtype(kind, before)
+        torch.set_autocast_enabled(kind, enabled)
+
+
+@contextmanager
+def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Iterator[None]:
+    """Run on the caller's streams, on a device: the thread of a replica starts on the default ones.
+
+    Args:
+        streams: The caller's current stream on each accelerator.
+        device: The replica's.
+    """
+    with ExitStack() as stack:
+        for other, stream in streams.items():
+            # A part may be on another device: its transfer has to come after what made it.
+            if other != device and stream.stream_id != 0:
+                stack.enter_context(stream)
+        if device.type != "cpu":
+            stack.enter_context(on_device(device))
+            stack.enter_context(streams[device])
+        yield
+
+
+def has_modes() -> bool:
+    """Return whether this thread is in a TorchFunctionMode, a TorchDispatchMode or a transform of torch.func.
+
+    They are those of a thread. The parts of a call then run one after the other, in this one.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    if not torch._C._len_torch_function_stack():
+        return False
+    from torch.utils._device import DeviceContext  # torch loads it when it is first needed
+
+    # A default device is such a mode, too; so is the one that serializes random operations.
+    return any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext | SerializedRng)
+        for i in range(torch._C._len_torch_function_stack())
+    )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which an accelerator is the current one."""
+    context: AbstractContextManager[Any] = torch.accelerator.device_index(device.index)
+    return context

@@ -1,22 +1,295 @@
-"""The modules of a replica: shallow copies of the real ones."""
+"""A replica's modules: shallow copies of the real ones, with containers and buffers of their own."""
 
+import copy
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
+from tp_core._tensors._sharding import is_sharded
 from tp_core.errors import ModelError
-from tp_core.replicas._buffers import OwnBuffers
-from tp_core.replicas._contents import Contents, same_objects
-from tp_core.replicas._marks import marks_of
-from tp_core.replicas._originals import OriginalBuffers
-from tp_core.replicas._own_containers import OwnContainers, is_container
-from tp_core.replicas._structure import Original, Structure, is_scripted
+from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
 
-__all__ = ["ReplicaModules"]
+# -- What makes a replica leave gradients alone ---------------------------------------------------
+
+
+R = TypeVar("R")
+
+
+def marks_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that make a replica of ``module`` leave gradients alone.
+
+    ``_is_replica`` is torch's own mark, for classes whose ``zero_grad`` ends in that of ``nn.Module``. By
+    itself it warns and then clears the gradients of whatever the replica shares with the module.
+    """
+    marks: dict[str, Any] = {"_is_replica": True}
+    if type(module).zero_grad is nn.Module.zero_grad:
+        marks["zero_grad"] = _zero_grad
+    return marks
+
+
+def call_as_replica(module: nn.Module, function: Callable[..., R], *args: Any) -> R:
+    """Return ``function(*args)``; meanwhile the module itself counts as a replica, the first of several."""
+    attributes = vars(module)
+    marks = marks_of(module) if "zero_grad" not in attributes else {}
+    attributes.update(marks)
+    try:
+        return function(*args)
+    finally:
+        for name in marks:
+            attributes.pop(name, None)
+
+
+def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT002, RUF100 - torch's signature
+    # The beginning is that of torch's own warning, so that filters written for it go on working.
+    warnings.warn(
+        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect: inside of forward "
+        "a replica's parameters collect no gradients of their own; call it on the wrapper, before forward, "
+        "or use torch.autograd.grad",
+        stacklevel=2,
+    )
+
+
+# -- The modules below a root, and whether they are still what replicas were made of --------------
+
+
+class Original:
+    """One of the real modules.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        module: The module.
+        version: Grows when its attributes have changed.
+    """
+
+    __slots__ = ("_contents", "module", "version")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.version = 0
+        self._contents = Contents([vars(module)])
+
+    def look(self) -> None:
+        """Note whether attributes have changed."""
+        if not self._contents.is_same():
+            self._contents.read()
+            self.version += 1
+
+
+class Structure:
+    """The modules below a root, each once, in the order of ``root.modules()``.
+
+    torch has no public way to a module's own children and parameters without a walk, so their
+    dictionaries (``_modules``, ``_parameters``, ``_buffers``) are read directly, here and in the other
+    modules of this package; torch's own ``replicate`` does the same.
+
+    Args:
+        root: The module to read.
+        home: The device on which everything must be.
+
+    Attributes:
+        root: That module.
+        home: That device.
+        originals: The modules.
+        version: Grows when attributes or buffers of any of them have been replaced.
+
+    Raises:
+        ModelError: A parameter or buffer is not on ``home``, has no shape yet, or is one rank's
+            shard of a larger one.
+    """
+
+    def __init__(self, root: nn.Module, home: torch.device) -> None:
+        self.root = root
+        self.home = home
+        self.version = 0
+        modules: list[nn.Module] = []
+        _collect(root, modules, set())
+        self.originals = [Original(m) for m in modules]
+        self._plain = [m for m in modules if not is_scripted(m)]
+        self._has_scripts = len(self._plain) < len(modules)
+        self._classes = list(map(type, self._plain))
+        self._rows = self._read_rows()
+        self._children = Contents(m._modules for m in self._plain)
+        self._contents = Contents(d for m in self._plain for d in (vars(m), m._modules, m._buffers))
+        self._slots = Contents(m._parameters for m in self._plain)
+        self._hooks: list[Any] = [h for m in self._plain for h in _hooks_of(m)]
+        everywhere = nn.modules.module
+        self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+        self._parameters = list(root.parameters())
+        self.check()
+
+    def check(self) -> None:
+        """Make sure that all parameters and buffers can be replicated."""
+        for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
+            _check(name, tensor, self.home)
+
+    def is_current(self) -> bool:
+        """Return whether no module was replaced, added, or given another class since.
+
+        Other changes of attributes increase the versions.
+        """
+        if list(map(type, self._plain)) != self._classes:
+            return False
+        if not self._contents.is_same():
+            if not (self._children.is_same() and same_objects(self._read_rows(), self._rows)):
+                return False
+            self._contents.read()
+            self.version += 1
+            for original in self.originals:
+                original.look()
+        return True
+
+    def is_hooked(self) -> bool:
+        """Return whether a hook runs before or after the forward of any module."""
+        return any(self._hooks)
+
+    def _read_rows(self) -> list[dict[str, Any]]:
+        """Return the dictionaries that are compared."""
+        rows = ((vars(m), m._modules, m._parameters, m._buffers, *_hooks_of(m)) for m in self._plain)
+        return list(chain.from_iterable(rows))
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, each once: the same list as long as they are the same.
+
+        Raises:
+            ModelError: A parameter that was added or replaced cannot be replicated.
+        """
+        if self._has_scripts or not self._slots.is_same():
+            found = list(self.root.parameters())
+            if not same_objects(found, self._parameters):
+                self.check()
+                self._parameters = found
+            self._slots.read()
+        return self._parameters
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _collect(module: nn.Module, found: list[nn.Module], ids: set[int]) -> None:
+    """Append the module and those below it, each once, without the children of TorchScript modules."""
+    if id(module) in ids:
+        return
+    ids.add(id(module))
+    found.append(module)
+    for child in () if is_scripted(module) else module._modules.values():
+        if child is not None:
+            _collect(child, found, ids)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Return whether the module is TorchScript, whose parameters cannot be replaced from Python."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _check(name: str, tensor: Tensor, home: torch.device) -> None:
+    if is_lazy(tensor):
+        msg = f"parameter {name!r} has no shape yet: run one forward of the lazy module before it is wrapped"
+        raise ModelError(msg)
+    if is_sharded(tensor):
+        msg = (
+            f"parameter {name!r} is one rank's shard of a larger one; replicas in one process need "
+            "whole parameters"
+        )
+        raise ModelError(msg)
+    if tensor.device != home:
+        msg = (
+            f"the module must be on its first device {home}, but {name!r} is on {tensor.device}; "
+            f"call module.to({str(home)!r}) before"
+        )
+        raise ModelError(msg)
+
+
+# -- A replica's own lists, dicts and sets, where a module has some as plain attributes -----------
+
+
+_DICTS = {dict, OrderedDict, defaultdict}
+_CONTAINERS = {list, set, deque, *_DICTS}
+_TORCHS_OWN = {
+    *vars(nn.Module()),
+    "_flat_weights",
+    "_flat_weights_names",
+    "_flat_weight_refs",
+    "_all_weights",
+}
+
+
+def is_container(name: str, value: Any) -> bool:
+    """Return whether an attribute is a container of the module's author, which forward may fill."""
+    return type(value) in _CONTAINERS and name not in _TORCHS_OWN
+
+
+class OwnContainers:
+    """Containers of one replica in place of the module's, with what those have when a call begins.
+
+    A forward that leaves something there, such as losses of its layers, would find that of the other parts
+    beside its own, and in no order. What is one container in several modules is one in the replica, too.
+
+    Args:
+        replica_of: The replica's modules, by the ``id`` of the real ones, whose places they take.
+    """
+
+    def __init__(self, replica_of: Mapping[int, nn.Module]) -> None:
+        self._replica_of = replica_of
+        self._pairs: dict[int, tuple[Any, Any]] = {}
+
+    def own(self, real: Any) -> Any:
+        """Return the replica's own container in place of the real one; `refill` has to follow."""
+        pair = self._pairs.get(id(real))
+        if pair is None:
+            pair = self._pairs[id(real)] = real, copy.copy(real)  # the real one is kept, and so its id
+        return pair[1]
+
+    def keep(self, real: Iterable[Any]) -> None:
+        """Let go of all but these."""
+        kept = set(map(id, real))
+        self._pairs = {key: pair for key, pair in self._pairs.items() if key in kept}
+
+    def refill(self) -> None:
+        """Put into the replica's containers what the real ones have now."""
+        known = {key: own for key, (_, own) in self._pairs.items()}
+        for real, own in self._pairs.values():
+            self._fill(own, real, known)
+
+    def _fill(self, own: Any, real: Any, known: dict[int, Any]) -> None:
+        kind = type(real)
+        values = real.values() if kind in _DICTS else real
+        is_plain = not any(k in _CONTAINERS or issubclass(k, nn.Module) for k in set(map(type, values)))
+        if kind is list:
+            own[:] = real if is_plain else [self._version(v, known) for v in real]
+            return
+        own.clear()
+        if kind in _DICTS:
+            own.update(real if is_plain else {k: self._version(v, known) for k, v in real.items()})
+        else:
+            (own.extend if kind is deque else own.update)(
+                real if is_plain else [self._version(v, known) for v in real]
+            )
+
+    def _version(self, value: Any, known: dict[int, Any]) -> Any:
+        """Return what stands in the replica's containers for a value in a real one."""
+        if isinstance(value, nn.Module):
+            return self._replica_of.get(id(value), value)
+        if type(value) not in _CONTAINERS:
+            return value
+        if id(value) not in known:
+            known[id(value)] = own = copy.copy(value)
+            self._fill(own, value, known)
+        return known[id(value)]
+
+
+# -- The modules of a replica: shallow copies of the real ones ------------------------------------
 
 
 class _ReplicaModule:

@@ -2,10 +2,11 @@
 
 import copy
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -13,16 +14,39 @@ from torch import nn
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
-from tp_core.replicas._caller import Caller, has_modes, on_device
-from tp_core.replicas._marks import call_as_replica
-from tp_core.replicas._outcome import raise_first
-from tp_core.replicas._random import Streams
-from tp_core.replicas._threads import ReplicaThreads
-from tp_core.replicas._untraced import untraced
+from tp_core.replicas._random import Caller, Streams, has_modes, on_device
+from tp_core.replicas._replica_modules import call_as_replica
+from tp_core.replicas._threads import ReplicaThreads, raise_first
 
-__all__ = ["Replicas"]
+# -- Functions that the compiler does not trace ---------------------------------------------------
 
+
+P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``torch.compile`` call the function as it is, instead of tracing what it does.
+
+    ``torch.compiler.disable`` imports the compiler, which takes a second; so it is applied only once the
+    compiler has been imported.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disable: Callable[..., Any] = torch.compiler.disable  # which torch leaves untyped
+            disabled = disable(function)
+        return disabled(*args, **kwargs)
+
+    return call
+
+
+# -- Replicas of one module: the one entrance to this package -------------------------------------
 
 
 class Replicas:
