@@ -178,7 +178,7 @@ def embeddings_keep_their_options():
 def what_cannot_be_converted_is_refused():
     with pytest.raises(ConfigError, match="got 2"):
         to_linear(nn.Linear(2, 2), 2)
-    with pytest.raises(ModelError, match="computes its weight"):
+    with pytest.raises(ModelError, match="its weight is no parameter but computed"):
         to_linear(weight_norm(nn.Linear(4, 4)), 1)
     with pytest.raises(ModelError, match="has no weight before it has seen an input"):
         to_linear(nn.LazyLinear(4), 1)

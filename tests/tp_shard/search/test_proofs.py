@@ -1,11 +1,16 @@
 """Plans that one small batch would prove, and that are wrong elsewhere, are not proposed."""
 
+import random
+import warnings
+
+import numpy as np
 import pytest
 import torch
 import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
-from tp_core.errors import ConfigError
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from tp_core.errors import ConfigError, ModelError
 
 
 class Block(nn.Module):
@@ -96,3 +101,116 @@ def test_a_users_batch_is_tried_without_the_cache():
     assert plan.keys() == ts.plans.auto(model, verbose=False).keys()
     assert ts.plans.from_hf(model, {"input_ids": ids, "labels": ids}, verbose=False)
     assert model.config.use_cache
+
+
+class Detector(nn.Module):
+    """Attends to an image, as detectors do, with queries that are zero and have positions from a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.places = 4, nn.Embedding(5, 16)
+        self.convs = nn.Sequential(*(nn.Conv2d(3 if i == 0 else 64, 64, 3, padding=1) for i in range(6)))
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.seen, self.out = nn.Linear(64, 16), nn.Linear(16, 16)
+
+    def forward(self, image):
+        places = self.places.weight.expand(image.size(0), -1, -1)
+        queries = self.attend(torch.zeros_like(places), torch.zeros_like(places), places)
+        seen = self.seen(self.convs(image).flatten(2).transpose(1, 2))
+        return self.out(self.attend(queries, seen, places))
+
+    def attend(self, x, seen, places):
+        q, k, v = self.q(x + places), self.k(seen + places if seen is x else seen), self.v(seen)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Sinusoids(nn.Embedding):
+    """Positions, which take the shape of the tokens."""
+
+    def forward(self, shape):
+        return super().forward(torch.arange(shape[1]))
+
+
+class Masked(nn.Module):
+    """Masks places in training by numbers of numpy and of Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 8), Sinusoids(64, 8)
+        self.blocks = nn.Sequential(Block(0), Block(1))
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(ids.shape)
+        if self.training:
+            keep = [[np.random.rand() > 0.5 for _ in range(ids.size(1))] for _ in range(ids.size(0))]
+            x = x * torch.tensor(keep)[..., None] * random.random()
+        return self.blocks(x)
+
+
+def test_zero_queries_with_positions_of_a_table_are_split():
+    torch.manual_seed(0)
+    model, images = Detector().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    plan = ts.plans.auto(model, images, verbose=False)
+    assert {"q", "k", "v", "o"} <= plan.keys()
+    assert "places" not in plan  # its weight is read past its forward
+    ts.verify(model, plan, images).assert_ok()
+
+
+def test_numbers_of_numpy_and_python_are_each_ranks_own():
+    model, ids = Masked().double(), torch.randint(0, 50, (2, 7))
+    before = np.random.get_state()[1].tolist(), random.getstate()
+    plan = ts.plans.auto(model, ids, verbose=False)
+    assert {"blocks.0.up", "blocks.1.down"} <= plan.keys()
+    ts.verify(model, plan, ids).assert_ok()
+    assert before == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def test_a_block_that_is_wrong_leaves_the_others_split():
+    x = torch.randn(3, 8, dtype=torch.float64)
+    model = nn.Sequential(Rolling(0), Rolling(1)).double()
+    assert ts.plans.auto(model, x, verbose=False).keys() == {"0.up", "0.down"}
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+TRANSFORMS = {
+    "WeightNorm": parametrizations.weight_norm,
+    "SpectralNorm": parametrizations.spectral_norm,
+    "Orthogonal": parametrizations.orthogonal,
+    "WeightNorm, older": weight_norm,
+    "SpectralNorm, older": spectral_norm,
+    "L1Unstructured": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "RandomUnstructured": lambda layer: prune.random_unstructured(layer, "bias", 0.5),
+    "Twice": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_layers_that_compute_their_weight_stay_whole(name):
+    x = torch.randn(3, 8, dtype=torch.float64)
+    model = nn.Sequential(Block(0), Block(1)).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of the older functions
+        TRANSFORMS[name](model[0].up)
+    words = f"0.up cannot be split: its (weight|bias) is .* computed, by {name.partition(',')[0]}"
+    assert ts.plans.auto(model, x, verbose=False).keys() == {"1.up", "1.down"}
+    assert ts.plans.auto(model, verbose=False).keys() == {"1.up", "1.down"}  # by names
+    for use in (ts.parallelize, lambda model, plan: ts.verify(model, plan, x)):
+        with pytest.raises(ModelError, match=words):
+            use(model, {"0.up": ts.Column(), "0.down": ts.Row()})
+
+
+def test_layers_without_weights_yet_are_named():
+    model, x = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(3, 8)
+    plan = {"0": ts.Column(), "2": ts.Row()}
+    for use in (
+        lambda: ts.plans.auto(model, x),
+        lambda: ts.verify(model, plan, x),
+        lambda: ts.parallelize(model, plan),
+    ):
+        with pytest.raises(ModelError, match=r"before .* has seen an input; call the model with"):
+            use()

@@ -14,7 +14,7 @@ from tp_shard._search._sequence_plan import with_sequences
 from tp_shard._search._transformers import restrict, translate
 from tp_shard._search._vocabulary import vocabulary
 from tp_shard._verify._examples import example_call
-from tp_shard._verify._report import as_call
+from tp_shard._verify._report import as_call, check_whole
 
 __all__ = ["auto", "from_hf"]
 
@@ -154,6 +154,7 @@ def from_hf(
 
 
 def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof | None:
+    check_whole(model)
     call = example_call(model) if batch is None else as_call(batch)
     if call is None:
         return None
@@ -169,8 +170,10 @@ def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof | None:
 def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = False) -> dict[str, Style]:
     """Return the proven plan with the vocabulary, less what makes the whole differ."""
     plan = dict(proof.plan)
-    last = proof.flow.heads
-    plan.update(vocabulary(proof.probe, plan, proof.notes, parallel_loss=False, last=last))
+    flow = proof.flow
+    plan.update(
+        vocabulary(proof.probe, plan, proof.notes, parallel_loss=False, last=flow.heads, called=flow.called)
+    )
     while plan:
         fault = proof.verify(plan, ranks)
         if fault is None:
@@ -181,9 +184,7 @@ def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = Fal
                 "with ts.verify()"
             )
             raise ModelError(msg)
-        dropped = _block_of(plan, fault.module)
-        proof.notes[fault.module] = fault.reason
-        plan = {name: style for name, style in plan.items() if name not in dropped}
+        plan = proof.without(plan, fault, ranks)
     if parallel_loss:
         plan = {n: Vocab() if isinstance(style, Vocab) else style for n, style in plan.items()}
     return plan
@@ -211,16 +212,6 @@ def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[st
         )
         raise ModelError(msg)
     return found
-
-
-def _block_of(plan: dict[str, Style], module: str) -> set[str]:
-    """Return what of a plan is in the innermost block around a module that has any of it."""
-    path = module
-    while True:
-        found = {name for name in plan if name == path or name.startswith(f"{path}.") or not path}
-        if found:
-            return found
-        path = path.rpartition(".")[0]
 
 
 def _note_attention_of_torch(model: nn.Module, notes: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from tp_shard._plans._styles import (
     Vocab,
 )
 from tp_shard._shards._layer import ParallelLayer
-from tp_shard.nn._kinds import is_linear, widths
+from tp_shard.nn._kinds import is_linear, why_not_split, widths
 from tp_shard.nn._planned import SequenceMixin
 from tp_shard.nn._stateless import ParallelDropout
 
@@ -91,6 +91,10 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
     kind = type(module).__name__
     if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout):
         msg = f"{path} is split already: {module}"
+        raise ModelError(msg)
+    reason = why_not_split(module) if isinstance(style, Column | Row | Vocab) else None
+    if reason is not None:
+        msg = f"{path or 'the layer'} cannot be split: {reason}"
         raise ModelError(msg)
     if isinstance(style, Local | Experts | Gathered):
         return

@@ -10,7 +10,7 @@ from torch import nn
 from tp_core.errors import ModelError, TpError
 
 from tp_shard._plans._styles import Column, Row, Style
-from tp_shard._search._trace import Flow, Region, record_calls, trace
+from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._call import Call, cast, first_alone, first_line
 from tp_shard._verify._compare import Fault, compare, missed
@@ -38,6 +38,8 @@ class Proof:
         repeats: For the name of each block that is built like another one, and is one with it in the copy,
             the name of that.
         unreached: What is split and was not reached by any call.
+        together: The names that are in the plan because of each other: column layers, their row layer, and
+            what stands between.
     """
 
     plan: dict[str, Style]
@@ -47,6 +49,7 @@ class Proof:
     calls: list[Call]
     repeats: dict[str, str] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
+    together: list[frozenset[str]] = field(default_factory=list)
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
         """Return a plan, or notes, for the probe as one for the model, with all its blocks that are alike."""
@@ -72,6 +75,27 @@ class Proof:
                 unreached &= set(missed(self.probe, whole))
         self.unreached = sorted(unreached)
         return None
+
+    def without(self, plan: dict[str, Style], fault: Fault, ranks: int) -> dict[str, Style]:
+        """Return a plan without the block that a fault is in, or without those that are wrong alone."""
+        blocks = [*self.together, frozenset(plan).difference(*self.together)]
+        if fault.module:
+            path = fault.module
+            while not (inside := {n for n in plan if n == path or n.startswith(f"{path}.") or not path}):
+                path = path.rpartition(".")[0]
+            wrong = {n for block in blocks if block & inside for n in block if block != blocks[-1]} | inside
+            self.notes[fault.module] = fault.reason
+        else:  # no module inside shows it
+            wrong = set()
+            for block in blocks:
+                alone = {name: plan[name] for name in block if name in plan}
+                found = self.verify(alone, ranks) if alone and alone != plan else None
+                if found is not None:
+                    wrong |= block
+                    self.notes[innermost_around(block)] = found.reason
+            if not wrong & plan.keys():
+                wrong, self.notes[""] = set(plan), fault.reason
+        return {name: style for name, style in plan.items() if name not in wrong}
 
     def __str__(self) -> str:
         """Return what was proven, and what was not."""
@@ -142,6 +166,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
             proof.notes[region.container] = reason or "no way to split it is known"
         else:
             proof.plan.update(found)
+            proof.together.append(frozenset(found))
     for path in flow.experts:
         if calls.get(path):
             found, reason = _first_right(
@@ -152,6 +177,12 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
             else:
                 proof.plan.update(found)
     if not share:  # from here on each of them is tried as it is
+        for repeat, first in proof.repeats.items():
+            proof.together += [
+                frozenset(repeat + name[len(first) :] for name in block)
+                for block in proof.together
+                if all(_is_inside(name, [first]) for name in block)
+            ]
         proof.plan, proof.notes = proof.everywhere(proof.plan), proof.everywhere(proof.notes)
         proof.repeats = {}
     return proof
@@ -258,7 +289,9 @@ def _shares(model: nn.Module, name: str) -> bool:
     """Whether another module has the weight of this one: that is a table of the vocabulary."""
     layer = model.get_submodule(name)
     weight = layer._parameters.get("weight")
-    return any(m is not layer and any(p is weight for p in m._parameters.values()) for m in model.modules())
+    return weight is not None and any(
+        m is not layer and any(p is weight for p in m._parameters.values()) for m in model.modules()
+    )
 
 
 def _is_called(model: nn.Module, path: str) -> bool:

@@ -9,7 +9,7 @@ from tp_core.errors import ModelError
 from tp_shard._groups._group import ALONE
 from tp_shard._plans._styles import Plan, Style, Vocab
 from tp_shard.nn._convert import Conversion
-from tp_shard.nn._kinds import computes_linear, is_transposed, parallel_class
+from tp_shard.nn._kinds import computes_linear, is_transposed, parallel_class, why_not_split
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
 
 __all__ = ["refusal", "vocabulary"]
@@ -25,6 +25,7 @@ def vocabulary(
     *,
     parallel_loss: bool,
     last: Collection[str] | None = None,
+    called: Collection[str] | None = None,
 ) -> dict[str, Style]:
     """Split the head, and the embeddings as tall as it or tied to it; else the tallest embedding.
 
@@ -36,9 +37,15 @@ def vocabulary(
         notes: Gets why a table or a head stays whole, by its name.
         parallel_loss: Whether logits stay split.
         last: The layers whose outputs the model returns, if that is known; else their names decide.
+        called: The layers that are called, if that is known. The weight of another table may be read as it
+            is, as queries are in detectors.
     """
     modules = dict(model.named_modules())
-    tables = {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)}
+    tables = {
+        path: m
+        for path, m in modules.items()
+        if isinstance(m, nn.Embedding) and (called is None or path in called)
+    }
     heights = {m.num_embeddings for m in tables.values()}
     heads = {
         path: m
@@ -65,7 +72,10 @@ def vocabulary(
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why the class of a layer cannot be split, ``None`` if it can."""
+    """Return why a layer cannot be split, ``None`` if it can."""
+    reason = why_not_split(module)
+    if reason is not None:
+        return reason
     if is_transposed(module) or computes_linear(module):
         return None
     base, parallel = (

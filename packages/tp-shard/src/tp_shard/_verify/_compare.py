@@ -12,6 +12,8 @@ from tp_shard._verify._runs import Run
 
 __all__ = ["Comparison", "Fault", "compare", "missed"]
 
+_ROUNDING = 1e-5  # of the largest gradient: what may be nothing but rounding
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -208,7 +210,7 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
     for name, expected in whole.gradients.items():
         owner = name.rpartition(".")[0]
         # A gradient that is nothing but rounding is measured by its neighbors'.
-        scale = max(scales[owner], 1e-5 * overall)
+        scale = max(scales[owner], _ROUNDING * overall)
         shards = [run.gradients.get(name) for run in runs]
         split = runs[0].splits.get(name)
         apart = max(
@@ -264,6 +266,8 @@ def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None,
 
 def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     scale = max((_largest(g) for g in whole.inputs.values()), default=0.0)
+    # Positions' is nothing but rounding where all values that are attended to are alike.
+    scale = max(scale, _ROUNDING * max(map(_largest, whole.gradients.values()), default=0.0))
     for name, expected in whole.inputs.items():
         for rank, run in enumerate(runs):
             apart = _gradient_apart(expected, run.inputs.get(name), None, rank, scale)

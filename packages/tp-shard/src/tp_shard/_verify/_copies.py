@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from tp_shard._verify._call import copied
 
@@ -31,7 +32,7 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
         for name, p in module._parameters.items():
             if p is not None and id(p) not in memo:
                 drawn = random or p.is_meta
-                values = _draw(p, name, generator) if drawn else p.detach().cpu()
+                values = _draw(module, p, name, generator) if drawn else p.detach().cpu()
                 values = values.to(dtype) if p.is_floating_point() else values
                 values = values.clone() if values.data_ptr() == p.data_ptr() else values
                 memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
@@ -105,11 +106,13 @@ def _by_id(model: nn.Module, wanted: int) -> nn.Module:
     return next(m for m in model.modules() if id(m) == wanted)
 
 
-def _draw(p: Tensor, name: str, generator: torch.Generator) -> Tensor:
+def _draw(module: nn.Module, p: Tensor, name: str, generator: torch.Generator) -> Tensor:
     """Draw values of usual size: weights as wide as they are, scales about 1, biases about 0."""
     values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
     if p.dim() > 1:
-        return values / math.sqrt(p.size(-1))
+        # With weights that are too large, a softmax later on has one 1, and gradients that are rounding.
+        taken = p[0].numel() if isinstance(module, _ConvNd) else p.size(-1)
+        return values / math.sqrt(max(1, taken))
     return 0.3 * values + (1.0 if name == "weight" else 0.0)
 
 

@@ -122,7 +122,9 @@ def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
     copies = [tensor for _, tensor in tensors_of((args, kwargs))]
     found: dict[int, int] = {}
 
-    def note(table: nn.Embedding, places: Tensor) -> None:
+    def note(table: nn.Embedding, places: Any) -> None:
+        if not isinstance(places, Tensor):
+            return  # a table of positions, which takes the shape
         for tensor, copied in zip(given, copies, strict=True):
             same = copied.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
             # Labels that a model moves by one place, to be the tokens of its decoder.

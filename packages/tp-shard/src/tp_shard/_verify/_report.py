@@ -23,7 +23,7 @@ from tp_shard._verify._copies import bytes_needed, probe_copy
 from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
 
-__all__ = ["ModuleReport", "Report", "as_call", "tolerance_of", "verify"]
+__all__ = ["ModuleReport", "Report", "as_call", "check_whole", "tolerance_of", "verify"]
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
 
@@ -156,7 +156,7 @@ def verify(
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         msg = f"ranks is a number of 1 or more, got {ranks!r}"
         raise ConfigError(msg)
-    _refuse_split(model)
+    check_whole(model)
     if members.size == 1:
         return _verified(model, plan, as_call(batch, loss), count)
     found: list[Any] = [None]
@@ -262,12 +262,21 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def _refuse_split(model: nn.Module) -> None:
+def check_whole(model: nn.Module) -> None:
+    """Make sure that it is a model that a plan can be tried on.
+
+    Raises:
+        ModelError: It is no module, is split, or has layers without weights yet.
+    """
     if not isinstance(model, nn.Module):
         msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
         raise ModelError(msg)
     if any(isinstance(m, ParallelLayer) and m.group.size > 1 for m in model.modules()):
         msg = "the model is split already; a plan is verified on the whole model, before parallelize()"
+        raise ModelError(msg)
+    lazy = next((n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)), None)
+    if lazy is not None:
+        msg = f"{lazy} has no values before the model has seen an input; call the model with a batch first"
         raise ModelError(msg)
     if any(map(is_dtensor, model.parameters())):
         msg = (

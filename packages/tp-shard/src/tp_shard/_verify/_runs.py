@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from tp_core.internal import kept_generators, seed_everything
 
 from tp_shard._groups._group import Group
 from tp_shard._plans._choose import choose
@@ -58,15 +59,14 @@ class Run:
 
 
 def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
-    """Call a module that is not split, and go backward; torch's random numbers are left as they were.
+    """Call a module that is not split, and go backward; random numbers are left as they were.
 
     Args:
         module: The module; it is not changed.
         call: What it is called with.
         watched: The names of modules inside whose inputs are kept.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.default_generator.manual_seed(0)
+    with kept_generators(), torch.enable_grad():
         run = Run()
         return _run(copied(module), call, run, watched)
 
@@ -97,7 +97,6 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
     runs = [Run() for _ in range(ranks)]
 
     def body(group: Group) -> None:
-        torch.default_generator.manual_seed(0)
         split = parallelize(copied(module), plan, group=group)
         started[group.rank] = True
         _describe(split, runs[group.rank])
@@ -105,7 +104,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
 
     started = [False] * ranks
     watched = frozenset(rows_of(module, plan))
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         try:
             simulate(ranks, body)
         except SimulatedError as failure:
@@ -118,6 +117,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
 
 def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str]) -> Run:
     model.train(call.training)
+    seed_everything(0, devices=False)  # numpy's generator too, which masks of speech models are drawn from
     model.zero_grad()  # a gradient that came along would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
     with _WithoutDropout(), torch.enable_grad():

@@ -5,6 +5,8 @@ out for all. So there are no races, random numbers are each rank's own, and what
 (a rank that does something else, or has ended) is an error at once.
 """
 
+import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,7 +43,8 @@ class _StoppedError(BaseException):
 def simulate(ranks: int, function: Callable[[Group], T]) -> list[T]:
     """Call ``function(group)`` on each of ``ranks`` simulated ranks; return what each returned.
 
-    Meanwhile the group is the current one of each rank. Torch's random numbers are left as they were.
+    Meanwhile the group is the current one of each rank. Random numbers are left as they were, and are the
+    same on each rank.
 
     Raises:
         SimulatedError: A rank raised, or the ranks did different things; the others are ended.
@@ -138,11 +141,16 @@ class _Settings:
     """What a process has once and each rank has to have for itself: random numbers, current groups."""
 
     def __init__(self) -> None:
-        self._random = torch.get_rng_state()
+        self._random = torch.get_rng_state(), random.getstate()
+        numpy = sys.modules.get("numpy")  # imported by the model, if it draws from it
+        self._numpy = None if numpy is None else numpy.random.get_state()
         self._groups = _group._current.tensor, _group._current.data
 
     def restore(self) -> None:
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         _group.set_groups(*self._groups)
 
 

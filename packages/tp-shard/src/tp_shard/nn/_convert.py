@@ -10,7 +10,7 @@ from tp_shard._guards._refusals import guard_saving
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
-from tp_shard.nn._kinds import form_of
+from tp_shard.nn._kinds import form_of, why_not_split
 
 __all__ = ["Conversion", "convert_layers", "leave_fast_path", "leave_nested_tensors"]
 
@@ -36,7 +36,7 @@ class Conversion:
 
     def partners(self, layer: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the other modules, with their paths, that share the weight of ``layer``."""
-        weight = layer._parameters["weight"]
+        weight = layer._parameters.get("weight")  # None where it is computed
         return [(p, m) for p, m in self._owners.get(id(weight), ()) if m is not layer]
 
     def layer(self, layer: nn.Module, dim: int | None, *, gather_output: bool) -> nn.Module:
@@ -54,14 +54,9 @@ class Conversion:
         """
         if id(layer) in self._layers:
             return self._layers[id(layer)]
-        if "weight" not in layer._parameters:
-            msg = (
-                f"{type(layer).__name__} computes its weight (a parametrization?), so it cannot be "
-                "split; take that away first"
-            )
-            raise ModelError(msg)
-        if isinstance(layer._parameters["weight"], nn.UninitializedParameter):
-            msg = f"{type(layer).__name__} has no weight before it has seen an input; show it one first"
+        reason = why_not_split(layer)
+        if reason is not None:
+            msg = f"{type(layer).__name__} cannot be split: {reason}"
             raise ModelError(msg)
         made = make()
         for name, parameter in layer._parameters.items():

@@ -7,10 +7,12 @@ that a linear layer can be converted together with the embedding that shares its
 import dis
 import itertools
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from tp_core.errors import ModelError
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "is_transposed",
     "parallel_class",
     "stands_for",
+    "why_not_split",
     "widths",
 ]
 
@@ -117,6 +120,28 @@ def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls 
 def _rebuild(kind: type[nn.Module], base: type[nn.Module], parallel: type[nn.Module]) -> nn.Module:
     cls = parallel_class(kind, base, parallel)
     return cls.__new__(cls)
+
+
+def why_not_split(layer: nn.Module) -> str | None:
+    """Return why a layer has no weight and bias of its own to split, ``None`` if it has."""
+    for name in ("weight", "bias"):
+        if isinstance(layer._parameters.get(name), nn.UninitializedParameter):
+            return (
+                f"{type(layer).__name__} has no {name} before it has seen an input; call the model with a "
+                "batch first"
+            )
+        made = parametrize.is_parametrized(layer, name) or name in vars(layer) or name in layer._buffers
+        if name not in layer._parameters and made:
+            transforms: Any = layer._forward_pre_hooks.values()  # of torch's older functions and of pruning
+            if parametrize.is_parametrized(layer, name):
+                transforms = layer.parametrizations[name]  # type: ignore[index]  # a ModuleDict
+            kinds = [type(t).__name__.strip("_") for t in transforms if not isfunction(t)]
+            by = ", ".join(kinds) or "code of its own"
+            return (
+                f"its {name} is no parameter but computed, by {by}, which would meet a rank's shard; remove "
+                "that before the layer is split, or leave the layer whole"
+            )
+    return None
 
 
 def is_transposed(module: nn.Module) -> bool:
