@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import Group
 from tp_shard._verify._simulate import simulate
-from tp_shard.nn._sequence._state import SequenceState
+from tp_shard.nn._sequence import SequenceState
 
 
 class Attention(nn.Module):

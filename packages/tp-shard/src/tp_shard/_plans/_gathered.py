@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from tp_shard._groups._collectives import copy
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
-from tp_shard.nn._sequence._collectives import gather_sequence, join_sequence, scatter_sequence
-from tp_shard.nn._sequence._state import SequenceState
+from tp_shard.nn._sequence import SequenceState, gather_sequence, join_sequence, scatter_sequence
 
 __all__ = ["gather_at", "split_at"]
 

@@ -14,7 +14,7 @@ from tp_shard.nn._convert import Conversion
 from tp_shard.nn._kinds import computes_linear, is_transposed, parallel_class
 from tp_shard.nn._mixed import mix_in
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
-from tp_shard.nn._sequence._state import SequenceState
+from tp_shard.nn._sequence import SequenceState
 from tp_shard.nn._stateless import ParallelDropout
 
 __all__ = ["Maker"]

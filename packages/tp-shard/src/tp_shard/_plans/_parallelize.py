@@ -13,8 +13,7 @@ from tp_shard._plans._styles import Column, Gathered, Plan, Row, Sequence, Style
 from tp_shard.nn._convert import leave_fast_path, leave_nested_tensors
 from tp_shard.nn._planned import PlannedLinear, SequenceMixin
 from tp_shard.nn._region import remember_names
-from tp_shard.nn._sequence._state import SequenceState
-from tp_shard.nn._sequence._summed import SummedGradients
+from tp_shard.nn._sequence import SequenceState, SummedGradients
 
 __all__ = ["parallelize"]
 

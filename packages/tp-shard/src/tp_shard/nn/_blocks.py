@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard.nn._heads import Heads, parallel_attention, section_ranges
 from tp_shard.nn._planned import PlannedLinear
-from tp_shard.nn._sequence._state import SequenceState
+from tp_shard.nn._sequence import SequenceState
 
 __all__ = ["ParallelAttention", "ParallelSwiGLU"]
 

@@ -17,14 +17,14 @@ from tp_shard.nn._kinds import is_transposed, widths
 from tp_shard.nn._linear import ParallelLinear
 from tp_shard.nn._mixed import Mixin
 from tp_shard.nn._region import check_inside, check_region
-from tp_shard.nn._sequence._collectives import (
+from tp_shard.nn._sequence import (
+    SequenceState,
+    SummedGradients,
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
     sum_gradient,
 )
-from tp_shard.nn._sequence._state import SequenceState
-from tp_shard.nn._sequence._summed import SummedGradients
 from tp_shard.nn.functional import linear, mark_output, wrong_width
 
 __all__ = ["PlannedEmbedding", "PlannedLinear", "SequenceMixin"]

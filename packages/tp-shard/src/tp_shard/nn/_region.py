@@ -12,9 +12,8 @@ from tp_core.errors import ModelError
 from tp_shard._groups._collectives import _Copy, _Scatter
 from tp_shard._shards._marks import holds_shard
 from tp_shard.nn._linear_functions import _Column, _Row
-from tp_shard.nn._sequence._collectives import _Gather, _ReduceScatter
-from tp_shard.nn._sequence._collectives import _Scatter as _SequenceScatter
-from tp_shard.nn._sequence._summed import _SumAll
+from tp_shard.nn._sequence import _Gather, _ReduceScatter, _SumAll
+from tp_shard.nn._sequence import _Scatter as _SequenceScatter
 
 __all__ = ["check_inside", "check_region", "remember_names"]
 

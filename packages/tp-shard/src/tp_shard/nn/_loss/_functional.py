@@ -1,28 +1,210 @@
-"""Functional forms of the losses over class shards: what their arguments mean, and what is refused."""
+"""Losses over class shards as functions and modules: what their arguments mean, and what is refused."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
-from tp_shard._groups._group import ALONE, GroupLike, as_group
+from tp_shard._groups._group import ALONE, Group, GroupLike, as_group
+from tp_shard._shards._marks import get_parallel_dim, get_parallel_size
+from tp_shard._split import bounds, shard_sizes
 from tp_shard.nn._linear_functions import autocast
 from tp_shard.nn._loss._cross_entropy import cross_entropy
-from tp_shard.nn._loss._fused import fused_cross_entropy
-from tp_shard.nn._loss._linear_head import LinearKind
-from tp_shard.nn._loss._options import LossOptions
-from tp_shard.nn._loss._reading import (
-    check_class_indices,
-    check_head,
-    check_local_width,
-    check_options,
-    check_unambiguous,
-    find_class_dim,
-    read_chunk_rows,
-    read_options,
-    read_width,
-)
+from tp_shard.nn._loss._fused import LinearKind, fused_cross_entropy
+from tp_shard.nn._loss._softmax import LossOptions, computed_in
 
-__all__ = ["parallel_cross_entropy", "parallel_linear_cross_entropy"]
+# -- How logits and options of a loss are read, and what is refused -------------------------------
+
+
+_CHUNK = 1 << 24  # logits that exist at a time: 64 MiB in float32
+_CHUNK_ROWS = 128  # fewer would read the weight more often than it is worth
+
+
+def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
+    """Make sure that a loss can be made with these options.
+
+    Raises:
+        ConfigError: An option is unknown, or outside of its range.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        msg = f"reduction is 'mean', 'sum' or 'none', got {reduction!r}"
+        raise ConfigError(msg)
+    if not 0.0 <= label_smoothing <= 1.0:
+        msg = f"label_smoothing is between 0 and 1, got {label_smoothing!r}"
+        raise ConfigError(msg)
+    if not 0.0 <= z_loss < float("inf"):
+        msg = f"z_loss is a factor of 0 or more, got {z_loss!r}"
+        raise ConfigError(msg)
+
+
+def check_class_indices(target: Tensor) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        msg = (
+            f"targets are classes, as integers; got {target.dtype} of shape {tuple(target.shape)}. Class "
+            "probabilities are not supported: use label_smoothing, or F.cross_entropy on whole logits"
+        )
+        raise ConfigError(msg)
+
+
+def check_head(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    num_classes: int | None,
+    ranks: Group,
+) -> int:
+    """Make sure that features, a head's shard and targets fit; return the number of classes over all ranks.
+
+    Raises:
+        ConfigError: The shapes of input, weight and targets do not fit, or the number of classes.
+    """
+    if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
+        msg = (
+            f"input (..., in) and weight (local classes, in) do not fit: got shapes {tuple(input.shape)} "
+            f"and {tuple(weight.shape)}"
+        )
+        raise ConfigError(msg)
+    if target.shape != input.shape[:-1]:
+        msg = (
+            f"targets have the input's shape without its last dimension, {tuple(input.shape[:-1])}, got "
+            f"{tuple(target.shape)}"
+        )
+        raise ConfigError(msg)
+    size = num_classes if num_classes is not None else get_parallel_size(weight)
+    if size is None:
+        size = weight.size(0) * ranks.size
+    start, stop = bounds(size, ranks.size, ranks.rank)
+    if weight.size(0) != stop - start:
+        msg = (
+            f"rank {ranks.rank} of {ranks.size} holds {stop - start} of {size} classes, got a weight of "
+            f"shape {tuple(weight.shape)}"
+        )
+        raise ConfigError(msg)
+    return size
+
+
+def read_chunk_rows(chunk_rows: int | None, local_classes: int) -> int:
+    """Return how many rows of logits exist at a time; ``None`` leaves it to us.
+
+    Raises:
+        ConfigError: ``chunk_rows`` is not a number of rows, 1 or more.
+    """
+    if chunk_rows is None:
+        return max(_CHUNK_ROWS, _CHUNK // max(1, local_classes))
+    if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
+        msg = f"chunk_rows is a number of rows, 1 or more, got {chunk_rows!r}"
+        raise ConfigError(msg)
+    return chunk_rows
+
+
+def read_width(
+    input: Tensor,
+    target: Tensor,
+    num_classes: int | None,
+    parallel: bool | None,
+    class_dim: int | None,
+    ranks: Group,
+) -> tuple[int, bool]:
+    """Return the number of classes over all ranks, and whether the logits are split."""
+    if num_classes is not None and (isinstance(num_classes, bool) or num_classes < 1):
+        msg = f"num_classes is a number of classes, 1 or more, got {num_classes!r}"
+        raise ConfigError(msg)
+    dim = find_class_dim(input, target, class_dim, prefer_last=True)
+    width = input.size(dim)
+    marked = get_parallel_dim(input) in (1, -1)
+    given = num_classes if num_classes is not None else (get_parallel_size(input) if marked else None)
+    if parallel is None:
+        parallel = marked
+        if num_classes is not None and ranks.size > 1:
+            if num_classes == 1:
+                msg = "whether logits of one class are split cannot be seen: say parallel=True or False"
+                raise ConfigError(msg)
+            # As torch has it, the classes may be in dim 1 though the last dimension would fit too.
+            widths = {width, input.size(min(1, input.dim() - 1))} if class_dim is None else {width}
+            start, stop = bounds(num_classes, ranks.size, ranks.rank)
+            parallel = stop - start in widths and num_classes not in widths
+            if not parallel and num_classes not in widths:
+                msg = (
+                    f"logits of shape {tuple(input.shape)} are neither {num_classes} classes wide nor "
+                    f"{stop - start}, which is the shard of rank {ranks.rank} of {ranks.size}"
+                )
+                raise ConfigError(msg)
+    if not parallel:
+        dim = find_class_dim(input, target, class_dim, prefer_last=False)
+        return (input.size(dim) if num_classes is None else num_classes), False
+    return (width * ranks.size if given is None else given), True
+
+
+def check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
+    """Refuse shapes that can be read in two ways on any of the ranks, on all of them."""
+    inner = set(target.shape[1:])
+    if target.dim() > 1 and len(inner) == 1 and inner <= set(shard_sizes(size, ranks.size)):
+        msg = (
+            f"logits of {size} classes over {ranks.size} ranks with targets of shape {tuple(target.shape)} "
+            "may have their classes in dim 1 or last; say class_dim=1 or class_dim=-1"
+        )
+        raise ConfigError(msg)
+
+
+def find_class_dim(input: Tensor, target: Tensor, class_dim: int | None, *, prefer_last: bool) -> int:
+    ndim = input.dim()
+    if class_dim is not None:
+        if class_dim not in (1, -1) or (ndim == 1 and class_dim == 1):
+            msg = (
+                f"class_dim is 1 or -1 and a dimension of the logits, got {class_dim!r} for {ndim} dimensions"
+            )
+            raise ConfigError(msg)
+        return class_dim % ndim
+    if ndim < 3:
+        return ndim - 1
+    last = input.shape[:-1] == target.shape
+    second = input.shape[:1] + input.shape[2:] == target.shape
+    if last and second:
+        return ndim - 1 if prefer_last else 1
+    return 1 if second else ndim - 1
+
+
+def check_local_width(
+    input: Tensor,
+    dim: int,
+    size: int,
+    is_split: bool,
+    ranks: Group,
+) -> None:
+    width = input.size(dim)
+    start, stop = bounds(size, ranks.size, ranks.rank)
+    expected = stop - start if is_split else size
+    if width == expected:
+        return
+    whole = " (whole logits are not split, though an argument or a mark says so)" if width == size else ""
+    share = f"rank {ranks.rank} of {ranks.size} holds {expected} of {size} classes" if is_split else f"{size}"
+    msg = (
+        f"logits of shape {tuple(input.shape)} are {width} classes wide, expected {share}{whole}; say "
+        f"parallel= and num_classes= as they are"
+    )
+    raise ConfigError(msg)
+
+
+def read_options(options: LossOptions, input: Tensor) -> LossOptions:
+    """Return options whose class weights are in the type in which the loss of ``input`` is computed.
+
+    Raises:
+        ConfigError: The input has no floating-point numbers, or there is not one weight for each class.
+    """
+    if not input.is_floating_point():
+        msg = f"logits are floating point numbers, got {input.dtype}"
+        raise ConfigError(msg)
+    weight, size = options.weight, options.num_classes
+    if weight is None:
+        return options
+    if weight.shape != (size,):
+        msg = f"the weight has a factor for each of {size} classes, got shape {tuple(weight.shape)}"
+        raise ConfigError(msg)
+    return replace(options, weight=weight.detach().to(computed_in(input.dtype)))
+
+
+# -- Functional forms of the losses over class shards: what their arguments mean, and what is refused
 
 
 def parallel_cross_entropy(
@@ -197,3 +379,108 @@ def parallel_linear_cross_entropy(
     flat = target.reshape(-1).long()
     loss = fused_cross_entropy(LinearKind(), x, w, b, flat, options, chunk_rows=chunk_rows)
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+# -- Cross entropy over class shards, as a module -------------------------------------------------
+
+
+class ParallelCrossEntropyLoss(nn.Module):
+    """A ``torch.nn.CrossEntropyLoss`` of logits whose classes may be split over ranks.
+
+    Collectives: forward an all-gather of 3 or 4 numbers per row, backward none; none at all for
+    logits that are whole. See :func:`functional.parallel_cross_entropy`.
+
+    Args:
+        weight: A factor for each class, of shape (num_classes,), on every rank in full.
+        ignore_index: Targets that count for nothing.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: How much of a target is spread over all classes, from 0 to 1.
+        num_classes: Over all ranks; logits as wide as this rank's shard are split. Uneven shards need
+            it, or a mark that carries it.
+        parallel: Whether logits are split. By default ``num_classes`` tells, else their mark.
+        class_dim: Which dimension has the classes: 1 or -1; by default the target's shape tells.
+        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts.
+        inplace: Whether the logits are overwritten; there is one backward pass then.
+        group: Who; the current model-parallel group by default.
+
+    Raises:
+        ConfigError: An option has a value that is not listed here.
+
+    Example:
+        >>> loss = ParallelCrossEntropyLoss(num_classes=10)
+        >>> float(loss(torch.zeros(4, 10), torch.arange(4)))  # on one rank
+        2.3025851249694824
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        num_classes: int | None = None,
+        *,
+        parallel: bool | None = None,
+        class_dim: int | None = None,
+        z_loss: float = 0.0,
+        inplace: bool = False,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__()
+        check_options(reduction, label_smoothing, z_loss)
+        if weight is not None and num_classes is not None and weight.shape != (num_classes,):
+            msg = (
+                f"the weight has a factor for each of {num_classes} classes, got shape {tuple(weight.shape)}"
+            )
+            raise ConfigError(msg)
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.num_classes = num_classes
+        self.parallel = parallel
+        self.class_dim = class_dim
+        self.z_loss = z_loss
+        self.inplace = inplace
+        self.group = group
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            input: Logits of shape (..., classes) or (batch, classes, d1, ...), whole or this rank's
+                shard of the classes.
+            target: Classes, of the shape of ``input`` without its classes, the same on all ranks.
+
+        Returns:
+            A scalar, or with the reduction "none" a tensor of the target's shape.
+
+        Raises:
+            ConfigError: Shapes, options and marks contradict each other.
+            OutOfRangeError: A target is none of the classes; on every rank.
+            DisagreementError: Ranks have different targets or count different numbers of classes.
+        """
+        return parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+            num_classes=self.num_classes,
+            parallel=self.parallel,
+            class_dim=self.class_dim,
+            z_loss=self.z_loss,
+            inplace=self.inplace,
+            group=self.group,
+            layer=self,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what the loss was made with."""
+        return (
+            f"num_classes={self.num_classes}, reduction={self.reduction!r}, "
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
+        )

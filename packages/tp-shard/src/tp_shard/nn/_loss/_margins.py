@@ -1,0 +1,571 @@
+"""Class centers that are split over ranks, and their loss with margins."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tp_core.errors import ConfigError
+
+from tp_shard._groups._comm import gather_sizes
+from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._split import Split, bounds
+from tp_shard.nn._loss._functional import (
+    check_class_indices,
+    check_head,
+    check_options,
+    read_chunk_rows,
+    read_options,
+)
+from tp_shard.nn._loss._fused import Products, fused_cross_entropy
+from tp_shard.nn._loss._softmax import LossOptions, Rows, block_rows, computed_in
+from tp_shard.nn.init import init_shard_
+
+# -- Which class centers take part in a step, where not all do ------------------------------------
+# Partial FC (An et al., "Partial FC: Training 10 Million Identities on a Single Machine",
+# arXiv:2010.05222, and "Killing Two Birds with One Stone", arXiv:2203.15565): the centers of a batch's
+# own classes always take part, and of the others a sample that is drawn anew in each step.
+
+
+_BLOCK = 1 << 16  # classes that one seed is for
+_SEEDS = 2**63  # how many there are
+
+
+def sample_classes(
+    num_classes: int,
+    rate: float,
+    seed: int,
+    *,
+    device: torch.device | str | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Return which of this rank's classes are in a sample of all classes.
+
+    For Partial FC (arXiv:2010.05222): a step of a margin loss takes these classes and its targets' own. Each
+    class is in it with probability ``rate``, independently: the number of classes in it varies a little.
+    The sample depends on ``seed`` and ``num_classes`` alone. On any number of ranks, on any device, it is
+    the same, and a rank draws no more numbers than it has classes.
+
+    Args:
+        num_classes: Over all ranks.
+        rate: The probability of a class, above 0 and at most 1.
+        seed: Another one for each step.
+        device: Where the result is; the CPU by default, where the numbers are drawn anyway.
+        group: Who holds the classes; the current model-parallel group by default.
+
+    Returns:
+        Indices into this rank's shard, sorted, of shape (classes in the sample,).
+
+    Raises:
+        ConfigError: ``rate`` is not above 0 and at most 1.
+
+    Example:
+        >>> sample_classes(10, 0.5, seed=1)  # on one rank
+        tensor([0, 1, 5, 6, 7, 9])
+    """
+    check_sample_rate(rate)
+    ranks = as_group(group)
+    start, stop = bounds(num_classes, ranks.size, ranks.rank)
+    kept = []
+    for block in range(start // _BLOCK, -(-stop // _BLOCK) if stop > start else 0):
+        # Far apart for neighboring seeds and blocks.
+        mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xBF58476D1CE4E5B9) % _SEEDS
+        first = block * _BLOCK
+        drawn = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(mixed)) < rate
+        kept.append(drawn[max(start - first, 0) : stop - first])
+    mask = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.bool)
+    return mask.nonzero().squeeze(1).to(device)
+
+
+def check_sample_rate(rate: float) -> None:
+    """Make sure that a sample can be drawn at this rate.
+
+    Raises:
+        ConfigError: The rate is not above 0 and at most 1.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
+        msg = f"sample_rate is the share of classes that take part, above 0 and at most 1, got {rate!r}"
+        raise ConfigError(msg)
+
+
+def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOptions:
+    """Return options for a sample and the targets' own classes.
+
+    Args:
+        options: What is computed for all classes.
+        sampled: Indices into this rank's shard.
+        target: Of shape (rows,), of all ranks' classes.
+
+    Raises:
+        ConfigError: ``sampled`` are not indices into this rank's shard.
+
+    Collectives: with label smoothing an all-gather of a number.
+    """
+    start, stop = options.bounds
+    if sampled.dim() != 1 or sampled.dtype not in (torch.int64, torch.int32):
+        msg = (
+            f"sampled are classes of this rank, as a vector of integers; got {sampled.dtype} of shape "
+            f"{tuple(sampled.shape)}"
+        )
+        raise ConfigError(msg)
+    if (
+        sampled.numel()
+        and sampled.device.type == "cpu"
+        and not 0 <= int(sampled.min()) <= int(sampled.max()) < stop - start
+    ):
+        msg = (
+            f"sampled are indices into this rank's {stop - start} classes, 0 to {stop - start - 1}; got "
+            f"{int(sampled.min())} to {int(sampled.max())}"
+        )
+        raise ConfigError(msg)
+    mask = torch.zeros(stop - start, dtype=torch.bool, device=target.device)
+    mask[sampled.to(target.device)] = True
+    mine = (target != options.ignore_index) & (target >= start) & (target < stop)
+    mask[target[mine] - start] = True
+    everything = mask.nonzero().squeeze(1)
+    count = 0
+    if options.label_smoothing > 0:
+        count = everything.numel()
+        if options.group.size > 1:
+            count = sum(gather_sizes(count, options.group, target.device))
+    return replace(options, sampled=everything, num_sampled=count)
+
+
+# -- The head of a loss with margins: cosines of features and class centers, harder for the target's class
+# The margins are those of ArcFace (Deng et al., arXiv:1801.07698), which are CosFace's (Wang et al.,
+# arXiv:1801.09414) and SphereFace's (Liu et al., arXiv:1704.08063) in one formula.
+
+
+_TINY = 1e-12  # shorter centers are divided by this, as torch.nn.functional.normalize does
+
+
+@dataclass(frozen=True, slots=True)
+class MarginKind:
+    """Margins, and what becomes of the gradient of centers that were not sampled.
+
+    Attributes:
+        m1: By what the angle between a feature and its center is multiplied.
+        m2: What is added to the angle then, in radians.
+        m3: What is subtracted from its cosine.
+        scale: By what cosines are multiplied to be logits.
+        monotonic: Whether the cosine falls on beyond pi, as SphereFace has it, or rises again.
+        sparse: Whether the gradient is a sparse tensor of the sampled centers.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    m1: float
+    m2: float
+    m3: float
+    scale: float
+    monotonic: bool
+    sparse: bool
+
+    def __post_init__(self) -> None:
+        for name, least, most in [("m1", 0, math.inf), ("scale", 0, math.inf)]:
+            value = getattr(self, name)
+            if not least < value < most:
+                msg = f"{name} is a finite factor above 0, got {value!r}"
+                raise ConfigError(msg)
+        if not 0 <= self.m2 <= math.pi:
+            msg = f"m2 is an angle in radians, from 0 to pi, got {self.m2!r}"
+            raise ConfigError(msg)
+        if not 0 <= self.m3 < math.inf:
+            msg = f"m3 is subtracted from a cosine and is 0 or more, got {self.m3!r}"
+            raise ConfigError(msg)
+
+    def open(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,  # noqa: ARG002 - there is none
+        options: LossOptions,
+        needed: tuple[bool, ...],
+    ) -> "MarginHead":
+        """Return the head over these tensors."""
+        return MarginHead(self, x, weight, options, needed)
+
+    def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
+        """Return the gradient of all centers out of that of the sampled ones."""
+        if options.sampled is None:
+            return grad
+        if self.sparse:
+            index = options.sampled.unsqueeze(0)
+            return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
+        return grad.new_zeros(shape).index_copy_(0, options.sampled, grad)
+
+    def apply(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines of targets with their margins, and the derivative by the cosines."""
+        if self.m1 == 1 and self.m2 == 0:
+            return cosine - self.m3, torch.ones_like(cosine)
+        angle = cosine.acos().mul_(self.m1).add_(self.m2)
+        value, slope = angle.cos(), angle.sin()
+        if self.monotonic:
+            turns = (angle / math.pi).floor_()
+            sign = 1 - 2 * turns.remainder(2)
+            value, slope = value * sign - 2 * turns, slope * sign
+        # Where feature and center coincide the slope is infinite: sines below what can be resolved are one.
+        sine = ((1 - cosine) * (1 + cosine)).clamp_min_(torch.finfo(cosine.dtype).eps).sqrt_()
+        return value - self.m3, slope * self.m1 / sine
+
+
+class MarginHead:
+    """Scaled cosines. Centers are normalized where they have to be copied anyway, and there alone.
+
+    Sampled centers are gathered, and for a half type all of them are cast: that copy is of unit length.
+    Otherwise the centers are multiplied as they are, and the logits' columns are divided by their norms.
+
+    Args:
+        kind: The margins.
+        x: Unit vectors of shape (rows, in), in the type of the products.
+        weight: Centers of shape (local classes, in), of any norm.
+        options: Which of them are sampled, and who communicates.
+        needed: Whether the gradients of the two are needed.
+    """
+
+    def __init__(
+        self, kind: MarginKind, x: Tensor, weight: Tensor, options: LossOptions, needed: tuple[bool, ...]
+    ) -> None:
+        self._kind, self._x, self._weight, self._sampled = kind, x, weight, options.sampled
+        self._dtype = computed_in(weight.dtype)
+        self._count = weight.size(0) if self._sampled is None else self._sampled.numel()
+        self._inverse = torch.empty(self._count, dtype=self._dtype, device=weight.device)
+        self._is_copied = self._sampled is not None or x.dtype != self._dtype
+        self._factors = weight
+        if self._is_copied:
+            self._factors = torch.empty(self._count, weight.size(1), dtype=x.dtype, device=weight.device)
+        for a, b in self._blocks():
+            block = self._centers(a, b)
+            inverse = torch.linalg.vector_norm(block, dim=1).clamp_min_(_TINY).reciprocal_()
+            self._inverse[a:b] = inverse
+            if self._is_copied:
+                self._factors[a:b] = block * inverse.unsqueeze(1)
+        self._columns = kind.scale if self._is_copied else self._inverse * kind.scale
+        self._products = Products(x, self._factors, options, needed)
+        self._slope = torch.ones(x.size(0), dtype=self._dtype, device=x.device)
+
+    def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
+        """Return the scaled cosines of some rows, with their margins, in the type that is computed in."""
+        logits = self._x[start:stop].mm(self._factors.t()).to(self._dtype).mul_(self._columns)
+        if self._count:
+            index = rows.index.unsqueeze(1)
+            old = logits.gather(1, index).squeeze(1)
+            new, slope = self._kind.apply((old / self._kind.scale).clamp_(-1, 1))
+            self._slope[start:stop] = torch.where(rows.mine, slope, 1)
+            logits.scatter_(1, index, torch.where(rows.mine, new * self._kind.scale, old).unsqueeze(1))
+        return logits
+
+    def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
+        """Add what the gradient of some rows' logits gives; it is overwritten.
+
+        Collectives: begins an all-reduce of the features' gradient.
+        """
+        if self._count:
+            index = rows.index.unsqueeze(1)
+            grad.scatter_(1, index, grad.gather(1, index) * self._slope[start:stop].unsqueeze(1))
+        self._products.add(grad.mul_(self._columns).to(self._x.dtype), start, stop)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the unit vectors and of the centers that have logits."""
+        grad_x, grad = self._products.wait()
+        if grad is not None:
+            for a, b in self._blocks():  # a center's length changes nothing: what is along it goes
+                block, inverse = grad[a:b], self._inverse[a:b].unsqueeze(1)
+                unit = self._centers(a, b) * inverse
+                block.addcmul_(unit, (unit * block).sum(1, keepdim=True), value=-1)
+                if self._is_copied:
+                    block.mul_(inverse)
+        return grad_x, grad, None
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        step = block_rows(self._weight.size(1), self._weight.device)
+        for a in range(0, self._count, step):
+            yield a, min(self._count, a + step)
+
+    def _centers(self, start: int, stop: int) -> Tensor:
+        """Return some of the centers that have logits, in the type that is computed in."""
+        if self._sampled is None:
+            return self._weight[start:stop].to(self._dtype)
+        return self._weight.index_select(0, self._sampled[start:stop]).to(self._dtype)
+
+
+# -- Functional form of the loss with margins over class centers that are split over ranks --------
+
+
+def parallel_margin_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    m1: float = 1.0,
+    m2: float = 0.5,
+    m3: float = 0.0,
+    scale: float = 64.0,
+    monotonic: bool = True,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    num_classes: int | None = None,
+    sampled: Tensor | None = None,
+    sparse: bool = False,
+    chunk_rows: int | None = None,
+    group: GroupLike = None,
+    layer: nn.Module | str | None = None,
+) -> Tensor:
+    """Return the cross entropy of cosines of features and class centers, with a margin at the targets.
+
+    The logit of a class is ``scale * cos(angle)`` between feature and center, whatever their lengths; that
+    of the target is ``scale * (cos(m1 * angle + m2) - m3)``. ``m2`` alone is ArcFace (arXiv:1801.07698),
+    ``m3`` alone CosFace (arXiv:1801.09414), ``m1`` alone SphereFace (arXiv:1704.08063) with a scale. No rank
+    ever has the logits of all classes, and this rank's logits exist for a chunk of rows at a time.
+
+    Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of the
+    features' gradient beside the next products; backward none. With reduction "none", and for float16, where
+    a loss scale has to reach small gradients: forward one all-gather, backward the all-reduces. With
+    ``sampled`` and label smoothing one more, of a number.
+
+    Args:
+        input: Features of shape (..., in), the same on all ranks.
+        weight: This rank's shard of the class centers, of shape (local classes, in).
+        target: Classes, of shape (...), the same on all ranks.
+        m1: By what the target's angle is multiplied.
+        m2: What is added to it then, in radians, from 0 to pi.
+        m3: What is subtracted from its cosine.
+        scale: By what cosines are multiplied.
+        monotonic: Whether an angle that the margins bring beyond pi goes on to lower the logit, as SphereFace
+            has it; otherwise its cosine rises again.
+        ignore_index: Targets that count for nothing.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: How much of a target is spread over all classes that take part, from 0 to 1.
+        num_classes: Over all ranks. By default the weight's mark tells, and without it the ranks'
+            shards have the same size.
+        sampled: Which of this rank's classes take part, as indices into its shard (:func:`sample_classes`
+            draws some); those of the targets always do. ``None`` for all.
+        sparse: Whether the centers' gradient is a sparse tensor of those that took part.
+        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+            logits, 128 at least.
+        group: Who; the current model-parallel group by default.
+        layer: The module that communicates, or a name for it, for messages.
+
+    Returns:
+        A scalar, or with "none" a tensor of the target's shape; under autocast a float32.
+
+    Raises:
+        ConfigError: Shapes, types and options contradict each other.
+        OutOfRangeError: A target is none of the classes; on every rank.
+        DisagreementError: Ranks have different targets or count different numbers of classes.
+        RuntimeError: A second backward pass where the gradients are computed in the forward pass.
+
+    Example:
+        >>> features, centers = torch.randn(4, 16), torch.randn(10, 16)
+        >>> loss = parallel_margin_cross_entropy(features, centers, torch.arange(4), m2=0.0, m3=0.35)
+    """
+    kind = MarginKind(m1, m2, m3, scale, monotonic, sparse)
+    check_options(reduction, label_smoothing, 0.0)
+    check_class_indices(target)
+    ranks = as_group(group)
+    size = check_head(input, weight, target, num_classes, ranks)
+    if sparse and sampled is None:
+        msg = "sparse=True is for the gradient of sampled centers, and all of them take part: leave it out"
+        raise ConfigError(msg)
+    options = LossOptions(size, None, ignore_index, label_smoothing, reduction, 0.0, ranks, layer)
+    options = read_options(options, input)
+    flat = target.reshape(-1).long()
+    if sampled is not None:
+        options = with_sample(options, sampled, flat)
+    taking_part = weight.size(0) if options.sampled is None else options.sampled.numel()
+    chunk_rows = read_chunk_rows(chunk_rows, taking_part)
+    x = input.reshape(-1, input.size(-1))
+    unit = F.normalize(x.to(computed_in(x.dtype)), dim=-1).to(_product_type(x, weight))
+    loss = fused_cross_entropy(kind, unit, weight, None, flat, options, chunk_rows=chunk_rows)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type in which features and centers are multiplied.
+
+    Raises:
+        ConfigError: Features and centers have different types, and autocast does not make them one.
+    """
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype:
+        msg = (
+            f"features are {x.dtype} and class centers {weight.dtype}: cast one of them, or compute the loss "
+            "under torch.autocast"
+        )
+        raise ConfigError(msg)
+    return x.dtype
+
+
+# -- Class centers that are split over ranks, with their loss -------------------------------------
+
+
+class MarginCrossEntropy(ParallelLayer):
+    """A head of class centers and its loss with angular margins, for identities, products or words.
+
+    Features and centers are compared by their cosine; the target's has to be better than the others' by a
+    margin. The defaults are ArcFace's (arXiv:1801.07698); ``m2=0, m3=0.4`` is CosFace (arXiv:1801.09414),
+    ``m1=1.35, m2=0`` SphereFace (arXiv:1704.08063) with a scale. Centers are split over the ranks of a
+    group, and logits exist for a chunk of rows at a time.
+
+    With ``sample_rate`` below 1 a training step computes with the centers of its own classes and a sample of
+    the others (Partial FC, arXiv:2010.05222). The sample follows from ``seed`` and the default generator of
+    the CPU, from which each step takes one number: ranks that are seeded alike take the same sample however
+    many they are, and a resumed run, or a forward pass that is computed again, the one it had. In evaluation
+    all centers take part.
+
+    What becomes of the other centers is the optimizer's affair. By default their gradient is 0 and the
+    optimizer treats them as any others: momentum and weight decay move them, as in the paper's second version
+    (arXiv:2203.15565), and any optimizer goes. With ``sparse=True`` the gradient has no rows for them, which
+    saves its memory and the optimizer's time: :func:`tp_shard.update_sampled_rows` lets any element-wise
+    optimizer leave those centers and their state untouched, as in the paper's first version.
+
+    Collectives: see :func:`functional.parallel_margin_cross_entropy`. Making one broadcasts a generator's
+    state.
+
+    Args:
+        in_features: Size of a feature.
+        num_classes: Over all ranks; they need not divide it.
+        m1: By what the target's angle is multiplied.
+        m2: What is added to it then, in radians, from 0 to pi.
+        m3: What is subtracted from its cosine.
+        scale: By what cosines are multiplied to be logits.
+        monotonic: Whether an angle that the margins bring beyond pi goes on to lower the logit.
+        label_smoothing: How much of a target is spread over all classes that take part, from 0 to 1.
+        ignore_index: Targets that count for nothing.
+        reduction: "mean", "sum" or "none".
+        sample_rate: The share of the other centers that take part in a training step, above 0 and at most 1.
+        seed: Another one for another sequence of samples.
+        sparse: Whether the centers' gradient is a sparse tensor of those that took part.
+        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+            logits, 128 at least.
+        device: Where the centers are.
+        dtype: Their type.
+        group: The ranks; the current model-parallel group by default.
+
+    Attributes:
+        weight: This rank's centers, of shape (local classes, in_features), of any length.
+
+    Raises:
+        ConfigError: An option is out of its range, or ``sparse`` comes without a sample.
+
+    Example:
+        >>> head = MarginCrossEntropy(16, 1000, sample_rate=0.1)
+        >>> head(torch.randn(4, 16), torch.tensor([0, 7, 7, 999])).backward()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        m1: float = 1.0,
+        m2: float = 0.5,
+        m3: float = 0.0,
+        scale: float = 64.0,
+        monotonic: bool = True,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        sample_rate: float = 1.0,
+        seed: int = 0,
+        sparse: bool = False,
+        chunk_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__()
+        for name, value in [("in_features", in_features), ("num_classes", num_classes)]:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"{name} is a number, 1 or more, got {value!r}"
+                raise ConfigError(msg)
+        MarginKind(m1, m2, m3, scale, monotonic, sparse)
+        check_options(reduction, label_smoothing, 0.0)
+        check_sample_rate(sample_rate)
+        read_chunk_rows(chunk_rows, 1)
+        if sparse and sample_rate == 1:
+            msg = "sparse=True is for sampled centers: give a sample_rate below 1, or leave it out"
+            raise ConfigError(msg)
+        self.in_features, self.num_classes = in_features, num_classes
+        self.m1, self.m2, self.m3, self.scale, self.monotonic = m1, m2, m3, scale, monotonic
+        self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
+        self.sample_rate, self.seed, self.sparse = sample_rate, seed, sparse
+        self.chunk_rows = chunk_rows
+        self.group = as_group(group)
+        self.dim = -1
+        self.splits = {"weight": Split.even(0, num_classes, self.group.size)}
+        shape = self.splits["weight"].local_shape((num_classes, in_features), self.group.rank)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.mark_parameters()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw centers from a normal distribution; their directions are what counts.
+
+        Collectives: broadcasts of a generator's state.
+        """
+        init_shard_(nn.init.normal_, self.weight, self.splits["weight"], self.group, {"std": 0.01})
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            input: Features of shape (..., in_features), the same on all ranks.
+            target: Classes, of shape (...), the same on all ranks.
+
+        Returns:
+            A scalar, or with the reduction "none" a tensor of the target's shape.
+
+        Raises:
+            ConfigError: Shapes or types contradict each other.
+            OutOfRangeError: A target is none of the classes; on every rank.
+            DisagreementError: Ranks have different targets.
+        """
+        self.refuse_norms()
+        sampled = self.draw_sample() if self.training and self.sample_rate < 1 else None
+        return parallel_margin_cross_entropy(
+            input,
+            self.weight,
+            target,
+            m1=self.m1,
+            m2=self.m2,
+            m3=self.m3,
+            scale=self.scale,
+            monotonic=self.monotonic,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            num_classes=self.num_classes,
+            sampled=sampled,
+            sparse=self.sparse and sampled is not None,
+            chunk_rows=self.chunk_rows,
+            group=self.group,
+            layer=self,
+        )
+
+    def draw_sample(self) -> Tensor:
+        """Return the next sample of this rank's classes, as sorted indices into its shard, (sampled,)."""
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        return sample_classes(
+            self.num_classes,
+            self.sample_rate,
+            drawn + self.seed,
+            device=self.weight.device,
+            group=self.group,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what the layer was made with."""
+        described = (
+            f"in_features={self.in_features}, num_classes={self.num_classes}, m1={self.m1}, m2={self.m2}, "
+            f"m3={self.m3}, scale={self.scale}"
+        )
+        if self.sample_rate < 1:
+            described += f", sample_rate={self.sample_rate}" + (", sparse=True" if self.sparse else "")
+        return described

@@ -1,0 +1,379 @@
+"""Softmax over classes that are split over ranks: the loss of a row, its parts, their one exchange."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tp_core.errors import DisagreementError
+
+from tp_shard._groups import _debug
+from tp_shard._groups._comm import all_gather_flat
+from tp_shard._groups._group import Group
+from tp_shard._split import bounds
+from tp_shard.errors import OutOfRangeError
+
+# -- What makes the loss of a row, and the targets of some rows as one rank sees them -------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossOptions:
+    """What makes the loss of a row.
+
+    Attributes:
+        num_classes: Over all ranks.
+        weight: A factor for each class, of shape (num_classes,), in the type that is computed in.
+        ignore_index: Targets that count for nothing.
+        label_smoothing: How much of a target is spread over all classes.
+        reduction: "mean", "sum" or "none".
+        z_loss: The factor of the squared logarithm of the softmax's denominator.
+        group: Who holds the logits together.
+        layer: Who communicates, for messages.
+        sampled: Which of this rank's classes have logits, as sorted indices into its shard; ``None``
+            for all of them. Every target of a class of this rank is among them.
+        num_sampled: How many have logits over all ranks; read where ``sampled`` is given and labels are
+            smoothed.
+    """
+
+    num_classes: int
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    z_loss: float
+    group: Group
+    layer: Any
+    sampled: Tensor | None = None
+    num_sampled: int = 0
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where this rank's classes begin and end."""
+        return bounds(self.num_classes, self.group.size, self.group.rank)
+
+    @property
+    def local_weight(self) -> Tensor | None:
+        """The factors of this rank's classes."""
+        start, stop = self.bounds
+        return None if self.weight is None else self.weight[start:stop]
+
+    @property
+    def spread(self) -> float:
+        """How much of a target goes to each class that has a logit."""
+        if self.label_smoothing == 0:
+            return 0.0
+        return self.label_smoothing / (self.num_classes if self.sampled is None else self.num_sampled)
+
+    @property
+    def columns(self) -> int:
+        """How many numbers per row travel."""
+        return 4 if self.label_smoothing > 0 else 3
+
+
+class Rows:
+    """The targets of some rows, as one rank sees them. All tensors have shape (rows,).
+
+    Attributes:
+        target: The classes.
+        valid: Which rows count.
+        mine: Which targets are classes of this rank.
+        index: Where they are among this rank's logits, 0 for others.
+        factor: The weight of the target's class, 0 for rows that do not count.
+    """
+
+    __slots__ = ("factor", "index", "mine", "target", "valid")
+
+    def __init__(self, target: Tensor, options: LossOptions, dtype: torch.dtype) -> None:
+        start, stop = options.bounds
+        self.target = target
+        self.valid = target != options.ignore_index
+        self.mine = self.valid & (target >= start) & (target < stop)
+        index = target - start
+        if options.sampled is not None:
+            index = torch.searchsorted(options.sampled, index)
+        self.index = torch.where(self.mine, index, 0)
+        if options.weight is None:
+            self.factor = self.valid.to(dtype)
+        else:
+            safe = torch.where(self.valid, target, 0).clamp_(0, options.num_classes - 1)
+            self.factor = torch.where(self.valid, options.weight[safe], 0)
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Return some of the rows, as views."""
+        rows = Rows.__new__(Rows)
+        for name in self.__slots__:
+            setattr(rows, name, getattr(self, name)[start:stop])
+        return rows
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a loss of logits of ``dtype`` is computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def returned_in(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the loss: the logits', as torch's own loss has it, and under autocast ``dtype``."""
+    return dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+
+
+# -- The one exchange of a loss over class shards, which carries the check of its targets along ---
+
+
+_HEADER = 3  # numbers before the rows: a wrong target or none, the number of classes, the targets' sum
+_EXACT = 1 << 23  # integers below it are exact in float32
+_OUT_OF_RANGE = float(1 << 24)
+
+
+def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
+    """Return what all ranks found, of shape (ranks, rows, columns).
+
+    Targets are checked before anything is sent, and what the check found travels along: a rank
+    that alone has a wrong target ends no other in a wait.
+
+    Raises:
+        OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
+            it is torch's own assertion.
+        DisagreementError: Ranks have other targets, or another number of classes.
+
+    Collectives: one all-gather.
+    """
+    group = options.group
+    # Asking for numbers would make an accelerator wait, and break a compiled graph in two.
+    has_values = not hasattr(found, "fake_mode")
+    can_ask = found.device.type == "cpu" and has_values and not torch.compiler.is_compiling()
+    header = _check_targets(rows, options) if can_ask else [0.0] * _HEADER
+    if not can_ask:
+        wrong = rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))
+        # Private: torch has no public assertion that does not wait. Tests of compiled losses notice its loss.
+        torch._assert_async(~wrong.any(), "a target is none of the classes")  # type: ignore[no-untyped-call,unused-ignore]  # torch leaves it so
+    if group.size == 1:
+        _refuse_wrong([header], options)
+        return found.unsqueeze(0)
+    if _debug.state.enabled:
+        _debug.check("all_gather", found, group, options.layer or "the loss")
+    mine = torch.cat([found.new_tensor(header), found.view(-1)])
+    everyones = mine.new_empty(group.size, mine.numel())
+    all_gather_flat(everyones, mine, group)
+    if can_ask:
+        _refuse_wrong(everyones[:, :_HEADER].tolist(), options)
+    return everyones[:, _HEADER:].view(group.size, *found.shape)
+
+
+def _check_targets(rows: Rows, options: LossOptions) -> list[float]:
+    wrong = 0.0
+    if rows.target.numel():
+        low, high = (int(t) for t in torch.aminmax(rows.target))
+        if low < 0 or high >= options.num_classes:
+            bad = rows.target[rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))]
+            wrong = max(-_OUT_OF_RANGE, min(_OUT_OF_RANGE, float(bad[0]) * 2 + 1)) if bad.numel() else 0.0
+    places = torch.arange(1, rows.target.numel() + 1)  # so that another order gives another sum
+    total = float(int(rows.target.dot(places)) % _EXACT)
+    return [wrong, float(options.num_classes % _EXACT), total]
+
+
+def _refuse_wrong(headers: list[list[float]], options: LossOptions) -> None:
+    classes = [int(h[1]) for h in headers]
+    if len(set(classes)) > 1:
+        msg = (
+            f"ranks count different numbers of classes: {classes}, by rank; where class shards are uneven, "
+            "or the mark that carries their number was lost, say num_classes="
+        )
+        raise DisagreementError(msg)
+    for rank, (wrong, _, _) in enumerate(headers):
+        if wrong:
+            target = f"target {int((wrong - 1) / 2)}" if abs(wrong) < _OUT_OF_RANGE else "a target"
+            msg = (
+                f"{target} on rank {rank} is not one of {options.num_classes} classes, 0 to "
+                f"{options.num_classes - 1}, nor ignore_index={options.ignore_index}"
+            )
+            raise OutOfRangeError(msg)
+    sums = [h[2] for h in headers]
+    if len(set(sums)) > 1:
+        msg = (
+            "ranks that hold the classes together have different targets; each of them needs the same "
+            "rows: gather the batch and its targets first (ts.distributed.gather_batch)"
+        )
+        raise DisagreementError(msg)
+
+
+# -- Rows of logits whose classes are split over ranks: what each rank finds, and what they find together
+# The idea is that of the vocabulary-parallel loss of Megatron-LM (Shoeybi et al., "Megatron-LM:
+# Training Multi-Billion Parameter Language Models Using Model Parallelism", arXiv:1909.08053): logits
+# stay where they are, and a few numbers per row travel. Here they travel at once, as in a softmax
+# that is computed online: each rank sends its own maximum and its sum below that maximum.
+
+
+_CPU_BLOCK = 1 << 17  # elements: half a megabyte in float32 stays in a core's cache
+_DEVICE_BLOCK = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """What the ranks found together, one number per row.
+
+    Attributes:
+        lse: The logarithm of the softmax's denominator.
+        loss: The loss before reduction.
+        softmax_factor: By what the softmax is multiplied in the loss's gradient.
+        target_factor: What is subtracted from it at the target.
+    """
+
+    lse: Tensor
+    loss: Tensor
+    softmax_factor: Tensor
+    target_factor: Tensor
+
+
+def block_rows(width: int, device: torch.device) -> int:
+    """Return how many rows of logits or centers are worth several passes together."""
+    size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
+    return max(1, size // max(1, width))
+
+
+def measure(
+    logits: Tensor, rows: Rows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
+) -> Tensor:
+    """Return what this rank finds in its logits, to be exchanged.
+
+    Args:
+        logits: Of shape (rows, local classes).
+        rows: Their targets.
+        options: What is computed.
+        dtype: The type that is computed in.
+        keep: Where ``exp(z - maximum)`` is kept, of the logits' shape and of type ``dtype``; it may be
+            ``logits`` itself. ``None`` if it is not needed any more.
+
+    Returns:
+        A tensor of shape (rows, 3 or 4): the maximum, the sum of the exponentials below it, the
+        target's logit or 0, and with label smoothing the weighted sum of the logits.
+    """
+    n, classes = logits.shape
+    found = torch.zeros(n, options.columns, dtype=dtype, device=logits.device)
+    if classes == 0 or n == 0:
+        found[:, 0] = float("-inf")
+        return found
+    weight = options.local_weight
+    found[:, 2] = torch.where(rows.mine, logits.gather(1, rows.index.unsqueeze(1)).squeeze(1).to(dtype), 0)
+    lowest = torch.finfo(dtype).min
+    step = block_rows(classes, logits.device)
+    parts = torch.split(logits, step)
+    if keep is None:
+        targets = (torch.empty(parts[0].shape, dtype=dtype, device=logits.device),) * len(parts)
+    else:
+        targets = torch.split(keep, step)
+    columns = (torch.split(column, step) for column in torch.split(found, 1, 1))
+    for block, target, maximum, total, _, *sums in zip(parts, targets, *columns, strict=True):
+        exponentials = target if keep is not None else target[: block.size(0)]
+        if block.dtype != dtype:
+            block = exponentials.copy_(block)  # noqa: PLW2901 - the same numbers
+        if sums:
+            sums[0].copy_(block.sum(-1, keepdim=True) if weight is None else (block @ weight).unsqueeze(1))
+        torch.amax(block, -1, keepdim=True, out=maximum)
+        # A row of which all classes are excluded has no maximum to subtract.
+        torch.sub(block, maximum.clamp_min(lowest), out=exponentials).exp_()
+        torch.sum(exponentials, -1, keepdim=True, out=total)
+    return found
+
+
+def merge(everyones: Tensor, rows: Rows, options: LossOptions) -> Merged:
+    """Put together what the ranks found, by log-sum-exp.
+
+    Args:
+        everyones: Of shape (ranks, rows, columns).
+        rows: The targets.
+        options: What is computed.
+    """
+    maximum = everyones[..., 0].amax(0)
+    below = (everyones[..., 0] - maximum).exp_()  # (ranks, rows)
+    lse = (below * everyones[..., 1]).sum(0).log_().add_(maximum)
+    smoothing = options.label_smoothing
+    target_factor = rows.factor * (1 - smoothing)
+    loss = target_factor * torch.where(rows.valid, lse - everyones[..., 2].sum(0), 0)
+    softmax_factor = target_factor
+    if smoothing > 0:
+        spread = options.spread
+        total = smoothing if options.weight is None else spread * options.weight.sum()
+        terms = total * lse - spread * everyones[..., 3].sum(0)
+        loss = loss + torch.where(rows.valid, terms, 0)
+        softmax_factor = softmax_factor + total * rows.valid.to(loss.dtype)
+    if options.z_loss:
+        loss = loss + options.z_loss * torch.where(rows.valid, lse * lse, 0)
+        softmax_factor = softmax_factor + torch.where(rows.valid, 2 * options.z_loss * lse, 0)
+    return Merged(lse, loss, softmax_factor, target_factor)
+
+
+def fill_gradient(
+    out: Tensor,
+    logits: Tensor,
+    maximum: Tensor | None,
+    merged: tuple[Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    grad: Tensor,
+    options: LossOptions,
+) -> None:
+    """Write the gradient of some rows of logits.
+
+    Args:
+        out: Where to, of shape (rows, local classes); it may be ``logits`` itself.
+        logits: The logits; or, where ``maximum`` is given, what :func:`measure` made of them.
+        maximum: This rank's maximum of each row, if they were overwritten.
+        merged: ``lse``, ``softmax_factor`` and ``target_factor`` of :class:`Merged`.
+        rows: ``index`` and ``mine`` of :class:`Rows`.
+        grad: The gradient of each row's loss, 0 for rows that do not count.
+        options: What is computed.
+    """
+    lse, softmax_factor, target_factor = merged
+    index, mine = rows
+    n, classes = logits.shape
+    if n == 0 or classes == 0:
+        return
+    dtype = grad.dtype
+    factor = softmax_factor * grad
+    if maximum is not None:
+        factor = factor * (maximum - lse).exp_()
+    at_target = torch.where(mine, -target_factor * grad, 0).unsqueeze(1)
+    weight = options.local_weight
+    if maximum is not None and out.dtype == dtype and options.label_smoothing == 0:  # a single pass
+        torch.mul(logits, factor.unsqueeze(1), out=out).scatter_add_(1, index.unsqueeze(1), at_target)
+        return
+    spread = (grad * options.spread).unsqueeze(1)
+    scratch: Tensor | None = None
+    step = block_rows(classes, logits.device)
+    for a in range(0, n, step):
+        b = min(n, a + step)
+        target = out[a:b]
+        if out.dtype != dtype:
+            if scratch is None:
+                scratch = torch.empty(target.shape, dtype=dtype, device=out.device)
+            target = scratch[: b - a]
+        rows_factor = factor[a:b].unsqueeze(1)
+        if maximum is not None:
+            torch.mul(logits[a:b], rows_factor, out=target)
+        else:
+            block = logits[a:b]
+            if block.dtype != dtype:
+                block = target.copy_(block)
+            torch.sub(block, lse[a:b].unsqueeze(1), out=target).exp_().mul_(rows_factor)
+        if options.label_smoothing > 0:
+            if weight is None:
+                target.sub_(spread[a:b])
+            else:
+                target.addcmul_(spread[a:b], weight.unsqueeze(0), value=-1)
+        target.scatter_add_(1, index[a:b].unsqueeze(1), at_target[a:b])
+        if target.dtype != out.dtype:
+            out[a:b].copy_(target)
+
+
+def reduce_rows(loss: Tensor, factor: Tensor, reduction: str) -> Tensor:
+    """Return the loss of all rows: their mean weighted by ``factor``, their sum, or each of them."""
+    if reduction == "none":
+        return loss
+    return loss.sum() / factor.sum() if reduction == "mean" else loss.sum()
+
+
+def per_row(grad: Tensor, valid: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of each row's loss, 0 for rows that do not count."""
+    grad = grad.to(dtype)
+    if denominator is not None:
+        grad = grad / denominator
+    return torch.where(valid, grad, 0)
