@@ -1,13 +1,18 @@
 """Loggers by name: where they come from, and what a wrong name is told."""
 
 import importlib.util
+import re
+from argparse import Namespace
+from dataclasses import dataclass
 
 import pytest
+import torch
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import LoggerFactory, PluginRegistry
 from tp_trainer import loggers
+from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger
-from tp_trainer.loggers._facts import environment, mask_secrets, versions
+from tp_trainer.loggers._facts import environment, versions
 from tp_trainer.loggers._named import make_loggers
 
 PLUGINS = PluginRegistry(environ={})
@@ -103,6 +108,16 @@ def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
         "--db.password",
         "a4",
         "--secretKey=a5",
+        "--apikey=a6",
+        "--set=hf_token=a7,lr=1",
+        "postgres://user:a8@host/db",
+        "https://a9@github.com/x?access_token=a10&page=2",
+        "--header=Authorization: Bearer a11",
+        '--json={"token": "a12", "lr": 1}',
+        "--api-keys",
+        "a13",
+        "a14",
+        "--connect=host=x password='a15 a16' port=1",
     ]
     plain = [
         "--max_tokens=5",
@@ -112,15 +127,58 @@ def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
         "--pad_token=<pad>",
         "--lr=0.1",
         "monkey=1",
+        "--num_keys=3",
+        "--image_key=jpg",
+        "--keyboard=us",
+        "--hotkey=x",
+        "--url=http://host:80/x",
+        "git@github.com:x/y.git",
     ]
     monkeypatch.setattr("sys.argv", [*words, *plain])
     command = environment({})["command"]
-    assert not [secret for secret in ("a1", "a2", "a3", "a4", "a5") if secret in command]
+    assert not re.search(r"\ba\d", command), command
+    assert "https://***@github.com/x?access_token=***&page=2" in command
     assert command.endswith(" ".join(plain))
-    values = {"wandb_api_key": "a", "db": [{"password": "b", "port": 1}], "num_token": 3, "tokenizer": "bpe"}
+
+
+def test_secrets_in_hyperparameters_are_masked_however_deep_they_are():
+    @dataclass
+    class Hub:
+        token: str = "a"
+        port: int = 1
+
+    values = {
+        "wandb_api_key": "a",
+        "db": [{"password": "b", "pin_password": 1234, "port": 1}],
+        "hub": Hub(),
+        "arguments": Namespace(api_token="c", tokenizer="bpe"),
+        "secrets": {"first": "d"},
+        "url": "s3://user:e@bucket",
+        "text": "Hub(token='f')",
+        "num_token": 3,
+        "max_tokens": "8",
+        "dtype": torch.float32,
+    }
     assert mask_secrets(values) == {
         "wandb_api_key": "***",
-        "db": [{"password": "***", "port": 1}],
+        "db": [{"password": "***", "pin_password": "***", "port": 1}],
+        "hub": {"token": "***", "port": 1},
+        "arguments": {"api_token": "***", "tokenizer": "bpe"},
+        "secrets": {"first": "***"},
+        "url": "s3://user:***@bucket",
+        "text": "Hub(token='***')",
         "num_token": 3,
-        "tokenizer": "bpe",
+        "max_tokens": "8",
+        "dtype": torch.float32,
     }
+
+
+SECRET = """token hf_token HF_TOKEN apiKey openai_api_key sshkey pwd key keys image_api_key label_studio_token
+    aws_secret_access_key password client_secret_id api_tokens APIKey2 passphrase"""
+PLAIN = """tokenizer max_tokens n_tokens monkey keyboard num_keys key_dim pad_token eos_token image_key
+    sort_key secretary new_token hidden query_key_value hotkey tokens max_key"""
+
+
+def test_a_name_says_what_is_a_secret():
+    assert [name for name in SECRET.split() if mask_secrets("x", name) != "***"] == []
+    assert [name for name in PLAIN.split() if mask_secrets("x", name) != "x"] == []

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tp_core.internal import write_atomically
+
 from tp_runner._workers._fleet import Timing
 
 __all__ = ["RunnerStats", "StageStats", "StatsCollector", "WorkerStats"]
@@ -208,7 +210,12 @@ class StatsCollector:
                     "args": {"items": n_items},
                 }
             )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        write_atomically(lambda part: _write(part, text), path)
+
+
+def _write(part: Path, text: str) -> None:
+    part.write_text(text)
 
 
 def _bars(shares: list[float]) -> str:

@@ -44,8 +44,8 @@ def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[
         try:
             with showing_system_errors(path):
                 yield part
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -55,24 +55,38 @@ def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[
 
 @contextmanager
 def showing_system_errors(path: Path) -> Iterator[None]:
-    """Raise the system's error, with its file, where torch has raised one of its own after it.
+    """Raise the system's error, with its file, where a library has raised one of its own after it.
 
     The archive of ``torch.save`` cannot be ended on a full disk: then a ``RuntimeError`` that speaks of
-    positions follows the ``OSError``, and only sometimes is that the one which comes out.
+    positions follows the ``OSError``, and only sometimes is that the one which comes out. safetensors has an
+    exception of its own, whose text alone has the number: "File too large (os error 27)".
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
+    except Exception as error:
+        found = _system_error(error)
+        if found is None:
+            raise
+        if found.errno is not None and found.filename is None:
+            found.filename = os.fspath(path)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _system_error(error: Exception) -> OSError | None:
+    """Return the error of the system that an exception is, or stands for in torch's or safetensors' words.
+
+    No other exception is looked into: what is written may come from a user's data, whose errors are theirs.
+    """
+    cause: BaseException | None = error
+    if re.search("inline_container|PytorchStreamWriter", str(error)):
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        if cause.errno is not None and cause.filename is None:
-            cause.filename = os.fspath(path)
-        if cause is error:
-            raise
-        raise cause from error
+    elif type(error).__name__ == "SafetensorError":
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+    return cause if isinstance(cause, OSError) else None
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,6 +6,10 @@ nobody's. The lock belongs to the open file, which forked copies of the process 
 once (a data loader's worker may outlive a process that was killed, and must not keep the folder from the run
 that is started next), and programs that are executed never get it.
 
+Where a file system has no locks, a second file stands there as long as the place has an owner. One that a
+dead process of this host has left is taken over, by its number and the time of its start; one of another
+host may be alive, and is left alone.
+
 What is written at once, into a part that is renamed, needs no lock: see :func:`write_atomically`.
 """
 
@@ -21,9 +25,12 @@ import time
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from tp_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from filelock import SoftFileLock
 
 __all__ = ["Ownership", "lock_file_of", "run_in"]
 
@@ -33,7 +40,7 @@ GRACE_S = 3.0  # a process that was killed takes a moment to give its memory bac
 _INTERVAL_S = 0.05
 
 _held: dict[int, "Ownership"] = {}  # by descriptor, of this process
-_forking = threading.Lock()
+_forking = threading.RLock()  # a signal's handler may fork within a block of its thread
 
 
 class Ownership:
@@ -42,7 +49,9 @@ class Ownership:
     Args:
         place: A folder, which is made if it is not there, or a file, whose folder is there.
         is_folder: Whether it is a folder. Its lock is the file ".lock" in it, that of a file is beside it.
-        run: What the lock file says of the run that writes to the place. It is left there then.
+        run: What the lock file says of the run that writes to the place; a part of the same run in this
+            process takes over from one that was never closed.
+        leaves_file: Whether the lock file stays, for others to read the run.
         grace_s: How long to wait for an owner that ends; 3 seconds by default.
 
     Raises:
@@ -51,13 +60,22 @@ class Ownership:
     """
 
     def __init__(
-        self, place: Path, *, is_folder: bool = False, run: str | None = None, grace_s: float | None = None
+        self,
+        place: Path,
+        *,
+        is_folder: bool = False,
+        run: str | None = None,
+        leaves_file: bool = False,
+        grace_s: float | None = None,
     ) -> None:
-        self._place, self._is_folder, self._run = place, is_folder, run
+        self._place, self._is_folder = place, is_folder
+        self._run, self._leaves_file = run, leaves_file
         self._grace_s = grace_s
         self._file = lock_file_of(place, is_folder=is_folder)
+        self._marker_file = self._file.with_name(f"{self._file.name}.owner")
         self._pid = os.getpid()
         self._descriptor: int | None = None
+        self._marker: SoftFileLock | None = None
         _close_in_forked_copies()
         self._acquire()
 
@@ -68,16 +86,15 @@ class Ownership:
         self.release()
 
     def is_held(self) -> bool:
-        """Whether the lock file is still the one that was locked: people delete folders."""
-        if self._descriptor is None:
-            return self._file.parent.is_dir()
-        return _is_at(self._descriptor, self._file)
+        """Whether the lock file is still the one that was locked: people delete folders, and fork."""
+        descriptor = self._descriptor
+        return descriptor is not None and _is_at(descriptor, self._file)
 
     def release(self) -> None:
         """Release the place for others; calling it again does nothing."""
-        if self._descriptor is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        if self._run is None and self.is_held():
+        if not self._leaves_file and self.is_held():
             with contextlib.suppress(OSError):  # it says nothing to others, and Windows deletes no open file
                 self._file.unlink()
         self._close()
@@ -99,6 +116,10 @@ class Ownership:
             except OSError as error:
                 msg = f"{self._place} cannot be made, or is no folder: {error.strerror}"
                 raise OSError(error.errno, msg) from None
+        elif not self._file.parent.is_dir():
+            msg = f"there is no folder {self._file.parent} in which {self._place.name} could be written"
+            raise FileNotFoundError(errno.ENOENT, msg)
+        self._pid = os.getpid()
         deadline = time.monotonic() + (GRACE_S if self._grace_s is None else self._grace_s)
         while not self._try():
             if time.monotonic() > deadline:
@@ -107,54 +128,70 @@ class Ownership:
 
     def _refusal(self) -> str:
         kind = "folder" if self._is_folder else "file"
+        lock = self._marker_file if self._marker_file.exists() else self._file
         return (
             f"{self._place} is in use: {_holder(self._file)}. It belongs to one run at a time: wait for the "
             f"end of that run, or give another {kind}. Only if it was lost together with its host, delete "
-            f"{self._file}"
+            f"{lock}"
         )
 
     def _try(self) -> bool:
-        """Try once to get the lock; where the file system has none, say so and count it as got."""
+        """Try once to get the lock, and say in its file who has it."""
         from filelock import lock_descriptor  # 9 ms, which importing tp_core need not take
 
         with _forking:
             descriptor = self._descriptor = _open(self._file)
             _held[descriptor] = self
         try:
-            if not lock_descriptor(descriptor, blocking=False):
-                self._close()
-                for other in _held_at(self._file):
-                    if self._run is not None and other._run == self._run:
-                        other._close()  # an earlier part of the same run was never closed
-                return False
-        except OSError as error:
-            self._close()
-            self._file.unlink(missing_ok=True)
-            log.warning(
-                "the file system of %s has no locks (%s): a second run that writes there will not be noticed",
-                self._place,
-                error,
-            )
-            return True
-        try:
-            if not _is_at(descriptor, self._file):  # whoever had it has deleted it since
-                self._close()
-                return False
-            owner = {"pid": self._pid, "host": socket.gethostname(), "since": _now(), "run": self._run}
-            os.ftruncate(descriptor, 0)
-            # The first byte is the one that Windows locks: nobody else can read it there.
-            os.write(descriptor, b" " + json.dumps(owner).encode())
-        except OSError:  # a full disk
+            try:
+                is_locked = lock_descriptor(descriptor, blocking=False)
+            except OSError as error:
+                is_locked = self._try_marker(error)
+            # Whoever had it may have deleted it since: then it is nobody's, and another file is there.
+            if is_locked and _is_at(descriptor, self._file):
+                owner = {"pid": self._pid, "host": socket.gethostname(), "since": _now(), "run": self._run}
+                os.ftruncate(descriptor, 0)
+                # The first byte is the one that Windows locks: nobody else can read it there.
+                os.write(descriptor, b" " + json.dumps(owner).encode())
+                return True
+        except BaseException:  # a full disk, or Ctrl-C
             self._close()
             raise
+        self._close()
+        if not is_locked and self._run is not None:
+            for other in _held_at(self._file):
+                if other._run == self._run:
+                    other._close()
+        return False
+
+    def _try_marker(self, reason: OSError) -> bool:
+        """Try once to get the place where the file system has no locks, by a file that exists meanwhile."""
+        from filelock import SoftFileLock, Timeout
+
+        marker = SoftFileLock(self._marker_file, timeout=0, thread_local=False)
+        try:
+            marker.acquire()
+        except Timeout:
+            return False
+        self._marker = marker
+        log.warning(
+            "the file system of %s has no locks (%s): %s says who writes there; if another host has left it "
+            "and died, delete it",
+            self._place,
+            reason,
+            self._marker_file,
+        )
         return True
 
     def _close(self) -> None:
-        if self._descriptor is not None:
-            with _forking:
-                _held.pop(self._descriptor, None)
-                os.close(self._descriptor)
-            self._descriptor = None
+        with _forking:
+            descriptor, self._descriptor = self._descriptor, None
+            marker, self._marker = self._marker, None
+            if descriptor is not None:
+                _held.pop(descriptor, None)
+                os.close(descriptor)
+        if marker is not None:
+            marker.release()
 
 
 def lock_file_of(place: Path, *, is_folder: bool = False) -> Path:
@@ -245,6 +282,7 @@ def _close_in_forked_copies() -> None:
 
 def _after_in_child() -> None:
     _forking.release()
-    for descriptor in _held:
+    for descriptor, owner in _held.items():
         os.close(descriptor)  # without unlocking: the lock is that of the parent
+        owner._descriptor = None  # the number is soon that of another file
     _held.clear()

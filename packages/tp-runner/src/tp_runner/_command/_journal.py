@@ -89,10 +89,13 @@ class Journal:
             self._fd = os.dup(1)
             return self
         with saving(self._path):
-            if self._path.exists():
+            self._fd = self._open()
+            try:
                 self._read_back()
+            except BaseException:
+                os.close(self._fd)
+                raise
             self.n_before = len(self._done)
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,9 +117,16 @@ class Journal:
                 else:
                     self.n_again += 1
                 end += len(text)
-        os.truncate(self._path, end)
+        os.truncate(self._fd, end)
         if self.n_again:
             self._keep(lambda line: line.is_done)
+            os.close(self._fd)
+            self._fd = self._open()  # another file has the name now
+
+    def _open(self) -> int:
+        """Open the file to append to it, and no link, which a stranger may have put there."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        return os.open(self._path, flags, 0o666)
 
     def _keep(self, is_kept: Callable[[_Line], bool]) -> None:
         """Leave only some lines in the file, in one step."""

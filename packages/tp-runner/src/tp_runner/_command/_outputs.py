@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import sync_folder, write_atomically
+from tp_core.internal import showing_system_errors, sync_folder, write_atomically
 
 from tp_runner._command._readers import import_extra
 
@@ -21,7 +21,7 @@ _WRITTEN = {".csv", ".parquet"}
 def journal_of(output: Path) -> Path:
     """Return where results are kept line by line: the output itself, or a hidden file beside or in it."""
     if str(output) == "-" or output.suffix in {".jsonl", ".ndjson"}:
-        return output
+        return Path(os.path.realpath(output)) if output.is_symlink() else output  # a link that the user made
     if is_folder(output):
         return output / ".tp-run.jsonl"
     if output.suffix in _WRITTEN:
@@ -126,7 +126,8 @@ def _save(picture: Any, folder: Path, source: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by write_atomically, which looks through the folder each time: here it has all results.
     kept = path.with_name(f".{path.name}.kept")
-    with kept.open("wb") as file:
+    kept.unlink(missing_ok=True)  # left by a process that was killed, or a link that somebody made
+    with showing_system_errors(path), kept.open("xb") as file:
         picture.save(file, format="PNG")
         file.flush()
         os.fsync(file.fileno())

@@ -81,8 +81,8 @@ def own_place(session: Session, path: str | os.PathLike[str]) -> Iterator[None]:
             raise OSError(error.errno, msg) from None
         owned.append(Ownership(Path(path).absolute()))
 
-    write_on_main(session, path, probe)
     try:
+        write_on_main(session, path, probe)
         yield
     finally:
         for ownership in owned:
@@ -111,7 +111,7 @@ def export_model(
     """Write the weights of a prepared model as safetensors files, tensor by tensor; called on every rank.
 
     Raises:
-        ConfigError: There are several files, and ``path`` does not end in ".safetensors", or another process
+        ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or another process
             writes there; on every rank.
         OSError: A file cannot be written; on every rank.
         StateError: The state holds something that is not a tensor, or of a type that such files lack; on
@@ -135,7 +135,8 @@ def export_model(
     failure: OSError | ConfigError | None = None
     if session.is_main:
         try:
-            write_files(path, files, state, streams)
+            with Ownership(path.absolute()):
+                write_files(path, files, state, streams)
         except (OSError, ConfigError) as error:
             failure = error
     for tensors in streams:

@@ -7,7 +7,7 @@ tensors, little end first. The format's own library writes what is in memory all
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership, atomic_part, write_atomically
+from tp_core.internal import atomic_part, write_atomically
 from tp_core.state import StoredTensors, TensorInfo, fill_from_whole
 
 __all__ = [
@@ -123,6 +123,8 @@ def write_files(
 ) -> list[Path]:
     """Write weights into their files, and an index of several; what was there is replaced in the end.
 
+    The caller owns ``path``: files of two processes would stand beside one another.
+
     Args:
         path: The one file, or the name that several are named after.
         files: What :func:`split_over_files` returned.
@@ -133,27 +135,24 @@ def write_files(
         The files, the index last.
 
     Raises:
-        ConfigError: Another process writes several files of that name.
         OSError: The disk is full, or writing is not allowed.
     """
     several = len(files) > 1
     index = path.with_name(path.stem + INDEX_SUFFIX)
-    # One file is replaced in one step. Of several, those of two processes could stand beside one another.
-    with Ownership(path.absolute()) if several else nullcontext():
-        with ExitStack() as parts:
-            for (file, names), tensors in zip(files.items(), streams, strict=True):
-                part = parts.enter_context(atomic_part(file))
-                write_weights({name: infos[name] for name in names}, tensors, part)
-            if several:  # who is killed from here on leaves files without an index, and no mixture
-                index.unlink(missing_ok=True)
-        if not several:
-            return list(files)
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in infos.values())
-        weight_map = {name: file.name for file, names in files.items() for name in names}
-        text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
-        write_atomically(partial(_write_text, text), index)
-        path.unlink(missing_ok=True)  # readers would take an older one before the index
-        return [*files, index]
+    with ExitStack() as parts:
+        for (file, names), tensors in zip(files.items(), streams, strict=True):
+            part = parts.enter_context(atomic_part(file))
+            write_weights({name: infos[name] for name in names}, tensors, part)
+        if several:  # who is killed from here on leaves files without an index, and no mixture
+            index.unlink(missing_ok=True)
+    if not several:
+        return list(files)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in infos.values())
+    weight_map = {name: file.name for file, names in files.items() for name in names}
+    text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
+    write_atomically(partial(_write_text, text), index)
+    path.unlink(missing_ok=True)  # readers would take an older one before the index
+    return [*files, index]
 
 
 def _write_text(text: str, part: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 from tp_core.errors import ConfigError
+from tp_core.internal import Ownership
 
 from tp_trainer._convert._models import find_checkpoint, open_model, write_model
 from tp_trainer._memory._sizes import parse_nbytes
@@ -64,14 +65,15 @@ def _convert(
     path = find_checkpoint(source, step=step, best=best, mode=mode)
     stored = open_model(path, name=model)
     patterns = (f"{place.stem}.safetensors*", f"{place.stem}-*-of-*.safetensors")
-    there = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
-    if there and not overwrite:
-        msg = f"{there[0]} is there already; --overwrite replaces it"
-        raise ConfigError(msg)
     place.parent.mkdir(parents=True, exist_ok=True)
-    files = write_model(stored, place, max_file_nbytes=limit)
-    for old in set(there) - set(files):  # readers would take them for part of the new ones
-        old.unlink(missing_ok=True)
+    with Ownership(place.absolute()):
+        there = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
+        if there and not overwrite:
+            msg = f"{there[0]} is there already; --overwrite replaces it"
+            raise ConfigError(msg)
+        files = write_model(stored, place, max_file_nbytes=limit)
+        for old in set(there) - set(files):  # readers would take them for part of the new ones
+            old.unlink(missing_ok=True)
     if as_json:
         report = {"checkpoint": str(path), "files": [str(file) for file in files]}
         typer.echo(json.dumps(report, indent=2))

@@ -125,7 +125,7 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
 def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None = None) -> list[Path]:
     """Write the weights of a model; in memory there is the largest tensor, and little more.
 
-    A crash leaves what was at ``out`` as it was.
+    A crash leaves what was at ``out`` as it was. The caller owns ``out``.
 
     Args:
         stored: The tensors, with "model." before the names of those that are written.
@@ -136,8 +136,7 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
         The files, the index last.
 
     Raises:
-        ConfigError: There are several files, and ``out`` does not end in ".safetensors", or another process
-            writes there.
+        ConfigError: There are several files, and ``out`` does not end in ".safetensors".
         OSError: A file cannot be written.
         StateError: A tensor is of a type that such files lack, or a file that is read is damaged.
     """

@@ -180,7 +180,7 @@ def svg(chart: Chart) -> str:
 
 def png(chart: Chart, path: Path) -> None:
     """Write the chart as a picture."""
-    draw(chart, png=True).savefig(path, dpi=160, facecolor="white")
+    draw(chart, png=True).savefig(path, format="png", dpi=160, facecolor="white")
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tp_core.errors import ConfigError
@@ -84,6 +85,6 @@ def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.Pat
     written = []
     for chart in charts(list(zip(labels(runs), runs, strict=True))):
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in chart.name)
-        png(chart, folder / f"{name}.png")
+        write_atomically(partial(png, chart), folder / f"{name}.png")
         written.append(folder / f"{name}.png")
     return written

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selection, Session
 
+from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers._buffer import LogBuffer
-from tp_trainer.loggers._facts import candidates, environment, mask_secrets, versions
+from tp_trainer.loggers._facts import candidates, environment, versions
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import LogSpec, make_loggers
 from tp_trainer.loggers._values import ValuesLogger, given_values

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+from tp_core.internal import write_atomically
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks._values import check_positive
@@ -81,7 +82,8 @@ class Profiler(Callback):
 
         def write(finished: profile) -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(self._folder / f"steps-{first}-{self._last}-rank-{rank}.json"))
+            path = self._folder / f"steps-{first}-{self._last}-rank-{rank}.json"
+            write_atomically(lambda part: finished.export_chrome_trace(str(part)), path)
 
         activities = [ProfilerActivity.CPU]
         if torch.accelerator.is_available():  # else torch warns of those that it was built for

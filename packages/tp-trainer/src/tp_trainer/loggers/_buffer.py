@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -144,6 +145,8 @@ class LogBuffer:
             except Exception:
                 self._failed.add(position)
                 log.exception("the logger %r failed and gets no more of this run, which goes on", logger.name)
+                with suppress(Exception):  # its file belongs to this run until it is closed
+                    logger.close("failed")
 
 
 def _kept(name: str, value: Any) -> Number:

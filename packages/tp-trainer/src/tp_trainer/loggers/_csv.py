@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from tp_core.errors import StateError
-from tp_core.internal import write_atomically
+from tp_core.internal import showing_system_errors, write_atomically
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync
@@ -54,10 +54,11 @@ class CsvLogger(Logger):
         """
         rows: list[dict[str, str]] = []
         self._columns = list(_FIRST)
-        if self._place.open(info) and self._place.path.exists():
-            self._columns, rows = _read(self._place.path)
-            rows = [row for row in rows if int(row["step"]) <= info.step]
-        self._rewrite(rows)
+        with self._place.opening(info) as goes_on:
+            if goes_on and self._place.path.exists():
+                self._columns, rows = _read(self._place.path)
+                rows = [row for row in rows if int(row["step"]) <= info.step]
+            self._rewrite(rows)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Take a row, which :meth:`flush` writes."""
@@ -75,19 +76,22 @@ class CsvLogger(Logger):
             self._columns += new
             self._rewrite(_read(self._place.path)[1])
         names = self._columns[2:]
-        csv.writer(self._file).writerows(
-            [step, epoch, *[repr(float(numbers[name])) if name in numbers else "" for name in names]]
-            for step, epoch, numbers in waiting
-        )
-        self._file.flush()
+        with showing_system_errors(self._place.path):
+            csv.writer(self._file).writerows(
+                [step, epoch, *[repr(float(numbers[name])) if name in numbers else "" for name in names]]
+                for step, epoch, numbers in waiting
+            )
+            self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
         """Write what is left and close the file."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
+        try:
+            self.flush()
+            if self._file is not None:
+                self._file.close()
+        finally:
             self._file = None
-        self._place.close()
+            self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the rows onto the disk; a resumed run finds them by their steps."""

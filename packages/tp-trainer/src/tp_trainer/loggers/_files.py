@@ -6,18 +6,20 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
 from tp_core.errors import ConfigError
-from tp_core.internal import Ownership, lock_file_of, run_in
+from tp_core.internal import Ownership, lock_file_of, run_in, showing_system_errors
 from tp_core.plugins import RunInfo
 
 __all__ = ["LogPlace", "check_installed", "keep_aside", "place_for", "sync"]
 
 log = logging.getLogger("tp_trainer")
+
+_OF_FOLDER = "the run of this folder's checkpoints"
 
 
 def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
@@ -43,9 +45,9 @@ def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
 class LogPlace:
     """The file or folder that a logger writes to as long as a run goes; each run has its own.
 
-    In the folder of the run's checkpoints it is the run's, as the folder is. In a folder that the user gave,
-    where several runs may write, it is locked, and the lock file stays: it says which run has written there,
-    so that one which is resumed goes on with no other's.
+    It is locked as long as the run goes. In a folder that the user gave, where several runs may write, the
+    lock file stays: it says which run has written there, so that one which is resumed goes on with no other's
+    file. In the folder of the run's checkpoints, which is the run's, it is deleted in the end.
 
     Args:
         kind: The class of the logger, for messages.
@@ -80,10 +82,15 @@ class LogPlace:
         folder = place_for(self._kind, self._folder, info)
         path = folder / self._name if self._files is None or self._folder is None else folder
         if self._folder is None:
+            before = self._run_at(path)
+            goes_on = info.resumed and before in {None, _OF_FOLDER}  # else a run was given this folder since
+            self._ownership = Ownership(path, is_folder=self._files is not None, run=_OF_FOLDER)
+            if not goes_on:
+                keep_aside(path, self._files, run=before)
+                if not self._ownership.is_held():  # the folder has another name now, with its lock file in it
+                    self._ownership.renew()
             self.path = path
-            if not info.resumed:
-                keep_aside(path, self._files)
-            return info.resumed
+            return goes_on
         found = self._place_of_run(path) if info.resumed else None
         if found is not None:
             self._take(found)
@@ -91,16 +98,29 @@ class LogPlace:
         self._run = self._run if info.resumed and self._run else secrets.token_hex(8)
         with suppress(ConfigError):  # another run writes there
             before = self._run_at(path)
-            with Ownership(path, is_folder=self._files is not None, run=before or self._run, grace_s=0):
+            with self._owned(path, before or self._run, grace_s=0):
                 keep_aside(path, self._files, run=before)
             self._take(path, grace_s=0)
             return False
         for free in _next_names(path):
             with suppress(ConfigError):
                 self._take(free, grace_s=0)
-                break
+                if not os.path.lexists(free) or self._files is not None:
+                    break
+                self.close()  # a whole run has written there meanwhile
         log.warning("another run writes to %s: %s writes to %s", path, self._kind, self.path)
         return False
+
+    @contextmanager
+    def opening(self, info: RunInfo) -> Iterator[bool]:
+        """Open the place for a block that opens the file; it is released again if that fails."""
+        try:
+            goes_on = self.open(info)
+            with showing_system_errors(self.path):
+                yield goes_on
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release the place for others."""
@@ -118,8 +138,12 @@ class LogPlace:
 
     def _take(self, path: Path, *, grace_s: float | None = None) -> None:
         self._run = self._run or secrets.token_hex(8)
-        self._ownership = Ownership(path, is_folder=self._files is not None, run=self._run, grace_s=grace_s)
+        self._ownership = self._owned(path, self._run, grace_s=grace_s)
         self.path = path
+
+    def _owned(self, path: Path, run: str, *, grace_s: float | None) -> Ownership:
+        is_folder = self._files is not None
+        return Ownership(path, is_folder=is_folder, run=run, leaves_file=True, grace_s=grace_s)
 
     def _run_at(self, path: Path) -> str | None:
         return run_in(lock_file_of(path, is_folder=self._files is not None))
@@ -148,9 +172,10 @@ def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) 
                 path.rename(aside)  # with the lock file in it
                 return
         else:
-            with suppress(ConfigError), Ownership(aside, run=run, grace_s=0):
-                path.rename(aside)
-                return
+            with suppress(ConfigError), Ownership(aside, run=run, leaves_file=run is not None, grace_s=0):
+                if not os.path.lexists(aside):
+                    path.rename(aside)
+                    return
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from tp_core.internal import write_atomically
+from tp_core.internal import showing_system_errors, write_atomically
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync
@@ -62,17 +62,18 @@ class JsonLinesLogger(Logger):
 
     def open(self, info: RunInfo) -> None:
         """Begin the file, or go on with it."""
-        goes_on, path = self._place.open(info), self._place.path
-        if goes_on and path.exists():
-            lines = [
-                line
-                for line in parse(path).lines
-                if line["type"] != "numbers" or int(line["step"]) <= info.step
-            ]
-            write_atomically(lambda part: _write_all(part, lines), path, mode=_MODE)
-        self._file = open(path, "a", encoding="utf-8", errors=_ERRORS, opener=_private)  # noqa: SIM115
-        facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
-        self._write("run", {"format": FORMAT, **facts})
+        with self._place.opening(info) as goes_on:
+            path = self._place.path
+            if goes_on and path.exists():
+                lines = [
+                    line
+                    for line in parse(path).lines
+                    if line["type"] != "numbers" or int(line["step"]) <= info.step
+                ]
+                write_atomically(lambda part: _write_all(part, lines), path, mode=_MODE)
+            self._file = open(path, "a", encoding="utf-8", errors=_ERRORS, opener=_private)  # noqa: SIM115
+            facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
+            self._write("run", {"format": FORMAT, **facts})
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Write a line of numbers."""
@@ -82,7 +83,8 @@ class JsonLinesLogger(Logger):
     def flush(self) -> None:
         """Hand the lines to the system."""
         if self._file is not None:
-            self._file.flush()
+            with showing_system_errors(self._place.path):
+                self._file.flush()
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
         """Write a line of what happened."""
@@ -90,11 +92,13 @@ class JsonLinesLogger(Logger):
 
     def close(self, status: RunStatus) -> None:
         """Write the last line and close the file."""
-        if self._file is not None:
-            self._write("end", {"status": status})
-            self._file.close()
+        try:
+            if self._file is not None:
+                self._write("end", {"status": status})
+                self._file.close()
+        finally:
             self._file = None
-        self._place.close()
+            self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the lines onto the disk; a resumed run finds them by their steps."""
@@ -108,13 +112,15 @@ class JsonLinesLogger(Logger):
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(_line({"type": kind, "time": round(time.time(), 3), **values}))
-            if kind != "numbers":  # of which many come at once
-                self._file.flush()
+            with showing_system_errors(self._place.path):
+                self._file.write(_line({"type": kind, "time": round(time.time(), 3), **values}))
+                if kind != "numbers":  # of which many come at once
+                    self._file.flush()
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, _MODE)
+    # Whoever may write to the folder could have lines added to any file of this user through a link.
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), _MODE)
 
 
 def _write_all(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tp_core.internal import showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, check_installed
@@ -52,19 +53,20 @@ class TensorBoardLogger(Logger):
         """Begin an event file; that of a resumed run makes readers drop what is after its checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._place.open(info)
-        folder = self._place.path
-        _await_next_name(folder)
-        self._writer = SummaryWriter(
-            str(folder),
-            purge_step=info.step + 1 if info.resumed else None,
-            max_queue=_QUEUE,
-            flush_secs=self._flush_s,
-        )
-        for path in folder.glob(f"{_PREFIX}*"):
-            path.chmod(0o600)  # they have the arguments of the program
-        if not info.resumed:
-            self._write_facts(self._writer, info)
+        with self._place.opening(info) as goes_on:
+            folder = self._place.path
+            _await_next_name(folder)
+            self._writer = SummaryWriter(
+                str(folder),
+                purge_step=info.step + 1 if goes_on else None,
+                max_queue=_QUEUE,
+                flush_secs=self._flush_s,
+            )
+            for path in folder.glob(f"{_PREFIX}*"):
+                if not path.is_symlink():
+                    path.chmod(0o600)  # they have the arguments of the program
+            if not goes_on:
+                self._write_facts(self._writer, info)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
         """Write scalars: one event for all of a row, which costs a fraction of one for each."""
@@ -74,25 +76,31 @@ class TensorBoardLogger(Logger):
             )
 
             values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-            self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
+            with showing_system_errors(self._place.path):  # those of the thread that writes
+                self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
         """Write a text."""
         if self._writer is not None:
             text = json.dumps(dict(facts), default=str)
-            self._writer.add_text(f"events/{kind}", text, step)
+            with showing_system_errors(self._place.path):
+                self._writer.add_text(f"events/{kind}", text, step)
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - there is no place for it
         """Write what is left and close the file."""
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                with showing_system_errors(self._place.path):
+                    self._writer.close()
+        finally:
             self._writer = None
-        self._place.close()
+            self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is left to the file."""
         if self._writer is not None:
-            self._writer.flush()
+            with showing_system_errors(self._place.path):
+                self._writer.flush()
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """Start a job in the background, and end it."""
 
+import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from typing import IO, cast
 
 import psutil
 from tp_core.errors import RankFailedError
@@ -37,11 +40,16 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     with job.log.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tp_trainer._launch._jobs._supervise", str(job.directory)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,  # the terminal's hang-up and Ctrl-C do not reach it
         )
+    with (
+        suppress(BrokenPipeError),
+        cast("IO[bytes]", process.stdin) as pipe,
+    ):  # it has died; that is met below
+        pipe.write(json.dumps(request.to_dict()).encode())
     deadline = time.monotonic() + _START_S
     while job.status().state == "starting":
         code = process.poll()

@@ -12,18 +12,18 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tp_core.errors import ConfigError, StateError, TpError
-from tp_core.internal import write_atomically
+from tp_core.internal import Ownership, write_atomically
 
 from tp_trainer._launch._fields import check_fields, read_json_object
 from tp_trainer._launch._jobs._status import ALIVE, Status, check_time, read_status, supervisor
 from tp_trainer._launch._request import LaunchRequest
+from tp_trainer._secrets import mask_arguments
 
 __all__ = [
     "Job",
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _NEWEST = "last"
+_TURN_S = 60.0  # against hangs alone: another process has the folder as long as it writes two small files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,8 @@ def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         jobs.chmod(0o700)
-        with _locked(jobs):
+        # Two jobs that start at once must not both find a name free.
+        with Ownership(jobs, is_folder=True, grace_s=_TURN_S):
             if request.name is not None and any(j.name == name and is_running(j) for j in list_jobs()):
                 msg = f"a job named {name!r} is running; choose another --name, or end it: tp stop {name}"
                 raise ConfigError(msg)
@@ -155,26 +157,12 @@ def _write_job(job: Job, jobs: Path) -> Job:
     draft = jobs / f".{job.id}"
     draft.mkdir(mode=0o700)
     values = {"id": job.id, "name": job.name, "created": job.created, "cwd": job.cwd}
-    more = {"command": list(job.command), "request": job.request.to_dict()}
+    # The supervisor gets the arguments as they are through a pipe: on the disk they would outlive the job.
+    request = {**job.request.to_dict(), "args": mask_arguments(job.request.args)}
+    more = {"command": mask_arguments(job.command), "request": request}
     write_values(draft / "job.json", {**values, **more})
     write_values(draft / "status.json", asdict(Status.of_this_process("starting")))
     return replace(job, directory=draft.rename(jobs / job.id))
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Allow one process at a time to choose a name; the lock goes with the process that has it."""
-    if os.name != "posix":
-        yield
-        return
-    import fcntl
-
-    descriptor = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def load_job(directory: Path) -> Job:

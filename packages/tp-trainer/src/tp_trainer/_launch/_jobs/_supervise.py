@@ -1,5 +1,6 @@
-"""The background process of a detached job: ``python -m ..._supervise DIRECTORY``."""
+"""The background process of a detached job: ``python -m ..._supervise DIRECTORY``, a request on its input."""
 
+import json
 import sys
 import time
 import traceback
@@ -12,6 +13,7 @@ from tp_trainer._launch._jobs._status import Status
 from tp_trainer._launch._jobs._store import Job, load_job
 from tp_trainer._launch._ranks._failure import code_name
 from tp_trainer._launch._ranks._outcome import Outcome, report
+from tp_trainer._launch._request import LaunchRequest
 from tp_trainer._launch._run import execute
 from tp_trainer._launch._signals import Stopped, StopSignals
 
@@ -20,7 +22,8 @@ __all__ = ["main"]
 
 def main(directory: str) -> int:
     """Run the job that is kept in the directory, and write down how it goes."""
-    job = load_job(Path(directory))
+    request = LaunchRequest.from_dict(json.load(sys.stdin.buffer))  # with the arguments that no file has
+    job = replace(load_job(Path(directory)), request=request)
     status = Status.of_this_process("running")
     job.write_status(status)
     with StopSignals() as signals:
