@@ -39,12 +39,12 @@ PUBLIC = {
         backward_of_nothing call_builder check_above_zero check_backend_name check_initialized
         check_offload check_process_count containers cut_rows describe_given device_of_rank
         device_rng_state did_you_mean exports_of_stub file_meant find_units free_nbytes given_mesh
-        has_left in_notebook is_array is_dtensor is_zero_redundancy iterates_itself join_cut join_rows
-        kept_generators length_along load_function lock_file_of move_module need_of_shards
-        new_process_group output_console parameter_type raised_where read_digests records_of
-        reduction_type rendezvous_store resolve_options row_count run_in seed_everything seed_of seeded
-        set_device_rng_state showing_system_errors shows_progress split_evenly sync_folder
-        total_shard_norm whole_matrix_optimizer write_atomically
+        has_left in_notebook is_array is_dtensor is_random_op is_zero_redundancy iterates_itself
+        join_cut join_rows kept_generators length_along load_function lock_file_of move_module
+        need_of_shards new_process_group output_console parameter_type raised_where read_digests
+        records_of reduction_type rendezvous_store resolve_options row_count run_in seed_everything
+        seed_of seeded set_device_rng_state showing_system_errors shows_progress split_evenly
+        sync_folder total_shard_norm whole_matrix_optimizer write_atomically
     """,
 }
 

@@ -10,7 +10,7 @@ from tp_core.errors import StateError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 
-__all__ = ["RandomTracker", "get_state", "set_state"]
+__all__ = ["RandomTracker", "get_state", "mixed_seed", "set_state"]
 
 
 class RandomTracker:
@@ -47,8 +47,7 @@ class RandomTracker:
         place = torch.device(device)
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
-        # Far apart for neighboring seeds and ranks: the generator is seeded with the sum.
-        mixed = (drawn + self.seed + 0x9E3779B1 * (self.group.rank + 1)) % 2**63
+        mixed = mixed_seed(drawn, self.seed, self.group.rank)
         set_state(torch.Generator(place).manual_seed(mixed).get_state(), place, None)
         try:
             yield
@@ -69,6 +68,12 @@ class RandomTracker:
             msg = f"the random state is that of rank {state['rank']}, and this is rank {self.group.rank}"
             raise StateError(msg)
         self.seed = state["seed"]
+
+
+def mixed_seed(drawn: int, seed: int, rank: int) -> int:
+    """Return the seed of a rank's own numbers, or for rank -1 of those that all ranks draw alike."""
+    # Far apart for neighboring seeds and ranks: the generator is seeded with the sum.
+    return (drawn + seed + 0x9E3779B1 * (rank + 1)) % 2**63
 
 
 def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:

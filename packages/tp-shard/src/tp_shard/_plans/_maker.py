@@ -101,6 +101,8 @@ class Maker:
     def _partial(self, path: str, module: nn.Module, style: Sequence | Replicated) -> nn.Module:
         if isinstance(module, nn.Embedding) and isinstance(style, Sequence):
             return self._embedding(path, module, None)
+        if isinstance(module, nn.Dropout) and isinstance(style, Replicated):
+            return module  # the block around it knows what is split
         if isinstance(module, nn.Dropout):
             made = ParallelDropout(module.p, module.inplace, tracker=self._tracker)
             made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")})

@@ -9,8 +9,10 @@ from tp_shard._plans._choose import check_kind, check_pairs, choose
 from tp_shard._plans._guarded import guard_forward
 from tp_shard._plans._local import count_local_groups
 from tp_shard._plans._maker import Maker
+from tp_shard._plans._partial import ExpertsMixin
 from tp_shard._plans._styles import Column, Gathered, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import leave_fast_path, leave_nested_tensors
+from tp_shard.nn._draws import BlockDraws, SplitDraws
 from tp_shard.nn._planned import PlannedLinear, SequenceMixin
 from tp_shard.nn._region import remember_names
 from tp_shard.nn._sequence import SequenceState, SummedGradients
@@ -30,7 +32,8 @@ def parallelize(
 
     Layers are split as in Megatron-LM (arXiv:1909.08053), sequences between them as in its sequence
     parallelism (arXiv:2205.05198). Encoder layers of torch's own leave their fast path, which reads weights
-    past their layers.
+    past their layers. Between column and row layers each rank draws its own random numbers, for dropout and
+    the like; elsewhere all ranks draw the same.
 
     Names are those of ``model.named_modules()``; in a pattern ``*`` stands for one part of a name (or
     some letters in it), ``**`` for any number of parts. The first pattern that fits counts.
@@ -42,7 +45,7 @@ def parallelize(
         sequence_dim: Which dimension the sequence is, counted from the end, for sequence parallelism:
             between row and column layers each rank has a part of it. -2 by default, if the plan has a
             :class:`Sequence`.
-        seed: For dropouts that differ between ranks; the same on all ranks.
+        seed: For random numbers that differ between ranks; the same on all ranks.
         group: The ranks; the current model-parallel group by default.
 
     Returns:
@@ -102,6 +105,7 @@ def parallelize(
     _sum_together(split, ranks)
     remember_names(split)
     if ranks.size > 1:
+        _draw_apart(split, SplitDraws(ranks, seed))
         guard_forward(split, _blocks(chosen))
     guard_saving(split)
     return split
@@ -125,6 +129,34 @@ def _sum_together(model: nn.Module, group: Group) -> None:
     if len(summed.owners) > 1 and group.size > 1:
         model.register_forward_pre_hook(summed.begin)
         model.register_forward_hook(summed.end, always_call=True)
+
+
+def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:
+    """Let each rank draw random numbers of its own between column and row layers."""
+    modules = dict(model.named_modules())
+    rows = [path for path, m in modules.items() if isinstance(m, PlannedLinear) and m.dim == 0]
+    blocks = {}
+    for path, module in modules.items():
+        if isinstance(module, ExpertsMixin):
+            blocks[path] = BlockDraws(draws, module, begins=True)
+        if isinstance(module, PlannedLinear) and module.draws is None:
+            module.draws = draws
+            block = _block_of(path, modules, rows)
+            if module.dim != 0 and not module.gather_output and path and block not in blocks:
+                blocks[block] = BlockDraws(draws, modules[block], begins=False)
+    if "" not in blocks and blocks:  # for code that calls the layers of a block one by one
+        BlockDraws(draws, model, begins=False, is_watched=False)
+
+
+def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
+    """Return the name of the module that calls a column layer, and the row layer after it if there is one."""
+    names = path.split(".")
+    around = [".".join(names[:n]) for n in range(len(names) - 1, -1, -1)]
+    called = [name for name in around if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]
+    return next(
+        (name for name in called if any(row.startswith(f"{name}." if name else "") for row in rows)),
+        called[0],
+    )
 
 
 def _blocks(chosen: dict[str, tuple[nn.Module, Style]]) -> frozenset[str]:

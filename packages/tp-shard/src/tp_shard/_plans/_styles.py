@@ -88,8 +88,8 @@ class Replicated:
     """What stands between column and row layers, where each rank has its own heads or features.
 
     Its parameters are the same on all ranks and it works on each rank's part: a norm of every head's
-    queries or keys, a PReLU with one slope. Their gradients are summed over the ranks. A dropout there
-    draws from the rank's own random numbers, so that heads of different ranks drop different weights.
+    queries or keys, a PReLU with one slope. Their gradients are summed over the ranks. Dropout
+    needs no style: between column and row layers each rank draws its own random numbers anyway.
     """
 
 

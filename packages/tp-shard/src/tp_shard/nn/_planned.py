@@ -11,6 +11,7 @@ from tp_shard._groups import _debug
 from tp_shard._groups._collectives import gather
 from tp_shard._groups._group import Group
 from tp_shard._split import Ranges
+from tp_shard.nn._draws import SplitDraws, mark
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._kinds import is_transposed, widths
@@ -41,12 +42,14 @@ class PlannedLinear(ParallelLinear):
         sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
         takes_whole: Whether the block around it has gathered the sequence, and sums its gradient.
         summed: Sums the gradient of a row layer's bias with those of other parameters.
+        draws: The random numbers that its model draws between column and row layers.
     """
 
     sequence: SequenceState | None = None
     takes_whole = False
     summed: SummedGradients | None = None
     region_is_checked = False
+    draws: SplitDraws | None = None
 
     @classmethod
     def from_plan(
@@ -91,6 +94,18 @@ class PlannedLinear(ParallelLinear):
             A tensor of shape (..., out_features), or with split outputs this rank's shard of it; with a
             sequence and split inputs, this rank's part of the sequence.
         """
+        if self.draws is None or (_compiling() and not self.draws.visits):
+            return self._product(input)
+        if self.dim == 0:
+            self.draws.end()
+        output = self._product(input)
+        is_split = self.dim != 0 and not self.gather_output
+        is_watched = self.draws.begin(input) if is_split else self.draws.is_watching
+        if is_watched:
+            mark(output, is_split=is_split)
+        return output
+
+    def _product(self, input: Tensor) -> Tensor:
         self.refuse_norms()
         group = self.group
         if (

@@ -1,0 +1,347 @@
+"""Random numbers between column and row layers: a rank's own for what is split, alike for all else.
+
+Between such layers torch's default generators stand at the rank's own state, as in Megatron-LM
+(arXiv:1909.08053, appendix B): whatever draws there, kernels and what a checkpoint computes again included,
+draws the rank's own numbers. Afterwards they are put back, one number further if something was drawn, so that
+what all ranks compute alike draws alike, though one of them has more heads or features than another.
+
+Blocks that draw there are also watched, function by function, for what is not split after all: dropout of
+the block's own input, or one number per sample.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from tp_core.errors import ModelError
+from tp_core.internal import is_random_op
+
+from tp_shard._groups._group import Group
+from tp_shard._groups._random import get_state, mixed_seed, set_state
+from tp_shard._shards._marks import holds_shard
+
+__all__ = ["BlockDraws", "SplitDraws", "mark"]
+
+_SPLIT = "_is_split"
+"""The attribute that says of a tensor in a watched block whether each rank has its own part of it."""
+_CPU = torch.device("cpu")
+
+
+def _functions(names: str) -> frozenset[Any]:
+    homes = (torch, Tensor, nn.functional)
+    return frozenset(getattr(home, name) for home in homes for name in names.split() if hasattr(home, name))
+
+
+_MADE_BY_SHAPE = _functions("empty new_empty new_full new_ones new_tensor new_zeros full ones zeros tensor")
+_DROP_CHANNELS = _functions(
+    "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout "
+    "feature_alpha_dropout_"
+)
+
+
+@dataclass(slots=True)
+class _Inside:
+    """The default generators while they are the rank's own: what they were, and where they began."""
+
+    drawn: int
+    before: dict[torch.device, Tensor]
+    began: dict[torch.device, Tensor]
+    alike: dict[torch.device, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One call of a block.
+
+    Attributes:
+        trains: Whether it, or a dropout in it, is in training mode.
+        mode: Watches the functions that it calls.
+        leading: The sizes of the dimensions before the features: batch, seq.
+        inside: The generators, between column and row layers.
+        has_drawn: Whether anything was drawn there.
+        frame: Where it is a piece of a block that a checkpoint computes again: the frame that does so.
+    """
+
+    trains: bool
+    mode: "_Watch | None" = None
+    leading: tuple[int, ...] = ()
+    inside: _Inside | None = None
+    has_drawn: bool = False
+    frame: FrameType | None = None
+
+
+class SplitDraws:
+    """The random numbers that a split model draws between its column and row layers.
+
+    Args:
+        group: The ranks.
+        seed: The same on all ranks.
+
+    Collectives: none.
+    """
+
+    def __init__(self, group: Group, seed: int) -> None:
+        self._group, self._seed = group, seed
+        self.visits: list[_Visit] = []  # of blocks in blocks
+        self._has_drawn_alike = False
+
+    def begin(self, x: Tensor) -> bool:
+        """Let the generators be the rank's own from here on.
+
+        Args:
+            x: What a column layer takes, or any other tensor of that device.
+
+        Returns:
+            Whether the block is watched, and tensors have to be marked.
+
+        Raises:
+            ModelError: A checkpoint computes a piece of a block again, and it cannot be known what it drew.
+        """
+        self.forget_pieces()
+        if not self.visits:
+            frame = _checkpoint_frame()
+            if frame is None:
+                return False
+            if self._has_drawn_alike:
+                msg = (
+                    "a checkpoint computes a piece of a block again that draws random numbers between its "
+                    "column and row layers for what is not split: put the checkpoint around the whole block"
+                )
+                raise ModelError(msg)
+            self.visits.append(_Visit(trains=True, frame=frame))
+        visit = self.visits[-1]
+        if x.dim():
+            visit.leading = tuple(x.shape[:-1])
+        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()  # states cannot be read then
+        if visit.inside is None and not is_captured:
+            outer = self._inside()
+            places = [_CPU] if x.device == _CPU else [_CPU, x.device]
+            before = {place: get_state(place, None) for place in places}
+            drawn = _number() if outer is None else self._alike(outer, _number)
+            began = {place: self._seeded(place, drawn, self._group.rank) for place in places}
+            _set_states(began)
+            visit.inside = _Inside(drawn, before, began)
+        return self.is_watching
+
+    def end(self) -> None:
+        """Put the generators back, one number further if something was drawn."""
+        self.forget_pieces()
+        visit = self.visits[-1] if self.visits else None
+        if visit is None or visit.inside is None:
+            return
+        inside, visit.inside = visit.inside, None
+        has_drawn = bool(inside.alike) or any(
+            not torch.equal(state, get_state(place, None)) for place, state in inside.began.items()
+        )
+        _set_states(inside.before)
+        if has_drawn:  # a model without dropout draws what it draws in one piece
+            visit.has_drawn = True
+            if self._inside() is None:
+                _number()
+
+    def forget_pieces(self) -> None:
+        """Forget pieces of blocks whose checkpoint has ended; it has put the generators back itself."""
+        while (
+            self.visits and (frame := self.visits[-1].frame) is not None and frame is not _checkpoint_frame()
+        ):
+            self.visits.pop()
+
+    def draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that draws in a watched block, and mark what it returns."""
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        inside = self._inside()
+        if (
+            inside is None and given is not None and _mark(given)
+        ):  # something split that a row layer took before
+            self.begin(given)
+            inside = self._inside()
+        if inside is None or not self._is_alike(function, given, args, kwargs):
+            result = function(*args, **kwargs)
+            is_split = inside is not None
+        else:
+            self._has_drawn_alike = True
+            result = self._alike(inside, lambda: function(*args, **kwargs))
+            is_split = False
+        for tensor in result if isinstance(result, tuple) else (result,):
+            mark(tensor, is_split=is_split)
+        return result
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a block that is being called is watched."""
+        return any(visit.mode is not None for visit in self.visits)
+
+    def _inside(self) -> _Inside | None:
+        return next((v.inside for v in reversed(self.visits) if v.inside is not None), None)
+
+    def _seeded(self, place: torch.device, drawn: int, rank: int) -> Tensor:
+        return torch.Generator(place).manual_seed(mixed_seed(drawn, self._seed, rank)).get_state()
+
+    def _alike(self, inside: _Inside, function: Any) -> Any:
+        """Call a function that draws with numbers that are the same on all ranks.
+
+        They come from a third state: where ranks take different ones after all, no other draw is moved.
+        """
+        own = {place: get_state(place, None) for place in inside.before}
+        _set_states({p: inside.alike.get(p, self._seeded(p, inside.drawn, -1)) for p in own})
+        try:
+            return function()
+        finally:
+            inside.alike = {place: get_state(place, None) for place in own}
+            _set_states(own)
+
+    def _is_alike(self, function: Any, given: Tensor | None, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether all ranks have the same of what a function draws for."""
+        leading = next(v.leading for v in reversed(self.visits) if v.inside is not None)
+        is_split = None if given is None else _mark(given)
+        if is_split is False:
+            return True
+        if given is not None and function in _DROP_CHANNELS:  # one number for each sample and channel
+            return tuple(given.shape[:2]) == leading[:2]
+        if is_split:
+            return False
+        shape = list(_size(args, kwargs) if given is None else given.shape)
+        while shape and shape[-1] == 1:  # one number per sample, in the dimensions of what it is for
+            shape.pop()
+        return tuple(shape) == leading[: len(shape)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "visits": []}
+
+
+class BlockDraws:
+    """The hooks of a block: the module whose ``forward`` calls column layers and the row layers after them.
+
+    Args:
+        draws: Those of the model.
+        block: The module, which gets the hooks.
+        begins: Whether it is split from its beginning, as experts are.
+        is_watched: Whether its first calls are watched.
+    """
+
+    def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool, is_watched: bool = True) -> None:
+        self._draws, self._begins = draws, begins
+        self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
+        # In training and in evaluation. Watching costs as much as a small operation for each function that is
+        # called: it ends with the first call in which nothing was drawn, and comes back with the next draw.
+        self._is_watched = {True: is_watched, False: is_watched}
+        block.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        block.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call of the block."""
+        draws = self._draws
+        if torch.compiler.is_compiling():
+            # States of generators are no part of a graph: a block with dropout becomes several graphs.
+            if any(m.training and getattr(m, name) > 0 for m, name in self._rates):
+                draws.visits.append(_Visit(trains=True))
+            return
+        draws.forget_pieces()
+        visit = _Visit(module.training or any(m.training for m, _ in self._rates))
+        given = list(_tensors((*args, *kwargs.values())))
+        is_watching = draws.is_watching
+        if is_watching or self._is_watched[visit.trains]:
+            for tensor in given:
+                if _mark(tensor) is None and draws._inside() is None:
+                    mark(tensor, is_split=False)
+            for buffer in module.buffers():
+                mark(buffer, is_split=False)
+        draws.visits.append(visit)
+        if self._is_watched[visit.trains] and not is_watching:
+            visit.mode = _Watch(draws)
+            visit.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        if self._begins and given:
+            draws.begin(given[0])
+
+    def leave(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        """End a call of the block, whatever came of it."""
+        if not self._draws.visits:
+            return
+        self._draws.end()
+        visit = self._draws.visits.pop()
+        if visit.mode is not None:
+            visit.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+        self._is_watched[visit.trains] = visit.has_drawn
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at each function that a block calls: what it makes of what is split is split."""
+
+    def __init__(self, draws: SplitDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_random_op(func, args, kwargs):
+            return self._draws.draw(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor | tuple | list) and func not in _MADE_BY_SHAPE:
+            marks = {_mark(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+            if marks and (True in marks or None not in marks):
+                for tensor in _tensors((result,)):
+                    mark(tensor, is_split=True in marks)
+        return result
+
+
+def mark(tensor: Any, *, is_split: bool) -> None:
+    """Say of a tensor in a watched block whether each rank has its own part of it."""
+    if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):  # torch saves theirs
+        setattr(tensor, _SPLIT, is_split)
+
+
+def _mark(tensor: Tensor) -> bool | None:
+    if isinstance(tensor, nn.Parameter):
+        return holds_shard(tensor)
+    found: bool | None = getattr(tensor, _SPLIT, None)
+    return found
+
+
+def _tensors(values: Any) -> Any:
+    """Yield the tensors among some values and in the tuples and lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (inner for inner in value if isinstance(inner, Tensor))
+
+
+def _is_rate(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is the rate of a dropout."""
+    is_number = isinstance(getattr(module, name), int | float) and not isinstance(getattr(module, name), bool)
+    return is_number and (
+        "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+    )
+
+
+def _checkpoint_frame() -> FrameType | None:
+    """Return the innermost frame of ``torch.utils.checkpoint`` that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _number() -> int:
+    """Draw a number; the generator is named so that a watched block takes it for none of its own draws."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=torch.default_generator))
+
+
+def _set_states(states: dict[torch.device, Tensor]) -> None:
+    for place, state in states.items():
+        set_state(state, place, None)
+
+
+def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the size that a function without tensors was given."""
+    for value in (kwargs.get("size"), *args):
+        if isinstance(value, tuple | list):
+            return tuple(value)
+    return tuple(value for value in args if isinstance(value, int))
