@@ -10,8 +10,7 @@ import pytest
 from tp_core import LaunchEnvironment
 from tp_core.cli import _measurements
 from tp_core.cli._main import run
-from tp_core.cli._measurements import lines_of, measure, slow_parts
-from tp_core.cli._meeting import meet, start_ranks
+from tp_core.cli._measurements import lines_of, measure, meet, slow_parts, start_ranks
 from tp_core.errors import RankFailedError
 from tp_core.testing import run_ranks
 
