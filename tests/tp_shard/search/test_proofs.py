@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from tp_core.errors import ConfigError, ModelError
+from tp_shard._verify._call import Call
+from tp_shard._verify._examples import other_calls
 
 
 class Block(nn.Module):
@@ -214,3 +216,69 @@ def test_layers_without_weights_yet_are_named():
     ):
         with pytest.raises(ModelError, match=r"before .* has seen an input; call the model with"):
             use()
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.usual, self.other = Block(0), Rolling(1)
+
+    def forward(self, x, other=False):
+        return self.other(x) if other else self.usual(x)
+
+
+def test_a_report_says_what_was_proven_and_what_was_not_reached():
+    model, x = Branches().double(), torch.randn(3, 8, dtype=torch.float64)
+    plan = {"*.up": ts.Column(), "*.down": ts.Row()}
+    report = ts.verify(model, plan, x)
+    assert report.unreached == ("other.up", "other.down")
+    *_, proven, missing = str(report).splitlines()
+    assert proven == "equal; proven for [0] (3, 8), on 2 ranks, float64, in evaluation and training"
+    assert missing == "not proven, because the batch does not reach it: other.up, other.down"
+    assert {m.name: m.gradient for m in report.modules}["other.up"] is None
+    assert not ts.verify(model, plan, {"x": x, "other": True}).ok
+
+
+class Recurrent(nn.Module):
+    """Two layers feed one another in a way that only a whole one can, beside a block that can be split."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.conv = Block(0), nn.Conv1d(1, 40, 3, padding=1)
+        self.taken, self.gate, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.taken(self.block(x)) + self.conv(x.unsqueeze(1)).mean(1)
+        return self.out(x * self.gate(x))
+
+
+def test_the_proposal_begins_with_the_share_and_says_why_the_rest_stays_whole(capsys):
+    ts.plans.auto(Recurrent(), torch.randn(3, 8))
+    first, *rest = capsys.readouterr().out.splitlines()
+    whole = {line.partition(":")[0]: line for line in rest if "whole, because" in line}
+    assert first.startswith("41.5% of the weights are split, all parameters: ")
+    assert (
+        "its outputs reach gate, out, and not one layer alone (Linear, 11.0% of the weights)"
+        in whole["taken"]
+    )
+    assert "its outputs reach out, which also takes what taken make" in whole["gate"]
+    assert "only linear layers, embeddings and experts are split (Conv1d" in whole["conv"]
+    assert rest[-1] == "proven for [0] (3, 8); and, with values of tp's own, [0] (4, 8)"
+
+
+def test_a_plan_by_names_is_not_called_proven(capsys):
+    ts.plans.auto(nn.Sequential(Block(0)))
+    printed = capsys.readouterr().out
+    assert "not proven as a whole, only block by block: the model was not called; give a batch" in printed
+    with pytest.raises(ConfigError, match=r"could be split over 2 ranks and proven right \(\*: its"):
+        ts.plans.auto(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))[:1], torch.randn(3, 8))
+
+
+def test_masks_stay_masks_in_batches_of_tps_own():
+    given = {"x": torch.ones(2, 5), "attention_mask": torch.ones(2, 5), "labels": torch.tensor([[-100, 1]])}
+    model = nn.Identity()
+    model.forward = lambda **given: given
+    for other in other_calls(model, Call((), given)):
+        assert set(other.kwargs["attention_mask"].unique().tolist()) == {1.0}
+        assert set(other.kwargs["labels"].unique().tolist()) <= {-100, 1}
+        assert other.kwargs["x"].unique().numel() > 2

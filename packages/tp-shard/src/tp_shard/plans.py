@@ -6,17 +6,20 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import GroupLike, as_group
-from tp_shard._plans._describe import describe
+from tp_shard._plans._describe import describe, reasons
 from tp_shard._plans._styles import Style, Vocab
 from tp_shard._search._named import by_names
 from tp_shard._search._prove import Proof, prove
 from tp_shard._search._sequence_plan import with_sequences
 from tp_shard._search._transformers import restrict, translate
 from tp_shard._search._vocabulary import vocabulary
+from tp_shard._verify._call import first_line
 from tp_shard._verify._examples import example_call
 from tp_shard._verify._report import as_call, check_whole
 
 __all__ = ["auto", "from_hf"]
+
+_UNCALLED = "the model was not called; give a batch that it takes"
 
 
 def auto(
@@ -37,7 +40,8 @@ def auto(
     count heads, and what stands inside, is found out by its own outputs and gradients. An attention whose
     heads cannot be divided gets layers whose outputs are joined. Experts that are parameters of one module
     are split, embeddings of tokens and heads with many classes by vocabulary. At the end the whole copy is
-    verified as :func:`tp_shard.verify` does; what is not right stays whole.
+    verified as :func:`tp_shard.verify` does, with the batch and with random values of other lengths, each
+    block as it is; what is not right stays whole. Caches of keys and values are off meanwhile.
 
     A model that cannot be called, for want of a batch, is tried block by block, by the names of its layers.
 
@@ -52,7 +56,8 @@ def auto(
             block gathers it once before its column layers, and its row layer reduce-scatters it.
         group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
             proven for 2.
-        verbose: Whether to print what the plan would do, and the bytes per rank.
+        verbose: Whether to print how much of the weights the plan splits, the bytes per rank, what stays
+            whole and why, and what the plan was proven for.
 
     Returns:
         A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
@@ -73,7 +78,7 @@ def auto(
     ranks = as_group(group)
     count = max(2, ranks.size)
     notes: dict[str, str] = {}
-    proof = _proof(model, batch, count)
+    proof = _proof(model, batch, count, notes)
     if proof is None and sequence:
         msg = (
             f"how {type(model).__name__} uses sequences is seen when it runs: give auto() a batch "
@@ -86,18 +91,25 @@ def auto(
     else:
         plan = _verified(proof, count, parallel_loss=parallel_loss)
         plan = _with_sequences(proof, plan, count) if sequence else plan
-        plan, notes = proof.everywhere(plan), proof.everywhere(proof.notes)
+        plan, notes = proof.everywhere(plan), _notes(proof, plan)
         _note_attention_of_torch(model, notes)
-    if not plan:
-        why = "; ".join(f"{name}: {reason}" for name, reason in notes.items())
+    if not plan and proof is not None:
         msg = (
-            f"no layer of {type(model).__name__} is named as in a usual transformer, or feeds "
-            f"another alone{why and f' ({why})'}; give "
-            'a batch, or write a plan: {"layers.*.up": Column(), "layers.*.down": Row()}'
+            f"no layer of {type(model).__name__} could be split over {count} ranks and proven right "
+            f"({reasons(notes) or 'it has no linear layer that feeds another'}); write a plan and verify it "
+            "with ts.verify(), or leave the model whole"
+        )
+        raise ConfigError(msg)
+    if not plan:
+        why = reasons(notes)
+        msg = (
+            f"no layer of {type(model).__name__} is named as in a usual transformer{why and f' ({why})'}; "
+            'give a batch, or write a plan: {"layers.*.up": Column(), "layers.*.down": Row()}'
         )
         raise ConfigError(msg)
     if verbose:
         print(describe(model, plan, notes, ranks.size))
+        print(proof or f"not proven as a whole, only block by block: {_UNCALLED}")
     return plan
 
 
@@ -126,7 +138,8 @@ def from_hf(
             layers, and its row layer reduce-scatters it.
         group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
             proven for 2.
-        verbose: Whether to print what the plan would do, and the bytes per rank.
+        verbose: Whether to print how much of the weights the plan splits, the bytes per rank, what stays
+            whole and why, and what the plan was proven for.
 
     Returns:
         A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
@@ -141,7 +154,7 @@ def from_hf(
     named = translate(model)
     ranks = as_group(group)
     count = max(2, ranks.size)
-    proof = _proof(model, batch, count)
+    proof = _proof(model, batch, count, {})
     if proof is None:
         msg = f"{type(model).__name__} cannot be called without a batch of yours: from_hf(model, batch)"
         raise ModelError(msg)
@@ -149,11 +162,18 @@ def from_hf(
     plan = _verified(proof, count, parallel_loss=parallel_loss, must=True)
     plan = proof.everywhere(_with_sequences(proof, plan, count) if sequence else plan)
     if verbose:
-        print(describe(model, plan, proof.everywhere(proof.notes), ranks.size))
+        print(describe(model, plan, _notes(proof, plan), ranks.size))
+        print(proof)
     return plan
 
 
-def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof | None:
+def _notes(proof: Proof, plan: dict[str, Style]) -> dict[str, str]:
+    """Return why what is not in the plan stays whole, or is joined, by name."""
+    why = {name: reason for name, reason in proof.flow.why.items() if name not in plan}
+    return proof.everywhere({**why, **proof.notes})
+
+
+def _proof(model: nn.Module, batch: Any, ranks: int, notes: dict[str, str]) -> Proof | None:
     check_whole(model)
     call = example_call(model) if batch is None else as_call(batch)
     if call is None:
@@ -161,8 +181,9 @@ def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof | None:
     try:
         return prove(model, call, ranks)
     except Exception as error:
-        if batch is None:
-            return None  # what was made up is not what it takes
+        if batch is None:  # what was made up is not what it takes
+            notes[""] = f"it does not take what was made up for it: {first_line(error)}"
+            return None
         msg = f"{type(model).__name__} fails on this batch: {type(error).__name__}: {error}"
         raise ModelError(msg) from error
 

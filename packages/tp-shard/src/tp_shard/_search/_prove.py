@@ -140,6 +140,8 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     for region in ordered:
         names = {*region.columns, region.row}
         if names & proof.plan.keys() or any(_shares(probe, name) for name in names):
+            shared = f"of {', '.join(sorted(names))}, one shares its weight or is split otherwise"
+            proof.flow.why.update(dict.fromkeys(names, shared))
             continue
         inner = calls.get(region.container)
         if _is_inside(region.row, repeats):

@@ -17,6 +17,7 @@ from tp_shard.nn._kinds import is_linear
 
 __all__ = ["Flow", "Region", "ancestors", "innermost_around", "is_experts", "record_calls", "trace"]
 
+_FEW = 3  # names that are written out
 _MIXING = ("Bmm", "Baddbmm", "ScaledDotProduct", "Softmax")
 
 
@@ -66,12 +67,14 @@ class Flow:
         heads: The linear layers whose outputs the model returns.
         experts: The modules with experts' weights of their own.
         called: The names of the layers that were called at all.
+        why: Why a linear layer is in none of the regions, by its name.
     """
 
     regions: list[Region] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     called: frozenset[str] = frozenset()
+    why: dict[str, str] = field(default_factory=dict)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -185,12 +188,43 @@ def _flow(calls: list[_Called], ways: list[_Way], end: _Way, names: dict[int, st
         if is_linear(one.module):
             found.setdefault(one.path, set()).add(_region(one, way, calls, takers, names, rows))
     linears = [one.path for one in calls if is_linear(one.module)]
+    regions = [kind for kinds in found.values() if len(kinds) == 1 for kind in kinds if kind is not None]
     return Flow(
-        [kind for kinds in found.values() if len(kinds) == 1 for kind in kinds if kind is not None],
+        regions,
         [path for path in dict.fromkeys(linears) if any(calls[s].path == path for s in end.sources)],
         list(dict.fromkeys(one.path for one in calls if is_experts(one.module))),
         frozenset(one.path for one in calls),
+        _why_whole(calls, ways, takers, {name for r in regions for name in (*r.columns, r.row)}),
     )
+
+
+def _why_whole(
+    calls: list[_Called], ways: list[_Way], takers: dict[int, set[str]], paired: set[str]
+) -> dict[str, str]:
+    """Return why linear layers are neither column nor row layers."""
+    taken: dict[str, set[str]] = {}
+    fed: dict[str, set[str]] = {}
+    for index, (one, way) in enumerate(zip(calls, ways, strict=True)):
+        taken.setdefault(one.path, set()).update(takers.get(index, ()))
+        fed.setdefault(one.path, set()).update(calls[i].path for i in way.sources)
+    why: dict[str, str] = {}
+    for one in calls:
+        if one.path in paired or not is_linear(one.module):
+            continue
+        to = sorted(name for name in taken[one.path] if name)
+        if len(to) == 1:
+            others = sorted(fed[to[0]] - {one.path})
+            besides = f", which also takes what {_some(others)} make" if others else " in more than one way"
+            why[one.path] = f"its outputs reach {to[0]}{besides}"
+        elif to:
+            why[one.path] = f"its outputs reach {_some(to)}, and not one layer alone"
+        else:
+            why[one.path] = "its outputs reach no other linear layer"
+    return why
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _region(

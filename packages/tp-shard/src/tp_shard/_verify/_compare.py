@@ -217,7 +217,8 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
             _gradient_apart(expected, g, run.splits.get(name), r, scale)
             for r, (g, run) in enumerate(zip(shards, runs, strict=True))
         )
-        comparison.gradients[name] = apart
+        if expected is not None or any(g is not None for g in shards):
+            comparison.gradients[name] = apart
         if apart > tolerance:
             fault = Fault(
                 owner, f"the gradient of {name} differs by {apart:.2g}", _why(expected, shards, split, scale)

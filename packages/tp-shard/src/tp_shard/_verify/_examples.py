@@ -95,7 +95,9 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
         call: What it takes.
     """
     counts = _looked_up(model, call)
-    given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
+    named = list(tensors_of((call.args, dict(call.kwargs))))
+    given = [tensor for _, tensor in named]
+    masks = {id(tensor) for name, tensor in named if "mask" in name}
     lead = next((t for t in given if id(t) in counts and t.dim() > 1), None)
     lead = next((t for t in given if t.dim() > 1), None) if lead is None else lead
     generator = torch.Generator().manual_seed(0)
@@ -109,6 +111,8 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
                 more = rows if dim == 0 and size == lead_rows else 0
                 more = places if dim > 0 and size == lead_places else more
                 made = made.index_select(dim, torch.arange(size + more) % size) if more else made
+            if id(tensor) in masks:
+                return made.clone()
             return _drawn(made, counts.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
 
         args, kwargs = mapped((call.args, dict(call.kwargs)), other)

@@ -18,7 +18,7 @@ from tp_shard._plans._describe import words
 from tp_shard._plans._styles import Plan
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._verify._call import Call, Loss, cast
-from tp_shard._verify._compare import Comparison, Fault, compare
+from tp_shard._verify._compare import Comparison, Fault, compare, missed
 from tp_shard._verify._copies import bytes_needed, probe_copy
 from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
@@ -60,6 +60,9 @@ class Report:
         loss: That of the loss.
         fault: The first module whose numbers differ, by how much and why; ``None`` if all are equal.
         note: What was verified otherwise than it will run.
+        batch: What the model was called with; nothing is proven of other shapes and values.
+        unreached: Modules that the batch does not reach, and parameters that get no gradient from it: of
+            those nothing is proven.
     """
 
     ranks: int
@@ -71,10 +74,12 @@ class Report:
     loss: float | None
     fault: Fault | None
     note: str = ""
+    batch: str = ""
+    unreached: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the split model computes what the whole one does."""
+        """Whether the split model computes what the whole one does, in all that the batch reaches."""
         return self.fault is None
 
     def assert_ok(self) -> None:
@@ -105,8 +110,12 @@ class Report:
             for row in [head, *rows]
         ]
         dtype = str(self.dtype).removeprefix("torch.")
-        lines.append(f"{self.ranks} ranks, {dtype}, in {' and '.join(self.modes)}{self.note}")
-        lines.append("equal" if self.fault is None else f"first difference: {self.fault}")
+        scope = f"{self.ranks} ranks, {dtype}, in {' and '.join(self.modes)}{self.note}"
+        if self.fault is not None:
+            return "\n".join([*lines, scope, f"first difference: {self.fault}"])
+        lines.append(f"equal; proven for {self.batch}, on {scope}")
+        if self.unreached:
+            lines.append(f"not proven, because the batch does not reach it: {', '.join(self.unreached)}")
         return "\n".join(lines)
 
 
@@ -121,11 +130,14 @@ def verify(
 ) -> Report:
     """Run a whole model and the one that a plan makes of it on one batch, and compare all numbers.
 
-    Outputs of every module, the loss and every gradient are compared, in evaluation and in training, with
-    dropout left out. The ranks are simulated in this process, one after the other, on its CPU: neither a
-    launcher nor other processes are needed, and nothing can hang. The model is copied, not changed, and
-    computes in float64 where the copies fit into memory; else in float32, with blocks that are built alike
-    as one. What is on the meta device gets random values.
+    Outputs of every module, the loss, every gradient and the buffers that the run leaves are compared, in
+    evaluation and in training, with dropout left out. What the batch does not reach is named in the report:
+    of that, and of other shapes and values, nothing is proven.
+
+    The ranks are simulated in this process, one after the other, on its CPU: neither a launcher nor other
+    processes are needed, and nothing can hang. The model is copied, not changed, and computes in float64
+    where the copies fit into memory; else in float32, with blocks that are built alike as one. What is on
+    the meta device gets random values.
 
     Args:
         model: The model, before it is split or wrapped.
@@ -195,6 +207,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     mine: Plan = {name: style for name, style in named.items() if name in present}
     merged = Comparison()
     modes: list[str] = []
+    unreached: dict[str, None] | None = None
     for mode in ("evaluation", "training"):
         modes.append(mode)
         tried = replace(call, training=mode == "training")
@@ -205,6 +218,8 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
             raise ModelError(msg) from error
         comparison = compare(whole, run_split(copied, mine, tried, ranks), tolerance=tolerance_of(dtype))
         _merge(merged, comparison)
+        idle = dict.fromkeys(missed(copied, whole))
+        unreached = {n: None for n in idle if unreached is None or n in unreached}
         if comparison.fault is not None:
             break
     note = "; blocks that are built alike as one" if share else ""
@@ -218,6 +233,8 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         merged.loss,
         merged.fault,
         note,
+        str(call),
+        tuple(unreached or ()),
     )
 
 
