@@ -67,5 +67,5 @@ from tp_core._tensors._sharding import check_initialized as check_initialized
 from tp_core._tensors._sharding import is_dtensor as is_dtensor
 from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
 from tp_core.plugins._select import check_backend_name as check_backend_name
-from tp_core.replicas._random_ops import is_random_op as is_random_op
+from tp_core.replicas._random import is_random_op as is_random_op
 from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
