@@ -1,6 +1,7 @@
 """A batch is what its samples are: on every backend it trains as on one device, or is refused in words."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
@@ -280,9 +281,7 @@ CASES = {
         lambda items: default_collate([{"x": i["x"], "v": (i["x"], 2 * i["x"])} for i in items]),
         calls("pairs", "v"),
     ),
-    "a pair of numbers for all": Case(
-        collated(two=lambda _: (2.0, 3.0)), calls("two", "two"), gather=MORE, parts=""
-    ),
+    "a pair of numbers for all": Case(collated(two=lambda _: (2.0, 3.0)), calls("two", "two")),
     "an opaque batch": Case(
         collated(o=lambda items: Opaque(torch.stack([i["x"] for i in items]))),
         calls("opaque", "o"),
@@ -416,22 +415,82 @@ def test_ranks_train_as_one_device(ranks, backend, kinds):
             )
 
 
-@pytest.mark.parametrize("call", ["all_gather", "gather_for_metrics", "global_loss"])
-def test_what_asks_for_all_rows_is_refused_in_a_forward_that_has_a_part(call):
-    class Asking(nn.Module):
+class Asking(nn.Module):
+    """Asks for all rows in its forward, or in one of a part of it."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+        self.ask = ask
+
+    def forward(self, x):
+        rows = self.line(x)
+        self.ask(rows)
+        return rows
+
+
+def in_a_thread(function):
+    def call(rows):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, rows).result()
+
+    return call
+
+
+@pytest.mark.parametrize("way", ["run", "hook", pytest.param("evaluate", marks=pytest.mark.slow), "thread"])
+@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
+def test_what_asks_for_all_rows_gets_them_or_is_refused_where_there_is_a_part(backend, way):
+    x = torch.arange(12.0).reshape(4, 3)
+    with Trainer(progress=False, seed=0, devices=["cpu", "cpu"], backend=backend) as trainer:
+        for call in ("all_gather", "gather_for_metrics", "global_loss"):
+            found = []
+
+            def ask(rows, call=call, found=found):
+                found.append(getattr(trainer, call)(rows.mean() if call == "global_loss" else rows))
+
+            wrapped = in_a_thread(ask) if way == "thread" else ask
+            module = Asking(wrapped if way != "hook" else lambda _: None)
+            if way == "hook":
+                module.line.register_forward_hook(lambda _m, _i, out, wrapped=wrapped: wrapped(out))
+            model, loader = trainer.prepare(module, DataLoader(list(x), batch_size=4), training=False)
+            expected = nn.functional.linear(x, module.line.weight, module.line.bias)
+
+            def run(model=model, loader=loader):
+                if way == "evaluate":
+                    trainer.evaluate(model, loader, step=lambda m, b: {"loss": m(b).mean()})
+                else:
+                    trainer.run(lambda m, b: m(b).mean(), model, next(iter(loader)))
+
+            if backend == "tuple" and call == "all_gather" and way != "thread":
+                run()
+                assert len(found) == 2
+                assert all(torch.equal(rows, expected) for rows in found)
+                continue
+            where = "within the model's forward" if backend == "dp-gather" else "within the step|in a thread"
+            with pytest.raises(StepError, match=rf"{call}\(\) was called ({where}).*; (call|.*call it in) "):
+                run()
+            assert not found
+        # Between steps, and where one device has all rows, nothing is refused.
+        assert trainer.gather_for_metrics(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+def test_a_step_that_is_called_for_each_device_has_no_rows_of_all():
+    class WithLoss(nn.Module):
         def __init__(self):
             super().__init__()
             self.line = nn.Linear(3, 1)
 
-        def forward(self, x, ask):
+        def forward(self, x):
             rows = self.line(x)
-            return ask(rows.mean() if call == "global_loss" else rows)
+            return rows.square().mean(), rows
+
+    def step(model, batch):
+        loss, rows = model(batch)
+        trainer.all_gather(rows)
+        return loss
 
     with Trainer(progress=False, seed=0, devices=["cpu", "cpu"], backend="dp-gather") as trainer:
-        model = trainer.prepare(Asking())
-        with pytest.raises(
-            StepError, match=rf"{call}\(\) was called within the model's forward.*call it in the step"
-        ):
-            trainer.run(lambda m, b: m(b, getattr(trainer, call)).mean(), model, torch.ones(4, 3))
-        outside = trainer.run(lambda m, b: trainer.all_gather(m.line(b)).mean(), model, torch.ones(4, 3))
-        assert outside.dim() == 0
+        model = trainer.prepare(WithLoss())
+        with pytest.raises(StepError, match="in a step whose model returns a loss of each device"):
+            trainer.run(step, model, torch.ones(4, 3))
+        trainer.run(step, model, torch.ones(1, 3))  # which one device has

@@ -2,8 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,7 +17,7 @@ from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
 from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
 
-__all__ = ["DataParallel", "in_forward_of_part"]
+__all__ = ["DataParallel"]
 
 Device = int | str | torch.device
 
@@ -29,24 +28,6 @@ _SUCCESSORS = {
     "batch_outputs": "pass gather_to_one_device=False, which returns one output per device",
 }
 """Options of the DataParallel that this one follows: their defaults, and what to pass instead."""
-
-
-# Replicas run with the caller's context variables, so that their threads see it, too.
-_has_part: ContextVar[bool] = ContextVar("_has_part", default=False)
-
-
-def in_forward_of_part() -> bool:
-    """Whether the caller runs in the forward of a replica that has one of several parts."""
-    return _has_part.get()
-
-
-@contextmanager
-def _forward_of_parts(count: int) -> Iterator[None]:
-    before = _has_part.set(count > 1 or _has_part.get())
-    try:
-        yield
-    finally:
-        _has_part.reset(before)
 
 
 class DataParallel(ReplicaWrapper):
@@ -145,7 +126,7 @@ class DataParallel(ReplicaWrapper):
             arguments = self._scattered(*self.scatter(inputs, kwargs, self.device_ids))
         else:
             arguments, sizes = self._scatter(inputs, kwargs, self.module.forward)
-        with _forward_of_parts(len(arguments)):
+        with self._in_parts(len(arguments)):
             outputs = self._run(arguments)
         if self._recorded is not None:
             self._recorded.append(outputs)
@@ -192,7 +173,7 @@ class DataParallel(ReplicaWrapper):
             moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
             return getattr(replica, name)(*moved, **named)
 
-        with _forward_of_parts(len(arguments)):
+        with self._in_parts(len(arguments)):
             outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
         if self._overrides(DataParallel, "gather"):
             return self.gather(outputs, self.output_device)
@@ -202,6 +183,10 @@ class DataParallel(ReplicaWrapper):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
     ) -> tuple[list[Arguments], list[int] | None]:
         return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
+
+    def _in_parts(self, count: int) -> AbstractContextManager[None]:
+        known = self.scattering.known
+        return nullcontext() if known is None or count < 2 else known.in_parts("within the model's forward")
 
     @contextmanager
     def recorded(self) -> Iterator[list[Sequence[Any]]]:

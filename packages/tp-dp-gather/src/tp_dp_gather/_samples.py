@@ -1,20 +1,28 @@
-"""Which lists and tuples have an entry for each sample, and which one for each value.
+"""Which values of a batch have an entry for each sample, and which are the same however many there are.
 
 A list of 8 texts beside tensors of 8 rows is cut like them, and ``[inputs, targets]`` is not, though there
-may be two rows. So the session marks what its loader has collated: there the number of samples is known.
+may be two rows; a mask over 8 steps of time has nothing of a sample. The lengths of one batch cannot say
+which is which. So the session counts what its loader collates, and has it collate half of the first batch as
+well: what has an entry for each sample is half as long.
 """
 
+import copy
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
-from tp_core.internal import Envelope, containers, is_array, length_along
+from torch.nn.utils.rnn import PackedSequence
+from tp_core import tree_leaves
+from tp_core.internal import Envelope, containers, is_array, length_along, seeded
 
 __all__ = [
-    "ColumnList",
+    "Columns",
     "CountedCollate",
+    "Known",
     "Marker",
     "SampleList",
     "SampleTuple",
@@ -25,6 +33,12 @@ __all__ = [
 _TABLE = containers()
 _LOOKED_AT = 8
 """So many entries of a list say what it holds: each step asks."""
+_BATCHES = 8
+"""One step may take batches of so many loaders."""
+
+Path = tuple[str, ...]
+Layout = Mapping[Path, tuple[bool, ...] | None]
+"""Which dimensions of a value follow the number of samples; ``None`` where its shape is fixed."""
 
 
 class SampleList(list[Any]):
@@ -37,92 +51,228 @@ class SampleTuple(tuple[Any, ...]):
     __slots__ = ()
 
 
-class ColumnList(list[Any]):
-    """A list with an entry for each value, each of which has rows."""
+class Columns:
+    """A list or tuple that is as long as the batch, and has an entry for each value."""
+
+    __slots__ = ()
+
+
+class _ColumnList(Columns, list[Any]):
+    pass
+
+
+class _ColumnTuple(Columns, tuple[Any, ...]):
+    __slots__ = ()
+
+
+class _ById:
+    """A set of objects by identity: tensors have no other equality."""
+
+    def __init__(self) -> None:
+        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # What nothing can refer to weakly, as dicts and ranges; few, for they may hold tensors.
+        self._strong: deque[Any] = deque(maxlen=_BATCHES)
+
+    def add(self, value: Any) -> None:
+        try:
+            self._weak[id(value)] = value
+        except TypeError:
+            self._strong.append(value)
+
+    def __contains__(self, value: object) -> bool:
+        found = self._weak.get(id(value), self)  # not None, which batches hold, too
+        return found is value or any(each is value for each in self._strong)
+
+
+class Known:
+    """What is known of the values of the last batches of a session's loaders.
+
+    Attributes:
+        rows: What has a row for each sample.
+        whole: What has the same shape for any number of samples.
+        uncut: What holds several samples and cannot be cut into them.
+        counts: How many samples the batches have.
+        shapes: Of each batch, the shapes of what is whole, and as long as the batch by chance.
+        running: Where a part of a batch is computed now, by any object: threads of the model ask here, too.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.whole, self.uncut = _ById(), _ById(), _ById()
+        self.counts: deque[int] = deque(maxlen=_BATCHES)
+        self.shapes: deque[set[tuple[int, ...]]] = deque(maxlen=_BATCHES)
+        self.running: dict[object, str] = {}
+
+    @contextmanager
+    def in_parts(self, where: str) -> Iterator[None]:
+        """Run a block in which each device has a part of the batch alone."""
+        token = object()
+        self.running[token] = where
+        try:
+            yield
+        finally:
+            del self.running[token]
+
+    def __reduce__(self) -> tuple[type["Known"], tuple[()]]:
+        return Known, ()  # for copies of a prepared model: its batches are not theirs
 
 
 class CountedCollate:
-    """Calls a collate function, and counts what it was given; a class, so that it can be pickled."""
+    """Calls a collate function, and counts what it was given; a class, so that it can be pickled.
+
+    The first batch of several samples is collated twice: whole, and half of it, from copies.
+    """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
+        self._layout: Layout | None = None
 
     def __call__(self, items: list[Any]) -> Envelope:
-        return Envelope(self.collate_fn(items), len(items))
+        half = None
+        if self._layout is None and isinstance(items, list) and len(items) > 1:
+            half, self._layout = self._half(items), {}
+        batch = self.collate_fn(items)
+        if half is not None:
+            counts = _samples(batch, len(items)), _samples(half, len(items) // 2)
+            self._layout = dict(_compared(batch, half, counts, ()))
+        return Envelope(batch, len(items), self._layout)
+
+    def _half(self, items: list[Any]) -> Any:
+        """Return a batch of half of the samples, with random generators and samples left as they were."""
+        with seeded(0):
+            try:
+                return self.collate_fn(copy.deepcopy(items[: len(items) // 2]))
+            except Exception:  # noqa: BLE001 - it may refuse such a number of items: that says nothing
+                return None
+
+
+def _compared(
+    value: Any, half: Any, counts: tuple[int, int], path: Path
+) -> Iterator[tuple[Path, tuple[bool, ...] | None]]:
+    """Yield the path of each value, and what its shapes in batches of two sizes say."""
+    if type(value) is not type(half):
+        return
+    shape, other = _shape(value), _shape(half)
+    if shape is not None and other is not None:
+        follows = tuple(pair == counts for pair in zip(shape, other, strict=False))
+        yield path, None if shape == other else follows if any(follows) else ()
+        if follows == (True,):
+            return
+    container = _TABLE[type(value)]
+    if container is not None:
+        labels = container.labels(value), container.labels(half)
+        children = container.children(value), container.children(half)
+        for name, its_name, child, fewer in zip(*labels, *children, strict=False):
+            if name == its_name:
+                yield from _compared(child, fewer, counts, (*path, name))
 
 
 class Marker:
-    """Marks in the batches of one loader what has an entry for each sample.
+    """Notes of the batches of one loader what has an entry for each sample.
 
     Args:
         dim: The dimension of the rows.
-        lists_are_columns: Whether lists, but those of texts, are known to have an entry for each value,
-            as those of torch's own collate function.
-        uncut: Where to note, by id, what holds several samples and cannot be cut into them.
-        counts: Where to note how many samples a batch has.
+        known: Where to note it.
     """
 
-    def __init__(
-        self, dim: int, *, lists_are_columns: bool, uncut: MutableMapping[int, Any], counts: deque[int]
-    ) -> None:
+    def __init__(self, dim: int, known: Known) -> None:
         self._dim = dim
-        self._lists_are_columns = lists_are_columns
-        self._uncut = uncut
-        self._counts = counts
-        self._others: set[tuple[int, ...]] = set()  # paths of lists that had another length than the batch
+        self._known = known
+        self._layout: Layout = {}
 
-    def mark(self, batch: Any, samples: int) -> Any:
+    def mark(self, batch: Any, samples: int, layout: Layout | None) -> Any:
         """Return a batch of so many samples with its lists of samples marked."""
-        self._counts.append(samples)
+        if layout:
+            self._layout = layout
+        samples = _samples(batch, samples)
+        self._known.counts.append(samples)
+        self._known.shapes.append(set())
         return self._mark(batch, samples, ())
 
-    def _mark(self, value: Any, samples: int, path: tuple[int, ...]) -> Any:
+    def _mark(self, value: Any, samples: int, path: Path) -> Any:
         container = _TABLE[type(value)]
+        follows = self._layout.get(path, ())
         if container is None:
-            if _is_uncut(value, samples, self._dim):
-                self._note(value)
+            self._note(value, samples, follows, is_known=path in self._layout)
             return value
+        is_of_samples = follows == (True,)
         if is_sequence(value):
-            if len(value) != samples:
-                self._others.add(path)
-            elif path not in self._others and self._is_of_samples(value, samples):
+            if path not in self._layout:
+                is_of_samples = len(value) == samples and are_samples(value, samples, self._dim) is True
+            if is_of_samples:
                 return SampleList(value) if isinstance(value, list) else SampleTuple(value)
-        children = list(container.children(value))
-        marked = [self._mark(child, samples, (*path, i)) for i, child in enumerate(children)]
-        if type(value) is list and len(value) == samples and self._is_of_columns(value, samples, path):
-            return ColumnList(marked)
-        if all(new is old for new, old in zip(marked, children, strict=True)):
+        elif is_of_samples and isinstance(value, Mapping):
+            self._known.uncut.add(value)
             return value
-        return container.rebuild(value, marked)
+        children = list(container.children(value))
+        marked = [
+            self._mark(child, samples, (*path, name))
+            for name, child in zip(container.labels(value), children, strict=True)
+        ]
+        if follows is None and len(value) == samples and type(value) in {list, tuple}:
+            return _ColumnList(marked) if type(value) is list else _ColumnTuple(marked)
+        is_same = all(new is old for new, old in zip(marked, children, strict=True))
+        return value if is_same else container.rebuild(value, marked)
 
-    def _is_of_samples(self, value: Any, samples: int) -> bool:
-        if self._lists_are_columns and not isinstance(value[0], str | bytes):
-            return False
-        return are_samples(value, samples, self._dim) is True
+    def _note(self, value: Any, samples: int, follows: tuple[bool, ...] | None, *, is_known: bool) -> None:
+        known, dim = self._known, self._dim
+        shape = _shape(value)
+        if isinstance(value, Tensor | PackedSequence) or is_array(value):
+            if not shape:  # a scalar
+                return
+            length = length_along(value, dim)
+            if follows is None:
+                known.whole.add(value)
+                if length == samples:
+                    known.shapes[-1].add(shape)
+            elif length == samples and (follows[dim] if any(follows) else not is_known):
+                known.rows.add(value)
+            elif length is not None or is_known or samples in shape:
+                known.uncut.add(value)
+        elif isinstance(value, str | bytes | range | type) or follows is None:
+            if follows == (True,):
+                known.uncut.add(value)
+        elif shape is not None or _holds_values(value):
+            known.uncut.add(value)
 
-    def _is_of_columns(self, value: list[Any], samples: int, path: tuple[int, ...]) -> bool:
-        known = self._lists_are_columns or path in self._others
-        return known and are_samples(value, samples, self._dim) is not True
 
-    def _note(self, value: Any) -> None:
-        try:
-            self._uncut[id(value)] = value
-        except TypeError:  # of a class whose objects cannot be referred to weakly
-            return
+def _samples(batch: Any, chosen: int) -> int:
+    """Return how many samples a batch has: collate functions may leave out some of those that were chosen."""
+    if _has_length(batch, chosen):
+        return chosen
+    first = next((leaf for leaf in tree_leaves(batch) if _has_rows_of_its_own(leaf)), None)
+    found = None if first is None else length_along(first)
+    return found if found is not None and 0 < found < chosen else chosen
 
 
-def _is_uncut(value: Any, samples: int, dim: int) -> bool:
-    """Whether a value holds several samples whose rows are not along ``dim``, or not known."""
-    if isinstance(value, Tensor):
-        if value.is_nested or value.dim() < 2 or dim > 1:
-            return False
-        return value.shape[dim] != samples == value.shape[1 - dim]
-    if length_along(value) is not None or isinstance(value, str | bytes | range | type | tuple):
-        return False
-    kind = type(value)
-    if any(hasattr(kind, name) for name in ("to", "cuda", "__len__")):
+def _has_length(value: Any, length: int) -> bool:
+    container = _TABLE[type(value)]
+    if container is None:
+        return _has_rows_of_its_own(value) and length in (_shape(value) or ())
+    if is_sequence(value) and len(value) == length:
         return True
-    return any(
+    return any(_has_length(child, length) for child in container.children(value))
+
+
+def _has_rows_of_its_own(value: Any) -> bool:
+    return isinstance(value, Tensor | PackedSequence) or is_array(value)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a value that may follow the samples; ``None`` where it has none."""
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
+        return (length_along(value) or 0,)
+    if isinstance(value, Tensor) or is_array(value):
+        return tuple(value.shape)
+    try:
+        return (len(value),) if isinstance(value, Sized) and not isinstance(value, type) else None
+    except Exception:  # noqa: BLE001 - a user's class, whose length may not be known
+        return None
+
+
+def _holds_values(value: Any) -> bool:
+    """Whether an object of an unknown class may hold something of the samples."""
+    kind = type(value)
+    return any(hasattr(kind, name) for name in ("to", "cuda")) or any(
         isinstance(v, Tensor | list | dict) or is_array(v) for v in getattr(value, "__dict__", {}).values()
     )
 

@@ -1,8 +1,8 @@
 """From whole arguments to the arguments of each part."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from tp_core import tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.internal import containers, cut_rows, is_array, length_along, split_evenly
 
-from tp_dp_gather._samples import ColumnList, SampleList, SampleTuple, are_samples, is_sequence
+from tp_dp_gather._samples import Columns, Known, SampleList, SampleTuple, are_samples, is_sequence
 
 __all__ = ["Arguments", "Scattering", "split_scattered"]
 
@@ -34,16 +34,12 @@ class Scattering:
     Attributes:
         dim: The dimension of the rows.
         broadcast: Arguments that every part gets whole: names, or places of positional ones.
-        knows_samples: Whether lists of samples are marked, and arrays have rows as tensors have.
-        uncut: By id, what of a loader's batches holds several samples and cannot be cut.
-        counts: How many samples the loaders' last batches have, where that is known.
+        known: What is known of the loaders' last batches, under a trainer: arrays have rows there, too.
     """
 
     dim: int = 0
     broadcast: frozenset[str | int] = frozenset()
-    knows_samples: bool = False
-    uncut: Mapping[int, Any] = field(default_factory=dict)
-    counts: Sequence[int] = ()
+    known: Known | None = None
 
     def arguments(
         self,
@@ -119,8 +115,8 @@ class Scattering:
                 elif length is not None and length != rows:
                     raise ConfigError(self._uneven(leaf, length, rows))
             if rows is not None:
-                if table is _TABLE and self.counts and rows not in self.counts:
-                    raise ConfigError(self._in_a_list(rows))
+                if table is _TABLE and self.known and self.known.counts and rows not in self.known.counts:
+                    raise ConfigError(_in_a_list(rows, self.known.counts[-1]))
                 return rows
         return None
 
@@ -136,6 +132,8 @@ class Scattering:
         if id(value) in done:
             return done[id(value)][1]
         rows, container = sum(sizes), _TABLE[type(value)]
+        if self.known is not None and value in self.known.uncut:
+            raise ConfigError(self._uncut(value))
         if isinstance(value, _MARKED):
             if len(value) != rows:
                 raise ConfigError(self._uneven(value, len(value), rows))
@@ -158,35 +156,27 @@ class Scattering:
 
     def _leaf(self, value: Any, sizes: Sequence[int]) -> list[Any]:
         rows, length = sum(sizes), self._length(value)
-        if self.uncut.get(id(value)) is value:
-            if isinstance(value, Tensor):
-                msg = (
-                    f"it is a tensor of shape {tuple(value.shape)}, and the batch's samples are not along "
-                    f"its dim {self.dim}; collate it with the samples first, or choose their dimension: "
-                    'options={"dp-gather": {"dim": ...}}'
-                )
-            else:
-                msg = (
-                    f"it is a {type(value).__name__} of the batch, and it is not known how to cut "
-                    "it into samples; let collate_fn return tensors, arrays and lists with an entry for "
-                    f"each, or name the argument to give all of it to each device: {self._naming()}"
-                )
-            raise ConfigError(msg)
         if length is None:
-            if is_array(value) and length_along(value) == rows:
+            if self.known is None and is_array(value) and length_along(value) == rows:
                 raise ConfigError(self._as_long_as_the_batch(value))
             return [value] * len(sizes)
         if length != rows:
             raise ConfigError(self._uneven(value, length, rows))
+        if self.known is not None and value not in self.known.rows:
+            shape = getattr(value, "shape", None)
+            if shape is not None and any(tuple(shape) in shapes for shapes in self.known.shapes):
+                raise ConfigError(self._as_long_as_the_batch(value))
         return list(cut_rows(value, sizes, self.dim))
 
     def _length(self, leaf: Any) -> int | None:
         if isinstance(leaf, _MARKED):
             return len(leaf)
-        return None if is_array(leaf) and not self.knows_samples else length_along(leaf, self.dim)
+        if self.known is None:
+            return None if is_array(leaf) else length_along(leaf, self.dim)
+        return None if leaf in self.known.whole else length_along(leaf, self.dim)
 
     def _is_refused(self, value: Any, rows: int) -> bool:
-        if isinstance(value, ColumnList):
+        if isinstance(value, Columns):
             return False
         kind = are_samples(value, rows, self.dim)
         return kind is True or (kind is None and isinstance(value, list))
@@ -201,30 +191,48 @@ class Scattering:
             f"device whole, {self._naming()}, or scattered by hand with inputs_are_scattered=True"
         )
 
-    def _in_a_list(self, rows: int) -> str:
+    def _uncut(self, value: Any) -> str:
+        if not isinstance(value, Tensor) and not is_array(value):
+            return (
+                f"it is a {type(value).__name__} of the batch, and it is not known how to cut it into "
+                "samples; let collate_fn return tensors, arrays and lists with an entry for each, or name "
+                f"the argument to give all of it to each device: {self._naming()}"
+            )
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        samples = self.known.counts[-1] if self.known else 0
         return (
-            f"tensors with {rows} rows are given in a list, and the batch has {self.counts[-1]} samples, so "
-            "that they may be one for each; give the list as it is in the loader's batch, where that is "
-            "known, or tensors with a row for each sample"
+            f"it is a {kind} of shape {tuple(value.shape)}, and the batch's samples are not along its dim "
+            f"{self.dim} (there {'is' if samples == 1 else 'are'} {samples}); let collate_fn return a row "
+            "for each sample, padded or in lists, choose their dimension: "
+            'options={"dp-gather": {"dim": ...}}, or take Trainer(backend="tuple"), which collates the '
+            "samples of each device apart; a dataset that makes batches itself goes with "
+            "DataLoader(batch_size=None)"
         )
 
     def _as_long_as_the_batch(self, value: Any) -> str:
-        what = type(value).__name__
+        what, length = type(value).__name__, len(value)
         instead = (
             "give it as it is in the loader's batch, where it is known to have an entry for each sample"
-            if self.knows_samples
+            if self.known is not None
             else "give a tensor, or scatter by hand with inputs_are_scattered=True"
         )
         return (
-            f"it is a {what} of {len(value)}, and there are as many rows, so that each device may need "
+            f"it is a {what} of {length}, and there are as many rows, so that each device may need "
             f"its own entries of it: {instead}; or name the argument to give all of it to each "
             f"device: {self._naming()}"
         )
 
     def _naming(self) -> str:
-        return (
-            'options={"dp-gather": {"broadcast": ("name",)}}' if self.knows_samples else 'broadcast=("name",)'
-        )
+        option = 'broadcast=("name",)'
+        return option if self.known is None else 'options={"dp-gather": {"broadcast": ("name",)}}'
+
+
+def _in_a_list(rows: int, samples: int) -> str:
+    return (
+        f"tensors with {rows} rows are given in a list, and the batch has {samples} samples, so that they "
+        "may be one for each; give the list as it is in the loader's batch, where that is known, or tensors "
+        "with a row for each sample"
+    )
 
 
 def _cut(value: Sequence[Any], sizes: Sequence[int]) -> Iterator[Sequence[Any]]:
@@ -239,8 +247,8 @@ def _names(function: Callable[..., Any] | None, count: int) -> dict[str | int, s
     try:
         parameters = [] if function is None else list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C
-        return {}
-    return {i: p.name for i, p in enumerate(parameters[:count]) if p.kind is not p.VAR_POSITIONAL}
+        several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {i: p.name for i, p in enumerate(parameters[:count]) if p.kind not in several}
 
 
 def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int) -> list[Arguments]:

@@ -1,22 +1,20 @@
 """The session of the backend ``dp-gather``."""
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from tp_core.errors import StepError
 from tp_core.internal import Envelope, iterates_itself
 from tp_core.plugins import Job, PreparedLoader, Session, StepOutput
 
 from tp_dp_gather._by_parts import Step, has_loss_of_each_part, output_by_parts
-from tp_dp_gather._data_parallel import DataParallel, in_forward_of_part
+from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._options import GatherOptions
-from tp_dp_gather._samples import CountedCollate, Marker
+from tp_dp_gather._samples import CountedCollate, Known, Marker
 
 __all__ = ["GatherSession"]
 
@@ -32,8 +30,7 @@ class GatherSession(Session):
     def __init__(self, job: Job, options: GatherOptions) -> None:
         super().__init__(job)
         self._options = options
-        self._uncut: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._counts: deque[int] = deque(maxlen=8)  # of several loaders that one step takes batches of
+        self._batches = Known()
         # The last step that several devices ran, and whether it got a loss of each of them.
         self._known: tuple[Step, bool] | None = None
 
@@ -51,9 +48,7 @@ class GatherSession(Session):
             except_keywords=options.except_keywords,
             broadcast=options.broadcast,
         )
-        prepared.scattering = replace(
-            prepared.scattering, knows_samples=True, uncut=self._uncut, counts=self._counts
-        )
+        prepared.scattering = replace(prepared.scattering, known=self._batches)
         return prepared
 
     def prepare_loader(
@@ -70,13 +65,7 @@ class GatherSession(Session):
             and loader.batch_sampler is not None
             and not iterates_itself(loader)
         )
-        collate = getattr(loader, "collate_fn", None)
-        marker = Marker(
-            self._options.dim,
-            lists_are_columns=collate is default_collate,
-            uncut=self._uncut,
-            counts=self._counts,
-        )
+        marker = Marker(self._options.dim, self._batches)
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -92,7 +81,7 @@ class GatherSession(Session):
         if not isinstance(batch, Envelope):
             return super().move_batch(batch)
         moved = super().move_batch(batch.batch)
-        return moved if marker is None else marker.mark(moved, batch.samples)
+        return moved if marker is None else marker.mark(moved, batch.samples, batch.layout)
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile the user's module and its replicas; scattering and gathering stay outside."""
@@ -127,18 +116,20 @@ class GatherSession(Session):
         self._known = step, has_loss_of_each_part(output, calls)
         if not self._known[1]:
             return output
-        return output_by_parts(step, model, batch, calls, loss=self.job.loss)
+        with self._batches.in_parts("in a step whose model returns a loss of each device"):
+            return output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
-    def check_in_step(self, what: str) -> None:
-        """Make sure that this is not called in the forward of a replica, which has a part of the batch.
+    def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
+        """Make sure that this is not called where there is one device's part of the batch.
 
         Raises:
-            StepError: It is.
+            StepError: It is, in whatever thread.
         """
-        if in_forward_of_part():
+        for where in tuple(self._batches.running.values()):
             msg = (
-                f"{what} was called within the model's forward, which has one device's part of "
-                "the batch; call it in the step, which sees the whole batch, or take Trainer(backend='tuple')"
+                f"{what} was called {where}, where each device has its part of the batch; call it in the "
+                "step, on what the model returns of each sample, as the step sees the whole batch, or take "
+                "Trainer(backend='tuple')"
             )
             raise StepError(msg)
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to
-from tp_core.errors import LoaderError
+from tp_core.errors import LoaderError, StepError
 from tp_core.internal import Envelope
 from tp_core.plugins import (
     Job,
@@ -54,6 +54,7 @@ class TupleSession(Session):
         self._replicas: dict[int, Replicas] = {}
         # Models that one step gets together have replicas of their own, where they share what they share.
         self._together: dict[tuple[int, ...], nn.ModuleList] = {}
+        self._meetings: list[Meeting] = []  # the steps that run now, each on several parts
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move ``model`` to the first device and make its replicas.
@@ -155,7 +156,15 @@ class TupleSession(Session):
             batch = self.move_batch(batch)
         parts = batch[:]
         meeting = Meeting(len(parts), batch.order, in_turn=len(parts) > 1 and replicas.runs_in_turn)
-        outputs = meeting.run(partial(self._run_parts, replicas=replicas, counts=batch.counts), step, parts)
+        if len(parts) > 1:
+            self._meetings.append(meeting)
+        try:
+            outputs = meeting.run(
+                partial(self._run_parts, replicas=replicas, counts=batch.counts), step, parts
+            )
+        finally:
+            if len(parts) > 1:
+                self._meetings.remove(meeting)
         if len(outputs) == 1:
             only: StepOutput = outputs[0]
             return only
@@ -170,6 +179,20 @@ class TupleSession(Session):
             return timed(replicas, step, parts, counts=counts, speeds=speeds)
         return replicas.run(step, parts)
 
+    def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
+        """Make sure that this is not called in a step on one device's part, unless the parts meet there.
+
+        Raises:
+            StepError: It is.
+        """
+        if self._meetings and not may_meet:
+            msg = (
+                f"{what} was called within the step, which 'tuple' runs on each device's part of the batch; "
+                "call it on what trainer.run() returns, which is of the whole batch, give metrics= to fit() "
+                "or evaluate(), or take Trainer(backend='dp-gather'), whose steps see the whole batch"
+            )
+            raise StepError(msg)
+
     def gather_parts(self, rows: Tensor) -> Tensor:
         """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
 
@@ -177,6 +200,12 @@ class TupleSession(Session):
             StepError: There is no such step under way; or the parts cannot meet, or do not go together.
         """
         meeting = meeting_here()
+        if meeting is None and self._meetings:
+            msg = (
+                "all_gather() was called in a thread that the step, or the model, has started: it is not "
+                "known to which part of the batch it belongs; call it in the step's own thread"
+            )
+            raise StepError(msg)
         return super().gather_parts(rows) if meeting is None else meeting.gather(rows)
 
     def close(self) -> None:

@@ -19,14 +19,19 @@ class Envelope:
     """A batch on its way through a loader, and how many samples it was collated from.
 
     An object, also because torch pins any tuple as a plain list.
+
+    Args:
+        batch: The batch.
+        samples: How many samples it has.
+        layout: What is known of its values, for the session that moves it.
     """
 
-    def __init__(self, batch: Any, samples: int) -> None:
-        self.batch, self.samples = batch, samples
+    def __init__(self, batch: Any, samples: int, layout: Any = None) -> None:
+        self.batch, self.samples, self.layout = batch, samples, layout
 
     def pin_memory(self) -> "Envelope":
         """Return an envelope of the batch in page-locked memory."""
-        return Envelope(recursive_pin(self.batch), self.samples)
+        return Envelope(recursive_pin(self.batch), self.samples, self.layout)
 
 
 def count_samples(batch: Any) -> int:

@@ -130,7 +130,7 @@ class WholeSets(TrainerBase):
 
         Raises:
             StepError: ``value`` holds something else than tensors; or the batch that it is of is not known;
-                or this is the forward of a model that has a part of the batch.
+                or this is a step, or the forward of a model, that has one device's part of the batch.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
@@ -165,7 +165,7 @@ class WholeSets(TrainerBase):
         all-reduce.
         """
         session = self.session
-        session.check_in_step("all_gather()")
+        session.check_in_step("all_gather()", may_meet=True)
         from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
 
         return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))

@@ -174,14 +174,16 @@ class Session(RankSession, GradientSession):
         )
         raise StepError(msg)
 
-    def check_in_step(self, what: str) -> None:
-        """Make sure that the caller sees the batch as a step does, and not the part of a model's replica.
+    def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
+        """Make sure that the caller sees the whole batch, and not what one device has of it.
 
         Args:
             what: What is called, for the message.
+            may_meet: Whether a step that runs on parts may call it, as they meet in `gather_parts`.
 
         Raises:
-            StepError: The backend runs the model's forward on parts of the batch, and this is in one.
+            StepError: The backend runs the model's forward, or the step, on parts, and one is under way, in
+                whatever thread.
         """
 
     def run_several(
