@@ -44,8 +44,8 @@ nitpick_ignore_regex = [
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
-    ("py:class", "tp_core._devices._containers.Container"),
-    ("py:class", "tp_core._devices._containers.PerType"),
+    ("py:class", "tp_core._devices._tree.Container"),
+    ("py:class", "tp_core._devices._tree.PerType"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
     ("py:class", "tp_trainer.testing._runs.Outcome"),
 ]

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 import torch
 from tp_core._devices import _resolve
-from tp_core._devices._load import DeviceLoad
-from tp_core._devices._resolve import as_device, available_devices, device_of_rank, resolve_devices
+from tp_core._devices._resolve import (
+    DeviceLoad,
+    as_device,
+    available_devices,
+    device_of_rank,
+    resolve_devices,
+)
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.errors import DeviceError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core._devices import _load
-from tp_core._devices._load import DeviceLoad, device_loads, least_busy, require_utilization
+from tp_core._devices import _resolve
+from tp_core._devices._resolve import DeviceLoad, device_loads, least_busy, require_utilization
 from tp_core.errors import DeviceError
 
 GIB = 2**30
@@ -58,7 +58,7 @@ def test_more_devices_than_there_are_is_an_error() -> None:
 
 
 def test_the_cpu_tells_its_load() -> None:
-    cpu = _load._cpu_load()
+    cpu = _resolve._cpu_load()
     assert cpu.device == torch.device("cpu")
     assert cpu.name
     assert cpu.total_bytes is not None
@@ -74,7 +74,7 @@ def test_a_system_that_tells_nothing_of_its_cpu_is_no_error(
     monkeypatch.delattr(os, "getloadavg")
     monkeypatch.setattr(os, "sysconf_names", {})
     monkeypatch.setattr(Path, "exists", lambda self: False)
-    cpu = _load._cpu_load()
+    cpu = _resolve._cpu_load()
     assert cpu.free_bytes is cpu.total_bytes is cpu.utilization is None
 
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_management_library_itself_is_an_unknown_too(
         pass
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "pynvml" else None)
-    monkeypatch.setattr(_load, "import_module", lambda name: SimpleNamespace(NVMLError=NVMLError))
+    monkeypatch.setattr(_resolve, "import_module", lambda name: SimpleNamespace(NVMLError=NVMLError))
     two_gpus.utilization = failing(NVMLError("not supported"))
     assert device_loads()[0].utilization is None
 

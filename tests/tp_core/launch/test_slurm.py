@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core._launch._slurm import derive_port, expand_counts, expand_hosts
+from tp_core._launch._environment import derive_port, expand_counts, expand_hosts
 from tp_core.errors import LaunchEnvironmentError
 
 

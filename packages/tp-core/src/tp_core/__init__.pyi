@@ -1,11 +1,11 @@
 from tp_core import errors as errors
 from tp_core import plugins as plugins
-from tp_core._devices._load import DeviceLoad as DeviceLoad
-from tp_core._devices._load import device_loads as device_loads
-from tp_core._devices._load import least_busy as least_busy
+from tp_core._devices._resolve import DeviceLoad as DeviceLoad
 from tp_core._devices._resolve import DeviceSpec as DeviceSpec
 from tp_core._devices._resolve import as_device as as_device
 from tp_core._devices._resolve import available_devices as available_devices
+from tp_core._devices._resolve import device_loads as device_loads
+from tp_core._devices._resolve import least_busy as least_busy
 from tp_core._devices._resolve import resolve_devices as resolve_devices
 from tp_core._devices._transfer import recursive_pin as recursive_pin
 from tp_core._devices._transfer import recursive_to as recursive_to

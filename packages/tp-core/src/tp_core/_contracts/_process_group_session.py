@@ -17,7 +17,7 @@ from tp_core._contracts._reductions import ReductionWatch
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
 from tp_core._contracts._stepping import SteppingDataParallel
 from tp_core._data._batches import Share
-from tp_core._steps._backward import backward_of_nothing
+from tp_core._steps._outputs import backward_of_nothing
 from tp_core._tensors._written import check_no_max_norm
 from tp_core.errors import DisagreementError
 

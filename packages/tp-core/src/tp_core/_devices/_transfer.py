@@ -1,4 +1,4 @@
-"""Move everything in a nested batch to a device, or to page-locked memory."""
+"""Move nested batches and modules to a device, or to page-locked memory."""
 
 import inspect
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tp_core._devices._containers import PerType, containers
 from tp_core._devices._resolve import as_device
-from tp_core._devices._tree import tree_map
+from tp_core._devices._tree import PerType, containers, tree_map
 from tp_core.errors import TransferError
 
-__all__ = ["recursive_pin", "recursive_to"]
+# -- Move everything in a nested batch to a device, or to page-locked memory ----------------------
+
 
 T = TypeVar("T")
 _Move = Callable[[Any, torch.device, bool], Any]
@@ -209,3 +209,37 @@ def _checked(result: Any, value: Any, name: str) -> Any:
 _MOVES: PerType[_Move | None] = PerType(_move_of)
 _TO_CONTAINERS = containers(stop=_is_movable)
 _PIN_CONTAINERS = containers(stop=_has_pin_memory)
+
+
+# -- Move a module to a device, and keep its parameters the objects that they are -----------------
+
+
+def move_module(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device in place, and return what its ``.to`` returns.
+
+    Where a device's tensors are of another kind than the CPU's, as those of a device that an extension of
+    torch brings are, ``module.to(device)`` makes other parameters: an optimizer that was made before would
+    go on with the old ones, and weights that are tied would come apart. Here they stay the same objects.
+
+    Args:
+        module: The module.
+        device: Where to.
+    """
+    replaces_all = torch.__future__.get_overwrite_module_params_on_conversion()
+    is_there = all(p.device == device for p in module.parameters())
+    if (is_there and not replaces_all) or not _makes_other_parameters(device):
+        return module.to(device)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _makes_other_parameters(device: torch.device) -> bool:
+    """Return whether ``.to`` puts other parameters into a module, which torch decides by the device."""
+    probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
+    before: Tensor = probe[0]
+    probe.to(device)
+    return probe[0] is not before

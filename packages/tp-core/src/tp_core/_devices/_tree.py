@@ -1,12 +1,267 @@
-"""Apply a function to the leaves of nested containers."""
+"""Nested containers: which types are some, and a function applied to their leaves."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import copy
+import dataclasses
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
-from tp_core._devices._containers import Container, PerType, containers
-from tp_core.errors import CycleError
+import torch
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["tree_leaves", "tree_map"]
+from tp_core.errors import CycleError, TransferError
+
+# -- Which types are containers, and how each is taken apart and put together again ---------------
+
+
+T = TypeVar("T")
+
+_MAX_TYPES = 4096
+"""A program that makes types on the fly must not fill the memory with what we know of them."""
+
+
+class PerType(dict[type, T], Generic[T]):
+    """What is decided once for each type: ``table[type(value)]`` is one look-up afterwards.
+
+    Example:
+        >>> names = PerType(lambda cls: cls.__name__)
+        >>> names[int]
+        'int'
+    """
+
+    def __init__(self, decide: Callable[[type], T]) -> None:
+        super().__init__()
+        self._decide = decide
+
+    def __missing__(self, cls: type) -> T:
+        if len(self) >= _MAX_TYPES:
+            self.clear()
+        decision = self[cls] = self._decide(cls)
+        return decision
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """How one container type is taken apart and put together again.
+
+    Attributes:
+        children: Its values.
+        labels: For each child, how one writes it after the container's name: ``[0]``, ``.mask``.
+        rebuild: A new container like the given one, with other children.
+    """
+
+    children: Callable[[Any], Collection[Any]]
+    labels: Callable[[Any], Iterable[str]]
+    rebuild: Callable[[Any, list[Any]], Any]
+
+
+def containers(*, stop: Callable[[type], bool] = lambda _: False) -> PerType[Container | None]:
+    """Return a table that has the `Container` of a type, or ``None`` for the type of a leaf.
+
+    For walks that `tree_map` and `tree_leaves` are not made for, such as over several trees at once.
+
+    Args:
+        stop: Called once per type; where it returns true, the type is a leaf whatever it inherits.
+
+    Example:
+        >>> table = containers()
+        >>> table[dict].rebuild({"a": 1, "b": 2}, [3, 4]), table[int]
+        ({'a': 3, 'b': 4}, None)
+    """
+    return PerType(lambda cls: None if stop(cls) else _container_of(cls))
+
+
+def _container_of(cls: type) -> Container | None:
+    if cls in _EXACT:
+        return _EXACT[cls]
+    if issubclass(cls, Mapping):
+        return _mapping_of(cls)
+    if issubclass(cls, list):
+        return _LIST
+    if issubclass(cls, tuple):
+        return _STRUCTSEQ if hasattr(cls, "n_sequence_fields") else _TUPLE
+    if dataclasses.is_dataclass(cls):
+        return _dataclass_of(cls)
+    return None
+
+
+# -- lists and tuples -----------------------------------------------------------------------------
+
+
+def _same(value: Collection[Any]) -> Collection[Any]:
+    return value
+
+
+def _positions(value: Collection[Any]) -> Iterable[str]:
+    names = getattr(value, "_fields", None)  # of a namedtuple
+    return [f".{n}" for n in names] if names else [f"[{i}]" for i in range(len(value))]
+
+
+def _rebuild_list(old: list[Any], values: list[Any]) -> Any:
+    new = copy.copy(old)
+    new[:] = values
+    return new
+
+
+def _rebuild_tuple(old: tuple[Any, ...], values: list[Any]) -> Any:
+    # Not type(old)(...): the constructor of a namedtuple, or of a subclass, takes what it likes.
+    new = tuple.__new__(type(old), values)
+    if hasattr(old, "__dict__"):
+        new.__dict__.update(old.__dict__)
+    return new
+
+
+def _rebuild_structseq(old: Any, values: list[Any]) -> Any:
+    # __reduce__ alone tells the fields that have a name and no position (os.stat_result has some).
+    cls, (_, hidden) = old.__reduce__()
+    return cls(values, hidden)
+
+
+# -- mappings -------------------------------------------------------------------------------------
+
+
+def _values(mapping: Mapping[Any, Any]) -> Collection[Any]:
+    return list(mapping.values())  # some mappings make their values anew at each request
+
+
+def _keys(mapping: Mapping[Any, Any]) -> Iterable[str]:
+    return [f"[{key!r}]" for key in mapping]
+
+
+def _rebuild_dict(old: dict[Any, Any], values: list[Any]) -> Any:
+    return dict(zip(old, values, strict=True))
+
+
+def _rebuild_copy(old: Any, values: list[Any]) -> Any:
+    """Copy, then assign: keeps default factories, attributes, and what ``__setitem__`` does."""
+    new = copy.copy(old)
+    if getattr(old, "__dict__", None) is old:  # class AttrDict(dict): self.__dict__ = self
+        new.__dict__ = new
+    for key, value in zip(old, values, strict=True):
+        new[key] = value
+    return new
+
+
+def _rebuild_mapping(old: Any, values: list[Any]) -> Any:
+    """Call the type with a dict: a plain copy may share its storage with the original."""
+    cls = type(old)
+    try:
+        return cls(dict(zip(old, values, strict=True)))
+    except TypeError as error:
+        msg = (
+            f"cannot make a new {cls.__qualname__}: {cls.__qualname__}(dict) raised {error}; "
+            "let its constructor take a mapping, or give the class a .to(device) method that "
+            "returns the moved object"
+        )
+        raise TransferError(msg) from error
+
+
+def _mapping_of(cls: type) -> Container:
+    copies_itself = issubclass(cls, dict | UserDict) or (
+        issubclass(cls, MutableMapping) and hasattr(cls, "__copy__")
+    )
+    return Container(_values, _keys, _rebuild_copy if copies_itself else _rebuild_mapping)
+
+
+# -- dataclasses ----------------------------------------------------------------------------------
+
+
+def _dataclass_of(cls: type) -> Container:
+    names = tuple(f.name for f in dataclasses.fields(cls))
+    # One call for all fields: this is on the way of every batch. With one name it gives no tuple.
+    get = attrgetter(*names) if len(names) > 1 else None
+    cached = frozenset(
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, cached_property)
+    )
+
+    def present(value: Any) -> list[str]:
+        return [n for n in names if hasattr(value, n)]  # init=False fields may not be set yet
+
+    given = frozenset(f.name for f in dataclasses.fields(cls) if f.init)
+    derives = hasattr(cls, "__post_init__") and cls.__dataclass_params__.init  # type: ignore[attr-defined]
+    # InitVars: nobody has their values any more.
+    lacking = frozenset(_required(cls) if derives else ()) - given
+
+    def rederived(old: Any, values: dict[str, Any]) -> Any:
+        """Return what ``dataclasses.replace`` makes: ``__post_init__`` derives from the new values."""
+        stale = [n for n, v in values.items() if n not in given and v is getattr(old, n)]
+        if lacking and stale:
+            msg = (
+                f"cannot derive {', '.join(map(repr, stale))} of another {cls.__qualname__}: __post_init__ "
+                f"takes {', '.join(map(repr, sorted(lacking)))}, which is not kept; keep it in a "
+                "field, or make the derived one a property"
+            )
+            raise TransferError(msg)
+        new = copy.copy(old)
+        if not lacking:
+            new = dataclasses.replace(old, **{n: v for n, v in values.items() if n in given})
+            for name, value in getattr(old, "__dict__", {}).items():
+                new.__dict__.setdefault(name, value)  # what was set on it later
+        for name, value in values.items():
+            # Given values have been through __post_init__ once; of derived ones those that moved, or were
+            # split, are right, and numbers and the like are those that belong to the new values.
+            if name not in stale or not hasattr(new, name):
+                object.__setattr__(new, name, value)
+        return new
+
+    def rebuild(old: Any, values: list[Any]) -> Any:
+        named = dict(zip(present(old), values, strict=True))
+        if derives:
+            new = rederived(old, named)
+        else:
+            new = copy.copy(old)
+            for name, value in named.items():
+                object.__setattr__(new, name, value)  # frozen ones refuse plain assignment
+        for name in cached & vars(new).keys() if cached else ():
+            del new.__dict__[name]  # it was computed from the old values
+        return new
+
+    def children(value: Any) -> Collection[Any]:
+        if get is not None:
+            try:
+                return get(value)
+            except AttributeError:  # a field that is not set
+                pass
+        return [getattr(value, n) for n in present(value)]
+
+    return Container(
+        children,
+        lambda value: [f".{n}" for n in present(value)],
+        rebuild,
+    )
+
+
+def _required(cls: type) -> list[str]:
+    """Return the names without which the class cannot be called."""
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+
+_LIST = Container(_same, _positions, _rebuild_list)
+_TUPLE = Container(_same, _positions, _rebuild_tuple)
+_STRUCTSEQ = Container(_same, _positions, _rebuild_structseq)
+_EXACT: Mapping[type, Container | None] = MappingProxyType(
+    {
+        dict: Container(dict.values, _keys, _rebuild_dict),
+        list: Container(_same, _positions, lambda _, values: values),
+        tuple: Container(_same, _positions, lambda _, values: tuple(values)),
+        # Tuples by inheritance, values by use.
+        torch.Size: None,
+        PackedSequence: None,
+    }
+)
+
+
+# -- Apply a function to the leaves of nested containers ------------------------------------------
+
 
 _CONTAINERS = containers()
 _OPEN = object()  # stands for the result of a container whose children are being visited

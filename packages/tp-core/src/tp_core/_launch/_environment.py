@@ -1,14 +1,174 @@
 """What launched this process, read from the environment, and what it was left of the machine."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from tp_core._launch._slurm import derive_port, expand_counts, expand_hosts, is_step
-from tp_core._launch._variables import LauncherVariables, VariableReader
+from tp_core.errors import ConfigError, LaunchEnvironmentError
 
-__all__ = ["LaunchEnvironment", "available_cores"]
+# -- Numbers and words from a launcher's variables, with messages that tell what to do ------------
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherVariables:
+    """The variables of one launcher.
+
+    Attributes:
+        names: All that are read.
+        remedy: How to start a script so that they are set.
+    """
+
+    names: tuple[str, ...]
+    remedy: str
+
+    def reader(self, environ: Mapping[str, str]) -> "VariableReader":
+        """Return what reads these variables from ``environ``."""
+        return VariableReader(self, environ)
+
+
+@dataclass(frozen=True, slots=True)
+class VariableReader:
+    """Reads the variables of one launcher from one environment."""
+
+    variables: LauncherVariables
+    environ: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """Return a variable.
+
+        Raises:
+            LaunchEnvironmentError: The variable is not set, or empty.
+        """
+        value = self.environ.get(name, "").strip()
+        if not value:
+            problem = "is empty" if name in self.environ else "is not set"
+            msg = f"{name} {problem}"
+            raise self.error(msg)
+        return value
+
+    def number(self, name: str, *, default: int | None = None) -> int:
+        """Return a variable as a whole number of at least 0.
+
+        Args:
+            name: The variable.
+            default: For one that is not set; without it that is an error.
+
+        Raises:
+            LaunchEnvironmentError: The variable is not set, or not such a number.
+        """
+        if default is not None and name not in self.environ:
+            return default
+        value = self.text(name)
+        if not value.isdecimal():
+            msg = f"{name}={value!r} is not a whole number of at least 0"
+            raise self.error(msg)
+        return int(value)
+
+    def error(self, problem: str) -> LaunchEnvironmentError:
+        """Return an error with the problem, what was found, and what to do."""
+        found = [name for name in self.variables.names if name in self.environ]
+        values = ", ".join(f"{name}={self.environ[name]!r}" for name in found)
+        unset = " ".join(name for name in found if not name.startswith("MASTER_"))
+        msg = (
+            f"{problem}; found {values}; {self.variables.remedy}, or run `unset {unset}` for a "
+            "process by itself"
+        )
+        return LaunchEnvironmentError(msg)
+
+
+# -- What Slurm's variables mean ------------------------------------------------------------------
+
+
+_SPECIAL_STEPS = 0xFFFF_FFF0
+"""From here on step numbers mean something else than a step that srun started: the batch script,
+the shell of salloc, the step that adopts ssh logins (slurm.h)."""
+
+_FIRST_PORT, _PORTS = 15_000, 16_384  # below Linux' ephemeral ports, which begin at 32,768
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task; scripts of sbatch and shells of salloc are not.
+
+    Example:
+        >>> is_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
+        False
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SPECIAL_STEPS
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return one count per node from Slurm's short form.
+
+    Raises:
+        LaunchEnvironmentError: The text is not in that form.
+
+    Example:
+        >>> expand_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            msg = f"{text!r} is not a list of tasks per node; it should look like '2(x3),1'"
+            raise LaunchEnvironmentError(msg)
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the host names of Slurm's short form.
+
+    Raises:
+        LaunchEnvironmentError: The text is not in that form.
+
+    Example:
+        >>> expand_hosts("node[001-003,7],gpu1")
+        ['node001', 'node002', 'node003', 'node7', 'gpu1']
+    """
+    words = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+", text)
+    if not words or ",".join(words) != text.strip():
+        raise _bad_hosts(text)
+    return [host for word in words for host in _expand_word(word, text)]
+
+
+def _expand_word(word: str, text: str) -> list[str]:
+    head, bracket, rest = word.partition("[")
+    if not bracket:
+        return [word]
+    inside, _, tail = rest.partition("]")
+    tails = _expand_word(tail, text)
+    hosts: list[str] = []
+    for piece in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise _bad_hosts(text)
+        width = len(match[1])
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            hosts += [f"{head}{number:0{width}d}{end}" for end in tails]
+    return hosts
+
+
+def _bad_hosts(text: str) -> LaunchEnvironmentError:
+    msg = f"{text!r} is not a list of hosts; it should look like 'node[001-004,7],gpu1'"
+    return LaunchEnvironmentError(msg)
+
+
+def derive_port(job: int, step: int) -> int:
+    """Return a port that every task of the step computes alike, and other steps hardly ever.
+
+    Example:
+        >>> derive_port(1, 0)
+        15097
+    """
+    return _FIRST_PORT + (job * 97 + step) % _PORTS
+
+
+# -- What launched this process, read from the environment, and what it was left of the machine ---
+
 
 _TORCHRUN = LauncherVariables(
     names=(
@@ -225,3 +385,32 @@ def _port(read: VariableReader) -> int:
         msg = f"MASTER_PORT={port} is not a port; it must be from 1 to 65535"
         raise read.error(msg)
     return port
+
+
+# -- How many processes a command starts on this host at most -------------------------------------
+
+
+_PER_CORE = 16
+_ANYWHERE = 256  # processes that mostly wait may be many more than cores
+
+
+def check_process_count(option: str, count: int) -> None:
+    """Refuse a number of processes that no host of this size can run, before the first is started.
+
+    A number with a digit too many would take the whole machine away from everybody on it.
+
+    Args:
+        option: What it was given as, for the message.
+        count: How many processes are to be started here.
+
+    Raises:
+        ConfigError: There are more than 16 for each core, and more than 256.
+    """
+    cores = available_cores()
+    limit = max(_ANYWHERE, _PER_CORE * cores)
+    if count > limit:
+        msg = (
+            f"{option} asks for {count} processes on this host of {cores} core{'s' * (cores > 1)}; at "
+            f"most {limit} are started here"
+        )
+        raise ConfigError(msg)

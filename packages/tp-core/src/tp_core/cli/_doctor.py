@@ -11,11 +11,9 @@ import torch
 import typer
 
 from tp_core._contracts._job import Job
-from tp_core._devices._load import device_loads
-from tp_core._devices._resolve import resolve_devices
-from tp_core._launch._count import check_process_count
-from tp_core._launch._environment import LaunchEnvironment
-from tp_core._launch._terminal import output_console
+from tp_core._devices._resolve import device_loads, resolve_devices
+from tp_core._launch._environment import LaunchEnvironment, check_process_count
+from tp_core._launch._output import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
 from tp_core.plugins._hooks import DISABLE_VARIABLE, describe

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._launch._join import join_process_group
+from tp_core._launch._process_group import join_process_group
 from tp_core.errors import RankFailedError, TpError
 
 # -- Whether ranks can meet, how fast they exchange, and whether the clocks of their hosts agree

@@ -26,7 +26,7 @@ from tp_core._data._counting import count_samples as count_samples
 from tp_core._data._loader import PreparedLoader as PreparedLoader
 from tp_core._data._parts import Parts as Parts
 from tp_core._fully_sharded._options import FullyShardOptions as FullyShardOptions
-from tp_core._launch._join import join_process_group as join_process_group
+from tp_core._launch._process_group import join_process_group as join_process_group
 from tp_core._steps._outputs import LossReduction as LossReduction
 from tp_core._steps._outputs import combine_outputs as combine_outputs
 from tp_core._steps._outputs import read_weight as read_weight

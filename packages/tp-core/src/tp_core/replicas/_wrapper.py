@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_core._devices._modules import move_module
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
-from tp_core._devices._transfer import recursive_to
+from tp_core._devices._transfer import move_module, recursive_to
 from tp_core._suggestions import did_you_mean
 from tp_core.errors import ConfigError
 from tp_core.replicas._replicas import Replicas

@@ -1,8 +1,4 @@
-"""An optimizer's state by the names of the parameters, and not by the order in which they came.
-
-``torch.optim.Optimizer.state_dict`` numbers parameters. Made again from the same parameters in another
-order, an optimizer would take the momentum of one layer for another's.
-"""
+"""An optimizer's state by the names of the parameters, and not by the order in which they came."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,19 +12,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import ConfigError, ModelError, StateError
-from tp_core.state._names import named_parameters
-from tp_core.state._nested import Get, Put, joined, split, tensors_in
+from tp_core.state._plain import Get, Put, joined, split, tensors_in
 
-__all__ = [
-    "OptimizerValues",
-    "check_fits",
-    "check_optimizer",
-    "is_zero_redundancy",
-    "named_state",
-    "numbered_state",
-    "optimizer_names",
-    "parameters_as_saved",
-]
+# -- Names in a model as its author wrote it, whatever has been compiled since --------------------
+
+
+_COMPILED = "_orig_mod"
+"""The name under which ``torch.compile(module)`` holds the module; it is part of every name in its state."""
+
+
+def plain_name(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts into it.
+
+    Example:
+        >>> plain_name("_orig_mod.head._orig_mod.weight")
+        'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's state under plain names."""
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters under all of their plain names: a tied one has several."""
+    return {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+# -- An optimizer's state by the names of the parameters, and not by the order in which they came
+# ``torch.optim.Optimizer.state_dict`` numbers parameters. Made again from the same parameters in another
+# order, an optimizer would take the momentum of one layer for another's.
+
 
 _PARAMETERS = frozenset({"params", "param_names"})
 """Keys of a group that name its parameters, rather than how they are optimized."""

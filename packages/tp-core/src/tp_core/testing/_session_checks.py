@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from tp_core._contracts._memory import Footprint
 from tp_core._contracts._session import Session
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._launch._join import join_process_group
+from tp_core._launch._process_group import join_process_group
 from tp_core._tensors._deferred import build_deferred, materialize
 from tp_core.errors import ConfigError, DisagreementError, ModelError
 from tp_core.state import whole as whole_of

@@ -12,8 +12,7 @@ from tp_core._contracts._session._gradients import GradientSession
 from tp_core._contracts._session._ranks import RankSession
 from tp_core._data._batches import Share
 from tp_core._data._loader import PreparedLoader
-from tp_core._devices._modules import move_module
-from tp_core._devices._transfer import recursive_to
+from tp_core._devices._transfer import move_module, recursive_to
 from tp_core._tensors._sharding import check_initialized, check_no_first_fsdp, is_dtensor, is_sharded
 from tp_core.errors import ModelError, StepError
 
