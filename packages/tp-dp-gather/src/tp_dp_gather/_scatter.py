@@ -247,7 +247,8 @@ def _names(function: Callable[..., Any] | None, count: int) -> dict[str | int, s
     try:
         parameters = [] if function is None else list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C
-        several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        return {}
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {i: p.name for i, p in enumerate(parameters[:count]) if p.kind not in several}
 
 
