@@ -170,6 +170,24 @@ def test_a_parameter_without_a_gradient_is_an_error_before_the_optimizer_steps()
             assert is_untouched
 
 
+def _two_passes():
+    """Make two forward and backward passes in one step, each through a part of the model."""
+    plain = Branches()
+    with DdpBackend().open(make_job(TestDdp(), model=plain)) as session:
+        model, x = session.prepare_model(plain), torch.ones(2, 1)
+        session.backward(model(x, both=False).sum())
+        with pytest.raises(StepError) as caught:
+            model(x, both=True)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_second_pass_after_one_without_all_gradients_names_what_was_left_out():
+    for rank, message in enumerate(run_ranks(_two_passes, 2)):
+        assert f"the loss on rank {rank} came without 'b.weight', 'b.bias' of the model's 4" in message
+        assert "find_unused_parameters=True" in message
+
+
 def _thawed():
     plain = Branches()
     plain.b.requires_grad_(requires_grad=False)

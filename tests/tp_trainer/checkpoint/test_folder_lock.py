@@ -14,10 +14,15 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
+import tp_core.state
+from torch.utils.data import DataLoader
 from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
 from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+from tp_trainer._checkpoint._verifying import verify
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import leave, names, same, train
@@ -244,7 +249,7 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_en
         nonlocal calls
         calls += 1
         written = write(tensors, path)
-        if calls == 10:
+        if calls in {10, 11}:  # of one checkpoint, twice
             shutil.rmtree(folder)
         return written
 
@@ -252,6 +257,34 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_en
     assert same(train(folder, background=asynchronous), train(None))
     assert names(folder) == ["step-0000000010"]
     assert "is made again" in caplog.text
+
+
+def _delete_while_ranks_write(folder):
+    write, calls = tp_core.state.write_tensors, 0
+
+    def deleting(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        written = write(*arguments, **options)
+        if calls < 3 and os.environ["RANK"] == "0":
+            shutil.rmtree(folder)  # what this rank goes on to complete
+        return written
+
+    tp_core.state.write_tensors = deleting
+    with Trainer(seed=0, progress=False, devices="cpu", backend="fsdp") as trainer:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = Checkpoints(folder, background=True)
+        loader = DataLoader(torch.ones(8, 4), batch_size=4)
+        trainer.fit(model, optimizer, loader, step=lambda m, x: m(x).sum(), epochs=1, checkpoint=settings)
+    return calls
+
+
+@pytest.mark.slow
+def test_ranks_that_write_together_write_again_where_the_folder_was_deleted(tmp_path):
+    assert run_ranks(_delete_while_ranks_write, 2, tmp_path / "run") == [3, 3]
+    assert names(tmp_path / "run") == ["step-0000000002"]
+    verify(tmp_path / "run" / "step-0000000002")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

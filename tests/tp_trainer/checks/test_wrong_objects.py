@@ -155,7 +155,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
 
 def test_a_file_in_the_place_of_a_folder_for_checkpoints_is_told_before_the_first_step(tmp_path):
     (tmp_path / "taken").write_text("kept")
-    with pytest.raises(FileExistsError, match=r"taken cannot be made, or is no folder for checkpoints"):
+    with pytest.raises(
+        FileExistsError, match=r"taken cannot be made, or is no folder: .*\nwhile the folder for"
+    ):
         fit(checkpoint=tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "kept"
 

@@ -1,10 +1,12 @@
 """Loggers for other packages, against the packages themselves and their local stores."""
 
 import json
+import os
 import struct
 import time
 
 import pytest
+from tp_core.errors import ConfigError
 from tp_core.testing import LoggerConformance
 from tp_trainer.loggers import AimLogger, MlflowLogger, RunInfo, TensorBoardLogger, WandbLogger
 
@@ -13,6 +15,16 @@ pytestmark = [
     # Of those packages and what they import: none of our business.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+def test_tensorboard_refuses_a_folder_that_it_cannot_name_and_takes_other_text(tmp_path):
+    pytest.importorskip("tensorboard")
+    name = os.fsdecode(b"\xff")
+    with pytest.raises(ConfigError, match=r"bytes that are no text: .*give TensorBoardLogger"):
+        TensorBoardLogger(tmp_path / name).open(RunInfo())
+    logger = TensorBoardLogger(tmp_path / "good")
+    logger.open(RunInfo(hyperparameters={"data": name}, environment={"folder": name}))
+    logger.close("finished")
 
 
 class TestTensorBoard(LoggerConformance):

@@ -23,7 +23,7 @@ def step(model, batch):
 @pytest.fixture
 def boundaries(validation):
     """Where a validation in one process looks for signals."""
-    return StepBoundaries(validation.session, lambda: False)
+    return StepBoundaries(validation.session)
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_a_validation_can_be_of_few_batches(validation):
 def _uneven(keeps):
     """One rank sees a signal in the last of its batches, of which the other one has fewer."""
     with Trainer(devices="cpu", progress=False) as trainer:
-        boundaries = StepBoundaries(trainer.session, lambda: False)
-        boundaries.open()
+        boundaries = StepBoundaries(trainer.session)
+        boundaries.open(lambda: False)
         rounds = Rounds(trainer.session, boundaries=boundaries, keeps=keeps)
 
         def go_over(batches):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -90,6 +91,11 @@ def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
     logger.log({evil: 1.0}, step=21, epoch=2)
     logger.close("finished")
     assert "<script" not in render([folder])
+
+
+def test_a_run_whose_files_have_names_that_are_no_text_has_a_page(tmp_path):
+    folder = leave_run(tmp_path / "run", host=os.fsdecode(b"r\xff"))
+    assert r"r\udcff" in write_report([folder], tmp_path / "page.html").read_text()
 
 
 def test_a_curve_of_many_points_keeps_its_peaks():

@@ -15,6 +15,7 @@ __all__ = ["SteppingDataParallel"]
 R = TypeVar("R")
 
 _MOST_NAMES = 3  # in a message
+_NOT_REDUCED = "Expected to have finished reduction in the prior iteration"  # of torch's reducer.cpp
 
 
 class SteppingDataParallel(DistributedDataParallel):
@@ -34,8 +35,18 @@ class SteppingDataParallel(DistributedDataParallel):
         self._is_ready: list[bool | None] = [None]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, or the step, and be ready to average the gradients of one backward pass."""
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        """Run the module, or the step, and be ready to average the gradients of one backward pass.
+
+        Raises:
+            StepError: A parameter took no part in the loss of the last backward pass.
+        """
+        try:
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        except RuntimeError as error:
+            if not str(error).startswith(_NOT_REDUCED):
+                raise
+            # Several passes in one step: check_reduced, which is asked at its end, comes too late for them.
+            raise StepError(self._unused(str(error))) from error
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self._is_ready[0] = True
         return output

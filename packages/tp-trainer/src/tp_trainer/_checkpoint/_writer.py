@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from tp_core.errors import StateError
+from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership, new_process_group
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, write_whole
@@ -29,6 +29,7 @@ RANKS = "ranks.json"
 
 _DELETING_S = 5.0  # a network's folder with large checkpoints takes seconds
 _LOOK_S = 0.05
+_WRITES = 5  # of one checkpoint, while the folder is deleted each time
 
 
 class Values(NamedTuple):
@@ -38,6 +39,10 @@ class Values(NamedTuple):
     state: Mapping[str, Any]
     ranks: list[Any]
     facts: Mapping[str, Any]
+
+
+class _LostRankError(StateError):
+    """A rank that writes together with this one has gone: there is nobody to exchange anything with."""
 
 
 class Writer:
@@ -110,14 +115,38 @@ class Writer:
             ConfigError: The folder was deleted, and another run has made it again.
             OSError: The folder cannot be made.
         """
-        if self._lock is not None and not self._lock.is_held():
+        if self._lock is None:
+            return self.folder.scratch(step)
+        is_lost = not self._lock.is_held()
+        if is_lost:
             log.warning(
                 "%s was deleted, or its lock, while the run writes its checkpoints there; it is made again, "
                 "and what is gone is gone",
                 self.folder.path,
             )
-            self._lock.renew()
-        return self.folder.scratch(step)
+        deadline = time.monotonic() + _DELETING_S
+        while True:
+            try:
+                if is_lost:
+                    self._lock.renew()
+                return self.folder.scratch(step)
+            except FileNotFoundError:  # whoever deletes it has not come to its end
+                if time.monotonic() > deadline:
+                    raise
+            is_lost = True
+            time.sleep(_LOOK_S)
+
+    def _was_deleted(self, error: Exception | None) -> bool:
+        """Whether the folder was deleted while something was written there; waits for the end of that."""
+        if self._lock is None or not isinstance(error, OSError):
+            return False
+        if self._lock.is_held() and not isinstance(error, FileNotFoundError):
+            return False
+        # Whoever deletes the folder may not have come to the lock yet, and would delete the new one, too.
+        deadline = time.monotonic() + _DELETING_S
+        while self._lock.is_held() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return True
 
     def join_group(self) -> None:
         """Form the group of the threads that write together: their collectives must not meet training's.
@@ -165,9 +194,7 @@ class Writer:
         """
         try:
             if together:
-                written = self._write_together(tensors, folder)
-                if self._session.is_main:
-                    self._complete(folder, values, written)
+                self._write_together(tensors, folder, values)
             else:
                 self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
         except BaseException as error:
@@ -176,24 +203,49 @@ class Writer:
             self.fail(error, folder)
 
     def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
-        """Write what rank 0 has whole; once more if the folder is deleted meanwhile."""
-
-        def write(folder: Path) -> None:
-            written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
-            self._complete(folder, values, written)
-
-        try:
-            write(folder)
-        except OSError as error:
-            if self._lock is None or (self._lock.is_held() and not isinstance(error, FileNotFoundError)):
-                raise
-            # Whoever deletes the folder may not have come to the lock yet, and would delete the new one, too.
-            deadline = time.monotonic() + _DELETING_S
-            while self._lock.is_held() and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-            write(self._new_scratch(values.step))
+        """Write what rank 0 has whole; anew if the folder is deleted meanwhile."""
+        for writes_left in reversed(range(_WRITES)):
+            try:
+                written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
+                self._complete(folder, values, written)
+                return
+            except OSError as error:
+                if not writes_left or not self._was_deleted(error):
+                    raise
+            folder = self._new_scratch(values.step)
 
     def _write_together(
+        self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path, values: Values
+    ) -> None:
+        """Write this rank's part, and on rank 0 the rest; all ranks anew if the folder is deleted meanwhile.
+
+        Collectives: each time those of :meth:`_write_parts`, and one broadcast over the group of the writing
+        threads.
+        """
+        for writes_left in reversed(range(_WRITES)):
+            failure: Exception | None = None
+            try:
+                written = self._write_parts(tensors, folder)
+                if self._session.is_main:
+                    self._complete(folder, values, written)
+            except _LostRankError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the others wait to learn whether to write again
+                failure = error
+            again: list[Path | None] = [None]
+            if self._session.is_main and writes_left and self._was_deleted(failure):
+                try:
+                    again = [self._new_scratch(values.step)]
+                except (ConfigError, OSError) as error:
+                    failure = error
+            dist.broadcast_object_list(again, src=0, group=self._group)
+            if again[0] is None:
+                if failure is not None:
+                    raise failure
+                return
+            folder = again[0]
+
+    def _write_parts(
         self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path
     ) -> dict[str, FileRecord]:
         """Write this rank's part, and raise here and on rank 0 if it could not.
@@ -205,30 +257,32 @@ class Writer:
         """
         from tp_core.state import write_tensors
 
-        failure: BaseException | None = None
+        failure: Exception | None = None
         mine: dict[str, FileRecord] = {}
         try:
             written = write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
             mine = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
-        except BaseException as error:  # noqa: BLE001 - the others wait to learn of it
+        except Exception as error:  # noqa: BLE001 - the others wait to learn of it
             failure = error
         told: list[Any] = [None] * self._session.world_size
         try:
             text = None if failure is None else str(failure) or repr(failure)
-            dist.all_gather_object(told, (text, mine), group=self._group)
+            kind = FileNotFoundError if isinstance(failure, FileNotFoundError) else OSError
+            dist.all_gather_object(told, (text, kind, mine), group=self._group)
         except RuntimeError as error:  # a rank has gone
             for lost in (failure, error):
                 if lost is not None:
                     traceback.clear_frames(lost.__traceback__)  # they hold the group
             self.leave_group()  # by its end the ranks that wait for this one learn of it
             msg = f"the ranks that write a checkpoint together lost one: {error}"
-            raise StateError(msg) from error
-        failed = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text), None)
+            raise _LostRankError(msg) from error
         if failure is not None:
             raise failure
-        if failed is not None and self._session.is_main:
-            raise OSError(failed)
-        return {name: record for _, records in told for name, record in records.items()}
+        for rank, (text, kind, _) in enumerate(told):
+            if text is not None and self._session.is_main:
+                msg = f"rank {rank}: {text}"
+                raise kind(msg)
+        return {name: record for *_, records in told for name, record in records.items()}
 
     def _complete(
         self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None
@@ -249,10 +303,9 @@ class Writer:
 
     def fail(self, error: BaseException, folder: Path | None = None) -> None:
         """Keep a failure for the ranks to learn of, and delete what was half written."""
-        self.failure = error
-        if not self._session.is_main:
-            return
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
-        before = "; the checkpoints before it are whole" if self.folder.committed() else ""
+        self.failure, before = error, ""
+        if self._session.is_main:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
+            before = "; the checkpoints before it are whole" if self.folder.committed() else ""
         error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")

@@ -50,7 +50,6 @@ class StepBoundaries:
 
     Args:
         session: Whose ranks they are.
-        wishes: Returns whether this rank has a reason besides a signal; asked in the thread, in training.
 
     Attributes:
         passed: How many boundaries of the phase the main thread has reached; it counts them.
@@ -59,8 +58,8 @@ class StepBoundaries:
         seen_at: When it was seen, by `time.monotonic`.
     """
 
-    def __init__(self, session: Session, wishes: Callable[[], bool]) -> None:
-        self._session, self._wishes = session, wishes
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._is_alone = session.world_size == 1
         self.passed = 0
         self.calls = False
@@ -75,8 +74,13 @@ class StepBoundaries:
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
-    def open(self) -> None:
+    def open(self, wishes: Callable[[], bool]) -> None:
         """Start the thread, if there are several ranks.
+
+        Args:
+            wishes: Returns whether this rank has a reason besides a signal; asked in the thread, in training.
+                Not kept: it is the run's, which has this object and the loader, and in a cycle would keep
+                the loader's workers alive.
 
         Collectives: one broadcast, if there are several ranks.
         """
@@ -93,7 +97,7 @@ class StepBoundaries:
         # that waits for this one's vote.
         store = PrefixStore(name, rendezvous_store(environment).clone())  # type: ignore[attr-defined]  # no stub
         self._thread = threading.Thread(
-            target=self._run, args=(store,), name="tp-step-boundaries", daemon=True
+            target=self._run, args=(store, wishes), name="tp-step-boundaries", daemon=True
         )
         self._thread.start()
 
@@ -160,13 +164,13 @@ class StepBoundaries:
 
     # -- the thread -----------------------------------------------------------------------------
 
-    def _run(self, store: Store) -> None:
+    def _run(self, store: Store, wishes: Callable[[], bool]) -> None:
         rank = self._session.rank
         look_s = max(_LOOK_S, self._session.world_size / _RANKS_PER_LOOK_S)
         try:
             store.set(f"vote/{rank}", "0")
             store.compare_set("round", "", "0 void")
-            while not self._is_closing and not self._take_part(store):
+            while not self._is_closing and not self._take_part(store, wishes):
                 try:
                     self._reasons.get(timeout=look_s)
                 except Empty:
@@ -180,14 +184,14 @@ class StepBoundaries:
                     error,
                 )
 
-    def _take_part(self, store: Store) -> bool:
+    def _take_part(self, store: Store, wishes: Callable[[], bool]) -> bool:
         """Open a round if there is a reason, and take part in an open one; return whether all are over."""
         text = store.get("round").decode()
         number, state = text.split(" ", 1)
         if state == _CLOSED:
             return True
         # No round before the last one's question was asked: each rank has then seen where that was.
-        has_reason = self._at is None and (self.seen or (not self._evaluates and self._wishes()))
+        has_reason = self._at is None and (self.seen or (not self._evaluates and wishes()))
         if state != "open" and has_reason:
             text = store.compare_set("round", text, f"{int(number) + 1} open").decode()
         if text.endswith(" open"):

@@ -70,7 +70,7 @@ def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
 
 
 def _write(part: Path, text: str) -> None:
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
 
 
 def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[Path]:

@@ -84,7 +84,7 @@ class DueWork(RunFacts):
         limit_s = settings.limits.max_seconds
         self._ends_at = math.inf if limit_s is None else began + limit_s
         self._epoch_batches: Generator[Any, None, None] | None = None
-        self._boundaries = StepBoundaries(session, self._has_wish)
+        self._boundaries = StepBoundaries(session)
         self._signals = SignalWatch(session, self._boundaries, catches=self._saving is not None)
         self._asks = session.world_size == 1  # whether any rank may ever have something to ask
         self._open = ExitStack()

@@ -57,7 +57,7 @@ class Loop(Between):
         open_.enter_context(self._signals)
         if self._asks:
             open_.callback(self._boundaries.close)
-            self._boundaries.open()
+            self._boundaries.open(self._has_wish)
         if saving is not None:
             self._watch_for_lost_state()
         if self._duties.during is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tp_core.errors import ConfigError
 from tp_core.internal import showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
@@ -38,7 +39,8 @@ class TensorBoardLogger(Logger):
         flush_s: After so many seconds, at most, numbers are written to the file.
 
     Raises:
-        ConfigError: TensorBoard is not installed; or, in :meth:`open`, there is no folder.
+        ConfigError: TensorBoard is not installed; or, in :meth:`open`, there is no folder, or one that it
+            cannot name.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -55,6 +57,12 @@ class TensorBoardLogger(Logger):
 
         with self._place.opening(info) as goes_on:
             folder = self._place.path
+            if _as_text(folder) != str(folder):
+                msg = (
+                    "TensorBoard writes to no folder whose name has bytes that are no text: "
+                    f"{_as_text(folder)}; give TensorBoardLogger(folder)"
+                )
+                raise ConfigError(msg)
             _await_next_name(folder)
             self._writer = SummaryWriter(
                 str(folder),
@@ -112,7 +120,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         chosen = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
+            name: value if isinstance(value, bool | int | float) else _as_text(value)
             for name, value in info.hyperparameters.items()
         }
         if chosen:
@@ -128,8 +136,13 @@ class TensorBoardLogger(Logger):
 
 
 def _table(values: Mapping[str, str]) -> str:
-    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    rows = [f"| {name} | {_as_text(value)} |" for name, value in values.items()]
     return "\n".join(["| name | value |", "|---|---|", *rows])
+
+
+def _as_text(value: object) -> str:
+    """Return a value as text in UTF-8, which names of files need not be."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _await_next_name(folder: Path) -> None:
