@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,7 +21,6 @@ from tp_core.plugins import (
 
 from tp_trainer._checks._objects import check_model
 from tp_trainer._checks._values import check_loss, check_positive, check_seed
-from tp_trainer._memory._work import Work, add_memory
 from tp_trainer._opening._choice import check_name
 from tp_trainer._opening._lazy_session import LazySession
 from tp_trainer._opening._options import Options, options_by_backend
@@ -30,6 +28,7 @@ from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._precision import LossScaler, RunStep, check_precision, in_precision
 
 if TYPE_CHECKING:
+    from tp_trainer._memory._work import Work
     from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._own_steps import OwnStepEvents
 
@@ -117,9 +116,14 @@ class TrainerBase:
     def _session(self) -> Session | None:
         return self._lazy.current
 
-    def _open(self, *models: nn.Module, by: str, work: Work | None = None) -> Session:
+    def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
+        def add_memory(job: Job) -> Job:
+            from tp_trainer._memory import _work
+
+            return _work.add_memory(job, work or _work.Work())
+
         is_open = self._lazy.current is not None
-        session = self._lazy.open(*models, by=by, estimate=partial(add_memory, work=work or Work()))
+        session = self._lazy.open(*models, by=by, estimate=add_memory)
         if not is_open and session.data_size > 1:
             self._shares = BatchShares(session)
             if self._seed is not None:

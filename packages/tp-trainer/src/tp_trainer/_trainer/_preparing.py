@@ -1,7 +1,7 @@
 """Objects made ready for the backend: for custom training loops."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from tp_trainer._checks._objects import (
     check_preparable,
 )
 from tp_trainer._checks._values import check_positive
-from tp_trainer._memory._table import MemoryTable
-from tp_trainer._memory._work import Work, estimate_job
 from tp_trainer._steps._precision import Step
 from tp_trainer._trainer._base import TrainerBase
+
+if TYPE_CHECKING:
+    from tp_trainer._memory._table import MemoryTable
 
 __all__ = ["Preparing"]
 
@@ -86,6 +87,8 @@ class Preparing(TrainerBase):
             ...     trainer.backward(trainer.run(step, model, batch))
             ...     optimizer.step()  # doctest: +SKIP
         """
+        from tp_trainer._memory._work import Work
+
         for value in objects:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
@@ -156,7 +159,7 @@ class Preparing(TrainerBase):
         *,
         devices: int | None = None,
         memory: int | str | None = None,
-    ) -> MemoryTable:
+    ) -> "MemoryTable":
         """Return what training would need on each device, under every installed backend; nothing is started.
 
         One step is run on tensors without memory. The model may be on the meta device, and the devices
@@ -180,6 +183,8 @@ class Preparing(TrainerBase):
         Example:
             >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
         """
+        from tp_trainer._memory._work import Work, estimate_job
+
         check_model("estimate()", model)
         check_known("estimate()", model, optimizer, step)
         if devices is not None:

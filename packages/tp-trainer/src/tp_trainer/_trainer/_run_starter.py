@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from tp_core.plugins import PreparedLoader
 
 from tp_trainer._checks._objects import check_no_others, check_owner
-from tp_trainer._memory._work import Work
-from tp_trainer._metrics._validation import Validation, numbers_in
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:
     from tp_core.plugins import Callback, RunView
 
+    from tp_trainer._metrics._validation import Validation
     from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._events import Events
     from tp_trainer._running._history import History
@@ -95,6 +94,8 @@ class RunStarter(TrainerBase):
         self, validate: Callable[[], Mapping[str, float]], boundaries: "StepBoundaries | None", _: int | None
     ) -> Mapping[str, float]:
         """Return the numbers of the user's validation, which a signal ends within its evaluations."""
+        from tp_trainer._metrics._validation import numbers_in
+
         self._boundaries = boundaries
         try:
             return numbers_in(validate())
@@ -126,6 +127,7 @@ class RunStarter(TrainerBase):
         owned: ExitStack,
     ) -> "History":
         """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
+        from tp_trainer._memory._work import Work
         from tp_trainer._running._fit import Fit, fit, fit_duties
         from tp_trainer._running._starting import sort_state, start_loop
         from tp_trainer._running._watchdog import Watchdog
@@ -183,7 +185,9 @@ class RunStarter(TrainerBase):
             self._may_step = False
             self._epochs.note(train_loader, train)
 
-    def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> Validation | None:
+    def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> "Validation | None":
+        from tp_trainer._metrics._validation import Validation
+
         loaders = {
             name: self._loader(loader, shard=settings.shard, training=False)
             for name, loader in settings.val_loaders().items()

@@ -12,10 +12,6 @@ from tp_core.errors import ConfigError
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer, check_scheduler
 from tp_trainer._memory._running_out import tell_why
-from tp_trainer._metrics._metric import Metric
-from tp_trainer._metrics._metric_set import check_metrics
-from tp_trainer._steps._ended import telling_of_ended_iterators
-from tp_trainer._steps._modes import tell_of_evaluation_mode
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite
 from tp_trainer._steps._precision import Step
 from tp_trainer._trainer._run_starter import RunStarter
@@ -23,6 +19,7 @@ from tp_trainer._trainer._run_starter import RunStarter
 if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
+    from tp_trainer._metrics._metric import Metric
     from tp_trainer._running._fit import Scheduler
     from tp_trainer._running._history import History
     from tp_trainer._running._loop import Loop
@@ -44,7 +41,7 @@ class Runs(RunStarter):
         epochs: int | None = None,
         val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         val_step: Step | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: "Mapping[str, Metric] | None" = None,
         scheduler: "Scheduler | None" = None,
         scheduler_every: str = "epoch",
         monitor: str | None = None,
@@ -137,8 +134,11 @@ class Runs(RunStarter):
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
+        from tp_trainer._metrics._metric_set import check_metrics
         from tp_trainer._running._limits import Limits
         from tp_trainer._running._settings import FitSettings, check_state
+        from tp_trainer._steps._ended import telling_of_ended_iterators
+        from tp_trainer._steps._modes import tell_of_evaluation_mode
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)

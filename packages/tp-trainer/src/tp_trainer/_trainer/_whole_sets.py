@@ -2,18 +2,18 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from tp_trainer._checks._objects import check_loader, check_model
 from tp_trainer._checks._values import check_callable
-from tp_trainer._metrics._evaluation import evaluate, named_loaders
-from tp_trainer._metrics._metric import Metric
-from tp_trainer._metrics._metric_set import check_metrics
-from tp_trainer._metrics._predictions import Predictions
 from tp_trainer._steps._precision import Step
 from tp_trainer._trainer._base import TrainerBase
+
+if TYPE_CHECKING:
+    from tp_trainer._metrics._metric import Metric
+    from tp_trainer._metrics._predictions import Predictions
 
 __all__ = ["WholeSets"]
 
@@ -29,7 +29,7 @@ class WholeSets(TrainerBase):
         loader: Iterable[Any] | Mapping[str, Iterable[Any]],
         *,
         step: Step,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: "Mapping[str, Metric] | None" = None,
         shard: bool = True,
     ) -> dict[str, Any]:
         """Return the means of what ``step`` returns over the samples of ``loader``, and metrics, by name.
@@ -58,6 +58,9 @@ class WholeSets(TrainerBase):
             StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
                 raised an error.
         """
+        from tp_trainer._metrics._evaluation import evaluate, named_loaders
+        from tp_trainer._metrics._metric_set import check_metrics
+
         check_model("evaluate()", model)
         check_callable("step", step)
         loaders, checked = named_loaders("loader", loader), check_metrics(metrics)
@@ -107,6 +110,8 @@ class WholeSets(TrainerBase):
             ...     return {"class": model(batch[0]).argmax(1)}
             >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
         """
+        from tp_trainer._metrics._predictions import Predictions
+
         check_model("predict()", model)
         check_loader("loader", loader)
         check_callable("step", step)
