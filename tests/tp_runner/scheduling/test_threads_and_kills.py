@@ -24,7 +24,7 @@ from tp_runner import (
     WorkerDiedError,
     WorkerError,
 )
-from tp_runner._workers._process import _forkserver
+from tp_runner._workers._process import _fleet, _forkserver
 
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}
@@ -327,6 +327,27 @@ def an_interrupt_ends_the_stream_and_who_asks_for_more_is_told(tmp_path):
         assert list(runner.stream([1])) == [2]
 
 
+def a_handler_cancels(kill_after_s):
+    def check(tmp_path):
+        with Worker(2, **FORK) as runner:
+            stream = runner.stream([1, ("hang", tmp_path / "begun")])
+            assert next(stream) == 2
+            before = signal.signal(signal.SIGALRM, lambda *_: stream.cancel(kill_after_s=kill_after_s))
+            timer = threading.Thread(
+                target=lambda: (wait_for((tmp_path / "begun").exists), os.kill(os.getpid(), signal.SIGALRM))
+            )
+            timer.start()
+            try:
+                with pytest.raises(RunCancelledError):
+                    next(stream)
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            timer.join(DEADLINE_S)
+            assert list(runner.stream([1, 2])) == [2, 4]
+
+    return check
+
+
 def in_a_fork(check):
     """Run a function in a forked copy of this process; return what it returned, as text."""
     ours, theirs = os.pipe()
@@ -437,6 +458,20 @@ def a_death_in_the_start_of_a_map(max_restarts):
                 list(results)
 
     return check
+
+
+def a_restart_that_fails_in_the_start(tmp_path):
+    handle, n_started = _fleet.WorkerHandle, itertools.count()
+
+    def two_alone(*args, **options):
+        if next(n_started) == 2:  # a system that starts no third process in this moment cannot be had
+            raise OSError("there are too many processes")
+        return handle(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fleet, "WorkerHandle", two_alone)
+        with pytest.raises(WorkerError, match="there are too many processes"):
+            SlowToStart(2, {"folder": tmp_path, "who": "starting"}, max_restarts=3, **FORK)
 
 
 def garbage(data, max_restarts, options):
@@ -579,6 +614,7 @@ FAST = {
     "a failure, three threads": a_failure_reaches_every_thread(THREAD, ("raise",), "WorkerError"),
     "tasks": tasks_share_an_asynchronous_stream,
     "a handler raises in next": a_handler_that_raises_leaves_the_stream(FORK),
+    "a handler cancels, and kills": a_handler_cancels(0.05),
     "a cancel comes before the first result": a_cancel_before_the_first_result_counts,
     "a fork, processes": a_fork_is_refused(FORK),
     "a death in a start": a_death_in_the_start("ready", 0, FORK),
@@ -616,6 +652,7 @@ SLOW = {
     "a fork, threads": a_fork_is_refused(THREAD),
     "a death before it is ready": a_death_in_the_start("starting", 0, FORK),
     "a death before it is ready, restarted": a_death_in_the_start("starting", 1, FORK),
+    "a restart that fails in a start": a_restart_that_fails_in_the_start,
     "a death in a start, fork server": a_death_in_the_start("ready", 0, {}),
     "a death in a start, fork server, restarted": a_death_in_the_start("ready", 3, {}),
     "a death in a map's start": a_death_in_the_start_of_a_map(0),

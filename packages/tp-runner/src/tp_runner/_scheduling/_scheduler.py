@@ -201,26 +201,28 @@ class Scheduler:
         """
         timeout_s = min((s for s in (self._due_in(), most_s) if s is not None), default=None)
         interrupted: BaseException | None = None
-        if self._waiter is None:
-            self._waiter = threading.get_ident()
-            self.lock.release()
-            try:
+        others, me = self._waiter, threading.get_ident()
+        is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
+        try:
+            if is_waiter:
+                self._waiter = me
+                self.lock.release()
                 self.fleet.wait(timeout_s)
-            except BaseException as error:  # noqa: BLE001 - whatever the handler raised
-                interrupted = error
-            # Handlers may raise here, too, and without the lock nothing here may end.
-            while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
-                try:
-                    self.lock.acquire()
-                except BaseException as error:  # noqa: BLE001 - as above
-                    interrupted = error
-            self._waiter = None
-            self._changed.notify_all()
-        else:
-            try:
+            else:
                 self._changed.wait(timeout_s)
-            except Exception as error:  # noqa: BLE001 - whatever the handler raised
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raised
+            interrupted = error
+        # Handlers may raise here, and where a condition takes the lock back; without it nothing may end.
+        while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+            try:
+                self.lock.acquire()
+            except BaseException as error:  # noqa: BLE001 - as above
                 interrupted = error
+        if is_waiter:
+            self._waiter = others
+            self._changed.notify_all()
+            if others is not None:  # the wait below must see what this one has taken
+                self.fleet.wake()
         if interrupted is not None:
             # An interrupt ends the stream; and where the wait is the work, it was disturbed.
             if self.fleet.direct or not isinstance(interrupted, Exception):

@@ -90,7 +90,8 @@ class ProcessFleet(Fleet):
         missing = [worker for worker in range(self.size) if worker not in self._handles]
         self.launch()
         try:
-            while any(not self._handles[worker].ready for worker in missing):
+            # One without a handle could not be started again; an event says why.
+            while any(worker not in self._handles or not self._handles[worker].ready for worker in missing):
                 self.wait(None)
                 for event in self.poll():
                     if event.worker not in missing:
@@ -147,10 +148,7 @@ class ProcessFleet(Fleet):
         self._heartbeats.clear(worker)
         try:
             self._launch(worker)
-        except (
-            WorkerError,
-            OSError,
-        ) as error:  # it is the runs' error, and not only of the one that looks for events
+        except (WorkerError, OSError) as error:  # of all runs, and not only of the one that looks for events
             failure = Failure(INIT, str(error.__cause__ or error))
             self._undelivered.append(Died(worker, None, failure=failure, was_ready=False))
             self.wake()
