@@ -1,7 +1,6 @@
 """What the workers did: time, items, bytes, and when."""
 
 import collections
-import json
 import os
 import time
 from collections.abc import Callable
@@ -210,6 +209,8 @@ class StatsCollector:
                     "args": {"items": n_items},
                 }
             )
+        import json  # no start of workers waits for it
+
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
         write_atomically(lambda part: _write(part, text), path)
 

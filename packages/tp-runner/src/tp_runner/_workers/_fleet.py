@@ -272,10 +272,10 @@ def failure_of_death(died: Died) -> Failure:
 
 def dumps_ending(returned: Any) -> bytes:
     """Pickle what the end of a worker returned, or why it cannot be pickled."""
-    import cloudpickle
-
     if returned is None:  # as a rule
         return b""
+    import cloudpickle
+
     try:
         data: bytes = cloudpickle.dumps(returned, protocol=5)
     except USERS_ERRORS as error:

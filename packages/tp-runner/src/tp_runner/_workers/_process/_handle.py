@@ -7,7 +7,6 @@ from typing import Any
 from tp_runner._options import Settings
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._process import _inheritance, _wire
-from tp_runner._workers._process._forkserver import fork_by_server
 from tp_runner._workers._process._shared_memory import Block
 from tp_runner._workers._process._spawn import Process, bootstrap, fork, spawn
 from tp_runner._workers._process._worker import Descriptors, WorkerProcess, die_with_parent, main
@@ -95,6 +94,8 @@ class WorkerHandle:
         )
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
+        from tp_runner._workers._process._forkserver import fork_by_server  # the others need not wait for it
+
         return fork_by_server(settings.preload, settings.env, fds)
 
     def send_setup(self) -> None:

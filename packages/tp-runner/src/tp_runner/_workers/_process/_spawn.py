@@ -5,7 +5,6 @@ import atexit
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -117,6 +116,8 @@ def end_with(child: Callable[[], None]) -> NoReturn:
 
 def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) -> Process:
     """Run ``code`` in a new interpreter that shares ``descriptors``, with changes of the environment."""
+    import subprocess  # a fork need not wait for it
+
     process = subprocess.Popen(
         [sys.executable, *_flags(), "-c", code],
         pass_fds=tuple(descriptors),
