@@ -27,6 +27,8 @@ class TestThread(EngineConformance):
 
 class TestInline(EngineConformance):
     engine = InlineEngine
+    patience_s = 0.1
+    limits: ClassVar = {"test_several_workers_work_at_the_same_time": "everything is done by the caller"}
 
 
 def test_the_plugin_brings_the_engines_and_the_command():

@@ -2,6 +2,7 @@
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 from tp_core.errors import ConfigError, TpError
@@ -59,6 +60,8 @@ class OneEngine(Engine):
 
 class TestOne(EngineConformance):
     engine = OneEngine
+    patience_s = 0.1
+    limits: ClassVar = {"test_several_workers_work_at_the_same_time": "it has one"}
 
 
 class Nameless(OneEngine):
@@ -140,6 +143,11 @@ def swallowing_the_input(self, items, *, ordered=True):
             return
 
 
+def cut_short(self, item):
+    result = OnePool.apply(self, item)
+    return result[: 1 << 20] if hasattr(result, "__len__") else result
+
+
 def closing_once(self):
     if self.is_closed:
         raise TpError("it is closed already")
@@ -164,6 +172,17 @@ def closing_once(self):
         (with_pool(apply=raises_it_bare), "a_failed_item_is_named_and_the_pool_stays_usable", {}),
         (with_pool(apply=ends_at_the_first_failure), "a_failed_item_is_named_and_the_pool_stays_usable", {}),
         (with_pool(run=swallowing_the_input), "an_input_that_raises_is_raised", {}),
+        (with_pool(apply=cut_short), "large_items_travel_both_ways", {}),
+        (
+            with_pool(apply=lambda self, item: None if item == "die" else OnePool.apply(self, item)),
+            "a_worker_that_dies_is_an_error_and_the_pool_stays_usable",
+            {},
+        ),
+        (
+            with_pool(apply=ends_at_the_first_failure),
+            "a_worker_that_dies_is_an_error_and_the_pool_stays_usable",
+            {},
+        ),
         (with_pool(close=closing_once), "closing_twice_does_nothing_and_a_closed_pool_refuses", {}),
         (
             with_pool(check=lambda self: None, close=lambda self: None),

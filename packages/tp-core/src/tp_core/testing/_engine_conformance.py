@@ -1,7 +1,12 @@
 """What every engine must do, as tests that its author subclasses."""
 
+import functools
 import itertools
+import os
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +32,8 @@ class EngineConformance(DeclaredLimits):
         engine: The engine under test.
         devices: What its workers are on.
         options: Options for the engine.
+        patience_s: How many seconds one worker waits until another one is at work, too; they meet in a folder
+            that both must see.
 
     Example:
         >>> class TestMine(EngineConformance):
@@ -36,6 +43,7 @@ class EngineConformance(DeclaredLimits):
     engine: ClassVar[type[Engine]]
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cpu")
     options: ClassVar[Mapping[str, Any]] = {}
+    patience_s: ClassVar[float] = 60.0
 
     def subject(self) -> str:
         """Return the name of the engine."""
@@ -111,6 +119,28 @@ class EngineConformance(DeclaredLimits):
                 list(pool.run(items()))
             assert list(pool.run([5])) == [10]
 
+    def test_several_workers_work_at_the_same_time(self, tmp_path: Path) -> None:
+        with self.open(functools.partial(_meeter, tmp_path, self.patience_s)) as pool:
+            met = list(pool.run(range(200)))
+        assert all(met), "one worker waited in vain for another one to begin"
+
+    def test_large_items_travel_both_ways(self) -> None:
+        import torch
+
+        tensors = [torch.arange(i, i + 1_000_000, dtype=torch.float64) for i in range(4)]  # (1e6,), 8 MB
+        with self.open(_doubler) as pool:
+            for item, result in zip(tensors, pool.run(tensors), strict=True):
+                assert torch.equal(result, 2 * item)
+            (text,) = pool.run([b"0123456789" * 1_000_000])
+            assert text == b"0123456789" * 2_000_000
+
+    def test_a_worker_that_dies_is_an_error_and_the_pool_stays_usable(self) -> None:
+        with self.open(functools.partial(_dier, os.getpid())) as pool:
+            for _ in range(2):
+                with pytest.raises(TpError):
+                    list(pool.run([1, 2, "die", 4]))
+            assert list(pool.run([5, 6])) == [10, 12]
+
     def test_closing_twice_does_nothing_and_a_closed_pool_refuses(self) -> None:
         pool = self.open(_doubler)
         pool.close()
@@ -134,3 +164,32 @@ def _counter(device: Any) -> Callable[[Any], int]:
     assert str(device)
     count = itertools.count(1)
     return lambda _: next(count)
+
+
+def _meeter(folder: Path, patience_s: float, device: Any) -> Callable[[Any], bool]:
+    assert str(device)
+    me = folder / uuid.uuid4().hex
+
+    def meet(_: Any) -> bool:
+        """Return whether another worker has begun, which is waited for in the middle of this item."""
+        me.touch()
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not (folder / "in vain").exists():
+            if len(list(folder.iterdir())) > 1:
+                return True
+            time.sleep(0.001)
+        (folder / "in vain").touch()  # the other items need not wait, too
+        return False
+
+    return meet
+
+
+def _dier(caller: int, device: Any) -> Callable[[Any], Any]:
+    assert str(device)
+
+    def work(item: Any) -> Any:
+        if item == "die" and os.getpid() != caller:
+            os._exit(3)
+        return _double(item)  # a worker that is no process of its own cannot die: it fails
+
+    return work
