@@ -1,4 +1,4 @@
-"""What type checkers see of the trainer: objects stay what they were, and steps are typed as users do."""
+"""What type checkers see: objects stay what they were, and steps and work are typed as users do."""
 
 import subprocess
 import sys
@@ -40,11 +40,54 @@ assert_type(launch(work, 2, 1, y=2), list[str])
 launch(work, 2, "no", y=2)  # type: ignore[arg-type]
 """
 
+RUNNER = """
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import assert_type
+
+import tp_runner
+from torch.utils.data import Dataset
+from tp_runner import Executor, ResultStream, WorkerError
+
+def half(x: int) -> float:
+    return x / 2
+
+def load(device: str) -> str:
+    return device
+
+def count(model: str, x: int) -> int:
+    return len(model) + x
+
+def check(executor: Executor, other: ThreadPoolExecutor, data: Dataset[int]) -> None:
+    assert_type(executor.submit(half, 1), Future[float])
+    assert_type(other.submit(half, 1), Future[float])
+    assert_type(executor.map(half, [1, 2]), Iterator[float])
+    assert_type(other.map(half, [1, 2]), Iterator[float])
+    executor.submit(half, "no")  # type: ignore[arg-type]
+    other.submit(half, "no")  # type: ignore[arg-type]
+    executor.submit(half, 1, 2)  # type: ignore[call-arg]
+    other.submit(half, 1, 2)  # type: ignore[call-arg]
+    executor.submit(half, 1).result().no  # type: ignore[attr-defined]
+    other.submit(half, 1).result().no  # type: ignore[attr-defined]
+    assert_type(tp_runner.map(half, [1, 2], n_workers=2), ResultStream[float])
+    assert_type(next(tp_runner.map(half, [1, 2])), float)
+    assert_type(tp_runner.map(count, [1, 2], init=load), ResultStream[int])
+    tp_runner.map(half, ["no"])  # type: ignore[arg-type]
+    tp_runner.map(half, [1], n_worker=2)  # type: ignore[call-overload]
+    tp_runner.map(half, [1]).no  # type: ignore[attr-defined]
+    for result in tp_runner.map(half, [1], on_error="return"):
+        if isinstance(result, WorkerError):
+            print(result.index)
+    with tp_runner.map(half, [1]) as results:
+        assert_type(list(results), list[float])
+"""
+
 
 @pytest.mark.slow
-def test_prepared_objects_keep_their_types_and_steps_may_name_a_subclass(tmp_path):
+@pytest.mark.parametrize("program", [PROGRAM, RUNNER], ids=["trainer", "runner"])
+def test_type_checkers_see_what_users_have_and_what_is_wrong(program, tmp_path):
     pytest.importorskip("mypy")
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [
             sys.executable,
