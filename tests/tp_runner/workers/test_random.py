@@ -1,6 +1,8 @@
 """Random numbers of workers and items, and which worker is asking."""
 
+import functools
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -157,3 +159,95 @@ def test_a_seed_that_work_on_threads_draws_nothing_by_is_told(caplog):
     caplog.clear()
     list(tp_runner.map(draw_own, range(9), n_workers=2, engine="thread", seed=1))
     assert not caplog.records
+
+
+AT_MODULE_LEVEL = np.random.default_rng(0)
+DRAW = random.Random(1).random
+OF_TORCH = torch.Generator()
+
+
+class Proxy:
+    """Of what is not there yet, as web frameworks have them."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nothing is there")
+
+    def __getattribute__(self, name):
+        raise RuntimeError("nothing is there")
+
+
+PROXY = Proxy()
+
+
+class Holder:
+    def __init__(self):
+        self.rng = np.random.RandomState(0)
+
+    def __call__(self, item):
+        return self.rng.rand()
+
+
+def from_module(_):
+    return AT_MODULE_LEVEL.random()
+
+
+def by_default(_, rng=AT_MODULE_LEVEL):
+    return rng.random()
+
+
+def from_closure():
+    rng = random.Random(0)
+    return lambda _: rng.random()
+
+
+@pytest.mark.parametrize(
+    ("work", "name"),
+    [
+        (from_module, "AT_MODULE_LEVEL"),
+        (lambda item: [from_module(item) for _ in range(2)], "AT_MODULE_LEVEL"),
+        (lambda item: DRAW(), "DRAW"),
+        (lambda item: torch.rand(1, generator=OF_TORCH), "OF_TORCH"),
+        (from_closure(), "rng"),
+        (by_default, "a default argument"),
+        (functools.partial(by_default, rng=OF_TORCH), "by_default|partial"),
+        (Holder(), "Holder.rng"),
+    ],
+    ids=["global", "nested", "method", "torch", "closure", "default", "partial", "object"],
+)
+def test_a_generator_that_each_worker_has_a_copy_of_is_reported(work, name):
+    with pytest.warns(RuntimeWarning, match=f"draws from .*({name}).* has a copy") as caught:
+        tp_runner.map(work, [1], n_workers=2)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_generators_of_configurations_stages_and_calls_are_reported():
+    def draws(device, cfg, item):
+        return cfg.rng.random()
+
+    kind = type("Draws", (tp_runner.OrderedRunner,), {"producer_work": staticmethod(draws)})
+    with pytest.warns(RuntimeWarning, match=r"cfg\.rng"):
+        kind(2, {"rng": AT_MODULE_LEVEL}, start_method="fork").close()
+    pipeline = tp_runner.Pipeline(n_workers=2, start_method="fork").map(from_module)
+    with pytest.warns(RuntimeWarning, match="AT_MODULE_LEVEL"), pipeline:
+        list(pipeline.stream([1]))
+    with tp_runner.Executor(2, start_method="fork") as executor:
+        with pytest.warns(RuntimeWarning, match="AT_MODULE_LEVEL") as caught:
+            assert len([executor.submit(from_module, i).result() for i in range(5)]) == 5
+        assert len(caught) == 1
+
+
+def test_no_generator_is_reported_where_nothing_is_copied_or_drawn():
+    rng = AT_MODULE_LEVEL
+
+    def own(item):
+        drawn = tp_runner.item().rng.random.random() + random.random() + np.random.rand() + torch.rand(())
+        return drawn if item else PROXY
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"n_workers": 2}, {"n_workers": 1}, {"n_workers": 2, "engine": "thread"}):
+            tp_runner.map(own, [1], **options)
+            if options != {"n_workers": 2}:
+                tp_runner.map(lambda _: rng.random(), [1], **options)

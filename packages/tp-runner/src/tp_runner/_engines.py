@@ -13,12 +13,13 @@ from typing import Any
 
 from tp_core.errors import ConfigError
 
+from tp_runner._batching import refuse_async
 from tp_runner._devices import require_processes
 from tp_runner._options import Settings, make_settings
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._stream import OpenRun, ResultStream
 
-__all__ = ["ENGINES", "EngineSpec", "PoolFactory", "open_pool"]
+__all__ = ["ENGINES", "EngineSpec", "PoolFactory", "has_copies", "open_pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,14 @@ class PoolFactory:
             self._settings = make_settings(engine, len(devices), options, ENGINES[engine].unfit)
         else:
             self._plugin_engine = _find_engine(engine)
+        for work in program.works:
+            refuse_async(work)
+        if has_copies(engine, devices):
+            from tp_runner._workers._copied_generators import warn_of_copied_generators
+
+            warn_of_copied_generators(
+                [*program.works, options.get("collate")], getattr(program, "cfg", None), stacklevel=3
+            )
 
     def open(self, *, wait: bool = True) -> Any:
         """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
@@ -145,6 +154,11 @@ class PoolFactory:
         ordered = given.pop("ordered", True)
         pool = self._plugin_engine.open(self._program, devices, options=given)
         return PluginPoolAdapter(pool, self._engine, ordered=ordered)
+
+
+def has_copies(engine: str, devices: tuple[str, ...]) -> bool:
+    """Whether there are several workers, each with a copy of what the work refers to."""
+    return len(devices) > 1 and engine in {"process", "ray"}
 
 
 def open_pool(

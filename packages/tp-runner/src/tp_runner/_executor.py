@@ -8,9 +8,10 @@ from tp_core.errors import ConfigError, DeviceError
 
 from tp_runner._batching import refuse_async
 from tp_runner._devices import resolve
-from tp_runner._engines import PoolFactory
+from tp_runner._engines import PoolFactory, has_copies
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle, in_turn
+from tp_runner._workers._copied_generators import warn_of_copied_generators
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Executor(concurrent.futures.Executor):
         if engine == "process" and options.get("max_restarts") is None:
             options["max_restarts"] = MAX_RESTARTS
         self.n_workers = len(names)
+        self._has_copies = has_copies(engine, names)
+        self._looked_at: Any = None  # the code of the function that was submitted last
         self._pool = PoolFactory(engine, _Program(initializer, initargs), names, options).open()
 
     def submit(
@@ -89,7 +92,12 @@ class Executor(concurrent.futures.Executor):
             RunnerClosedError: The executor was shut down; it is a ``RuntimeError`` too.
             ConfigError: ``fn`` is an ``async def``, which no worker awaits.
         """
-        refuse_async(fn)
+        code = getattr(fn, "__code__", fn)
+        if code is not self._looked_at:  # it is one for many calls, as a rule
+            self._looked_at = code
+            refuse_async(fn)
+            if self._has_copies:
+                warn_of_copied_generators([fn], stacklevel=2)
         if self._pool.closed:
             msg = "cannot schedule new futures: this executor was shut down; make another one"
             raise RunnerClosedError(msg)
@@ -142,7 +150,7 @@ class Executor(concurrent.futures.Executor):
 
 class _Program:
     def __init__(self, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
-        refuse_async(initializer)
+        self.works = [initializer]
         self._initializer = initializer
         self._initargs = initargs
 

@@ -19,22 +19,27 @@ class ClassProgram:
     attribute of that is called at the end.
 
     Attributes:
-        is_own: Whether the configuration is nobody else's: in a process of its own it need not be copied.
+        cfg: The configuration.
+        is_own: Whether it is nobody else's: in a process of its own it need not be copied.
     """
 
     def __init__(self, producer: type, cfg: Any) -> None:
-        for name in ("producer_init", "producer_work", "producer_end"):
-            refuse_async(getattr(producer, name))
         self._producer: Any = producer
-        self._cfg = cfg
+        self.cfg = cfg
         self.is_own = False
+
+    @property
+    def works(self) -> list[Any]:
+        """The functions that workers call."""
+        producer = self._producer
+        return [producer.producer_init, producer.producer_work, producer.producer_end]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, is_own=True)
 
     def __call__(self, device: str) -> Callable[[Any], Any]:
         """Start: ``producer_init``."""
-        cfg = self._cfg if self.is_own else copy_cfg(self._cfg)
+        cfg = self.cfg if self.is_own else copy_cfg(self.cfg)
         self._producer.producer_init(device, cfg)
         work = functools.partial(self._producer.producer_work, device, cfg)
         work.close = functools.partial(self._producer.producer_end, device, cfg)  # type: ignore[attr-defined]  # partial objects take attributes
@@ -45,10 +50,13 @@ class FunctionProgram:
     """A plain function, and what makes its state."""
 
     def __init__(self, function: Callable[..., Any], init: Callable[[str], Any] | None) -> None:
-        refuse_async(function)
-        refuse_async(init)
         self._function = function
         self._init = init
+
+    @property
+    def works(self) -> list[Any]:
+        """The functions that workers call."""
+        return [self._function, self._init]
 
     def __call__(self, device: str) -> Callable[[Any], Any]:
         """Start: make the state, if there is one."""
@@ -90,6 +98,11 @@ class StagesProgram:
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
+
+    @property
+    def works(self) -> list[Any]:
+        """The functions that workers call."""
+        return [work for stage in self._stages.values() for work in (stage.function, stage.init)]
 
     def __call__(self, device: str) -> Callable[[tuple[int, Any]], list[Any]]:
         """Start: make the states."""
