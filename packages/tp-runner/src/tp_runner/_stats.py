@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tp_core.internal import write_atomically
-
 from tp_runner._workers._fleet import Timing
 
 __all__ = ["RunnerStats", "StageStats", "StatsCollector", "WorkerStats"]
@@ -209,7 +207,9 @@ class StatsCollector:
                     "args": {"items": n_items},
                 }
             )
-        import json  # no start of workers waits for it
+        import json  # no start of workers waits for these
+
+        from tp_core.internal import write_atomically
 
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
         write_atomically(lambda part: _write(part, text), path)

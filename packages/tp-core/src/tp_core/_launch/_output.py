@@ -1,6 +1,5 @@
 """Where a run shows its progress: a terminal, a notebook, or nowhere."""
 
-import html
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -76,11 +75,12 @@ class NotebookOutput:
 
     def bar(self, label: str, steps: int | None) -> Callable[[int, str], None]:
         """Return what shows how many of ``steps`` are done, with a few words; ``None`` if nobody knows."""
+        from html import escape  # for notebooks alone: no start of workers waits for it
 
         def move(done: int, words: str) -> None:
             bar, of = ("", "") if steps is None else (f"max='{steps}' value='{done}'", f"/{steps}")
-            words = html.escape(f"{done}{of} {words}")
-            self._bar = f"<div>{html.escape(label)} <progress {bar}></progress> {words}</div>"
+            words = escape(f"{done}{of} {words}")
+            self._bar = f"<div>{escape(label)} <progress {bar}></progress> {words}</div>"
             self._show()
 
         return move
@@ -90,10 +90,12 @@ class NotebookOutput:
         self._bar = ""
 
     def _show(self) -> None:
+        from html import escape
+
         from IPython.display import display  # who is in a notebook has it
 
         text = "\n".join(self._lines)
-        shown = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>{self._bar}"}
+        shown = {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{self._bar}"}
         if self._handle is None:
             self._handle = display(shown, raw=True, display_id=True)
         else:
