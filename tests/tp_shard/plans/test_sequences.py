@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     def __init__(self, cross=False):
         super().__init__()
-        self.num_heads, self.head_dim = 4, 4
+        self.num_heads, self.head_dim, self.p = 4, 4, 0.0
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, hidden_states, key_value_states=None):
@@ -28,7 +28,10 @@ class Attention(nn.Module):
         seen = hidden_states if key_value_states is None else key_value_states
         q = self.q(hidden_states).view(batch, length, -1, 4).transpose(1, 2)
         k, v = (f(seen).view(batch, seen.size(1), -1, 4).transpose(1, 2) for f in (self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, -1))
+        drop = self.p if self.training else 0.0
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, dropout_p=drop).transpose(1, 2).reshape(batch, length, -1)
+        )
 
 
 class Mlp(nn.Module):
@@ -160,6 +163,18 @@ def blocks_of_transformers_work_on_parts_of_sequences():
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         assert torch.equal(*(m.eval().generate(ids, attention_mask=mask, **settings) for m in (whole, split)))
+
+
+def test_what_works_on_whole_sequences_drops_the_same_on_all_ranks():
+    torch.manual_seed(0)
+    model = Coder(p=0.3)
+    ids = torch.randint(0, 40, (2, 7))
+    plan = ts.plans.auto(model, (ids,), sequence=True, verbose=False)
+    plan = {name: style for name, style in plan.items() if ".attention" not in name}
+    plan |= {f"{coder}.*.attention": ts.Gathered(whole=True) for coder in ("encoder", "decoder")}
+    for block in (*model.encoder, *model.decoder):
+        block.attention.p = 0.5
+    ts.verify(model, plan, (ids,)).assert_ok()
 
 
 CHECKS = [

@@ -121,6 +121,14 @@ def gradients_that_differ_between_ranks_are_named():
         ts.check_gradients(model)
 
 
+def random_numbers_that_differ_between_ranks_are_named_as_the_reason():
+    layer = nn.Linear(4, 4)
+    torch.manual_seed(ts.distributed.get_rank())
+    nn.functional.dropout(layer(torch.ones(2, 4))).sum().backward()
+    with pytest.raises(DisagreementError, match=r"random numbers differ.*one seed with torch.manual_seed"):
+        ts.check_gradients(layer)
+
+
 def gradients_that_differ_by_rounding_alone_pass():
     model = trained()
     for p in model.parameters():
@@ -147,6 +155,7 @@ def gradients_that_are_dtensors_are_clipped_by_the_norm_of_the_whole():
     "check",
     [
         gradients_that_differ_between_ranks_are_named,
+        random_numbers_that_differ_between_ranks_are_named_as_the_reason,
         gradients_that_differ_by_rounding_alone_pass,
         gradients_that_are_dtensors_are_clipped_by_the_norm_of_the_whole,
     ],

@@ -192,6 +192,33 @@ def test_split_logits_need_a_loss_that_takes_them_so():
     ts.verify(model, {"0": Vocab(), "1": Vocab(gather_output=True)}, ids).assert_ok()
 
 
+class Residual(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.up, self.down, self.drop, self.out = nn.Linear(8, 15), nn.Linear(15, 8), drop, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out(self.drop(self.down(nn.functional.dropout(self.up(x), training=self.training))))
+
+
+def test_what_ranks_hold_alike_drops_alike_and_what_does_not_is_named():
+    plan = {"up": Column(), "down": Row()}
+    x = torch.ones(2, 3, 8)
+    ts.verify(Residual(nn.Dropout(0.5)), plan, x, ranks=3).assert_ok()
+    ts.verify(Residual(nn.Dropout(0.5)), {**plan, "drop": ts.Replicated()}, x).assert_ok()
+    apart = Residual(OwnDropout())
+    report = ts.verify(apart, plan, x)
+    assert report.fault.module == "drop"
+    assert report.fault.what == "with dropout its outputs differ between ranks"
+    assert "look for a ts.nn.ParallelDropout" in report.fault.reason
+
+
+class OwnDropout(nn.Module):
+    def forward(self, x):
+        with ts.RandomTracker(1).fork():
+            return nn.functional.dropout(x, training=self.training)
+
+
 def test_dropout_is_left_out_and_nothing_is_changed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.9), nn.Linear(16, 16))

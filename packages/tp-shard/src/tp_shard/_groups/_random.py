@@ -36,6 +36,7 @@ class RandomTracker:
     def __init__(self, seed: int, *, group: GroupLike = None) -> None:
         self.group: Group = as_group(group)
         self.seed = seed
+        self._forks: list[list[int]] = []  # of each that is entered: the number drawn, and one for each use
 
     @contextmanager
     def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
@@ -47,8 +48,24 @@ class RandomTracker:
         place = torch.device(device)
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
-        mixed = mixed_seed(drawn, self.seed, self.group.rank)
-        set_state(torch.Generator(place).manual_seed(mixed).get_state(), place, None)
+        _seed(place, mixed_seed(drawn, self.seed, self.group.rank))
+        self._forks.append([drawn, 0])
+        try:
+            yield
+        finally:
+            self._forks.pop()
+            set_state(before, place, None)
+
+    @contextmanager
+    def _alike(self, device: torch.device | str = "cpu") -> Iterator[None]:
+        """Draw the same numbers on all ranks in a block inside of a fork; outside they do anyway."""
+        if not self._forks:
+            yield
+            return
+        place, fork = torch.device(device), self._forks[-1]
+        before = get_state(place, None)
+        fork[1] += 1
+        _seed(place, mixed_seed(fork[0] + fork[1], self.seed, -1))
         try:
             yield
         finally:
@@ -68,6 +85,10 @@ class RandomTracker:
             msg = f"the random state is that of rank {state['rank']}, and this is rank {self.group.rank}"
             raise StateError(msg)
         self.seed = state["seed"]
+
+
+def _seed(place: torch.device, seed: int) -> None:
+    set_state(torch.Generator(place).manual_seed(seed).get_state(), place, None)
 
 
 def mixed_seed(drawn: int, seed: int, rank: int) -> int:

@@ -88,16 +88,18 @@ class _Leave:
 class _OwnNumbers:
     """Lets a block draw the rank's own random numbers: parts of a sequence drop different elements.
 
-    What all ranks draw alike afterwards goes on as if the block had drawn one number.
+    What all ranks draw alike afterwards goes on as if the block had drawn one number. What works on whole
+    sequences in the block draws alike, or its parameters would get other gradients on each rank.
     """
 
     tracker: RandomTracker
+    alike: bool = False
     before: list[Any] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training:
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-            fork = self.tracker.fork(device)
+            fork = self.tracker._alike(device) if self.alike else self.tracker.fork(device)
             fork.__enter__()
             self.before.append(fork)
 
@@ -107,11 +109,18 @@ class _OwnNumbers:
 
 
 def gather_at(
-    module: nn.Module, state: SequenceState, group: Group, inputs: tuple[str, ...], *, whole: bool
+    module: nn.Module,
+    state: SequenceState,
+    group: Group,
+    inputs: tuple[str, ...],
+    *,
+    whole: bool,
+    tracker: RandomTracker,
 ) -> None:
     """Let a module work on whole sequences, though what is around it has parts."""
     module.register_forward_pre_hook(_Gather(state, group, inputs, whole), with_kwargs=True)
     if whole:
+        _draw(module, _OwnNumbers(tracker, alike=True))
         module.register_forward_hook(_Scatter(state, group))
 
 
@@ -119,10 +128,13 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
     """Let a list of blocks work on parts of the sequence."""
     blocks[0].register_forward_pre_hook(_Enter(state, group), with_kwargs=True)
     for block in dict.fromkeys(blocks):
-        numbers = _OwnNumbers(tracker)
-        block.register_forward_pre_hook(numbers.enter)
-        block.register_forward_hook(numbers.leave, always_call=True)
+        _draw(block, _OwnNumbers(tracker))
     blocks[-1].register_forward_hook(_Leave(state, group))
+
+
+def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:
+    module.register_forward_pre_hook(numbers.enter)
+    module.register_forward_hook(numbers.leave, always_call=True)
 
 
 def _on_first(args: list[Any], kwargs: dict[str, Any], function: Any) -> tuple[list[Any], dict[str, Any]]:

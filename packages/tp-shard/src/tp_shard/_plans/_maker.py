@@ -56,7 +56,9 @@ class Maker:
         if style.local is not None:
             make_local(path, module, style.local, self._group)
         if self._sequence is not None and self._group.size > 1:
-            gather_at(module, self._sequence, self._group, style.inputs, whole=style.whole)
+            gather_at(
+                module, self._sequence, self._group, style.inputs, whole=style.whole, tracker=self._tracker
+            )
             for layer in module.modules():  # those inside were made before
                 if isinstance(layer, PlannedLinear | PlannedEmbedding):
                     layer.takes_whole = True

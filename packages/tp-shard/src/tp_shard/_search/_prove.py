@@ -13,7 +13,7 @@ from tp_shard._plans._styles import Column, Row, Style
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._call import Call, cast, first_alone, first_line
-from tp_shard._verify._compare import Fault, compare, missed
+from tp_shard._verify._compare import Fault, compare, compare_ranks, missed
 from tp_shard._verify._copies import bytes_needed, probe_copy, repeated_blocks
 from tp_shard._verify._examples import other_calls, without_cache
 from tp_shard._verify._report import tolerance_of
@@ -70,6 +70,8 @@ class Proof:
             for training in (False, True):
                 whole, tried = _whole_runs(self.probe, replace(call, training=training), plan)
                 fault = _split_fault(self.probe, plan, whole, tried, ranks)
+                if fault is None and training and call is self.calls[0]:
+                    fault = _fault_with_dropout(self.probe, plan, whole, tried, ranks)
                 if fault is not None:
                     return fault
                 unreached &= set(missed(self.probe, whole))
@@ -280,6 +282,14 @@ def _split_fault(
     except TpError as error:
         return Fault("", "cannot be split so", str(error))
     return compare(whole, runs, tolerance=tolerance_of(dtype)).fault
+
+
+def _fault_with_dropout(
+    module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
+) -> Fault | None:
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
+    runs = run_split(module, plan, call, ranks, dropout=True)
+    return compare_ranks(whole, runs, tolerance=tolerance_of(dtype))
 
 
 def _repeat_names(model: nn.Module) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Whether the ranks of a copy have the same gradients of what they all hold."""
 
 import functools
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from tp_core.errors import DisagreementError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._groups._random import get_state
 from tp_shard._shards._dtensors import local
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._marks import holds_shard
@@ -36,7 +38,8 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     Raises:
         DisagreementError: The gradients of a parameter differ; it is named, on every rank.
 
-    Collectives: an all-gather of three numbers for each parameter that is not split.
+    Collectives: an all-gather of three numbers for each parameter that is not split, and where they differ
+    one of the states of the random generators.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -55,14 +58,37 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
         for rank, other in enumerate(found):
             if _same(found[0], other, largest):
                 continue
-            words = [f"norm {norm:.6g}" if has else "none" for has, norm, _ in (found[0], other)]
-            msg = (
-                f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and "
-                f"{words[1]}), though all of them hold the whole of it, and would train apart. Its module "
-                "works on one rank's features or heads: give it ts.Replicated() in the plan, or "
-                "ts.distributed.copy() in a model of your own. Or the ranks of a copy read different samples"
-            )
-            raise DisagreementError(msg)
+            raise DisagreementError(_disagreement(name, rank, found[0], other, _draw_alike(ranks, mine)))
+
+
+def _disagreement(name: str, rank: int, first: list[float], other: list[float], draw_alike: bool) -> str:
+    words = [f"norm {norm:.6g}" if has else "none" for has, norm, _ in (first, other)]
+    what = (
+        f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and {words[1]}), "
+        "though all of them hold the whole of it, and would train apart. "
+    )
+    if not draw_alike:
+        return what + (
+            "Their random numbers differ, so that they drop different elements of what all hold: give the "
+            "ranks of a copy one seed with torch.manual_seed(), and let no rank draw more than the others"
+        )
+    return what + (
+        "Its module works on one rank's features or heads: give it ts.Replicated() in the plan, or "
+        "ts.distributed.copy() in a model of your own. Or what all hold gets a dropout of each rank's own, "
+        "such as ts.nn.ParallelDropout. Or the ranks of a copy read different samples. ts.verify() names the "
+        "module if it is the plan"
+    )
+
+
+def _draw_alike(group: Group, near: Tensor) -> bool:
+    """Return whether the default generators of the ranks are in the same state.
+
+    Collectives: an all-gather of a number for each generator.
+    """
+    places = {torch.device("cpu"), near.device}
+    found = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
+    everyones = _gather(torch.tensor(found, dtype=torch.float64, device=near.device), group)
+    return bool((everyones == everyones[0]).all())
 
 
 def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from tp_core.errors import ModelError, TpError
 from tp_shard._split import Split
 from tp_shard._verify._runs import Run
 
-__all__ = ["Comparison", "Fault", "compare", "missed"]
+__all__ = ["Comparison", "Fault", "compare", "compare_ranks", "missed"]
 
 _ROUNDING = 1e-5  # of the largest gradient: what may be nothing but rounding
 
@@ -64,6 +64,45 @@ def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
     found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
     comparison.fault = found
     return comparison
+
+
+def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | None:
+    """Return what ranks of a split model have different numbers of, though all of them hold it.
+
+    Args:
+        whole: A run of the whole model without dropout, for the shapes of what is whole.
+        runs: Those of the ranks, with dropout.
+        tolerance: What may differ by rounding, relative to the largest number of its kind.
+    """
+    failed = next((run for run in runs if run.error is not None), None)
+    if failed is not None:
+        return _raised(failed)
+    first = runs[0]
+    reason = (
+        "ranks draw different random numbers for what all of them hold, and would train apart: look for a "
+        "ts.nn.ParallelDropout, or a generator or seed of each rank's own, on what is not split"
+    )
+    shapes = {key: tensor.shape for key, tensor in _numbered(whole.steps)}
+    others = [dict(_numbered(run.steps)) for run in runs[1:]]
+    for key, mine in _numbered(first.steps):
+        alike = [other[key] for other in others if key in other and mine.shape == shapes.get(key)]
+        if key[0] not in first.cuts and any(
+            _apart(mine, t) > tolerance for t in alike if t.shape == mine.shape
+        ):
+            return Fault(key[0], "with dropout its outputs differ between ranks", reason)
+    for name, value in first.gradients.items():
+        same = [run.gradients.get(name) for run in runs[1:]]
+        if name not in first.splits and any(
+            _gradient_apart(value, other, None, 0, _largest(value)) > tolerance for other in same
+        ):
+            return Fault(
+                name.rpartition(".")[0], f"with dropout the gradient of {name} differs between ranks", reason
+            )
+    for name, (kept, saved) in first.kept.items():
+        found = [run.kept[name][0] for run in runs[1:] if name in run.kept]
+        if saved and name not in first.splits and any(_apart(kept, t) > tolerance for t in found):
+            return Fault(name.rpartition(".")[0], f"with dropout its {name} differs between ranks", reason)
+    return None
 
 
 def missed(model: nn.Module, whole: Run) -> Iterator[str]:

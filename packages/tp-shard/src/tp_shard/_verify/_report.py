@@ -18,7 +18,7 @@ from tp_shard._plans._describe import words
 from tp_shard._plans._styles import Plan
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._verify._call import Call, Loss, cast
-from tp_shard._verify._compare import Comparison, Fault, compare, missed
+from tp_shard._verify._compare import Comparison, Fault, compare, compare_ranks, missed
 from tp_shard._verify._copies import bytes_needed, probe_copy
 from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
 from tp_shard.errors import VerificationError
@@ -131,7 +131,8 @@ def verify(
     """Run a whole model and the one that a plan makes of it on one batch, and compare all numbers.
 
     Outputs of every module, the loss, every gradient and the buffers that the run leaves are compared, in
-    evaluation and in training, with dropout left out. What the batch does not reach is named in the report:
+    evaluation and in training, with dropout left out. Then the split model trains with dropout, and what all
+    ranks hold has to stay the same on them. What the batch does not reach is named in the report:
     of that, and of other shapes and values, nothing is proven.
 
     The ranks are simulated in this process, one after the other, on its CPU: neither a launcher nor other
@@ -222,6 +223,9 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         unreached = {n: None for n in idle if unreached is None or n in unreached}
         if comparison.fault is not None:
             break
+        if tried.training:
+            runs = run_split(copied, mine, tried, ranks, dropout=True)
+            merged.fault = compare_ranks(whole, runs, tolerance=tolerance_of(dtype))
     note = "; blocks that are built alike as one" if share else ""
     return Report(
         ranks,

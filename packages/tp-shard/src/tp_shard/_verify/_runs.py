@@ -1,6 +1,7 @@
 """One run of a whole model, and one of the split model on simulated ranks."""
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -85,8 +86,15 @@ def run_whole_somehow(module: nn.Module, call: Call, watched: Collection[str]) -
         return run_whole(module, plain, watched), plain
 
 
-def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run]:
+def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout: bool = False) -> list[Run]:
     """Split copies of a module as a plan says on simulated ranks, call them, and go backward.
+
+    Args:
+        module: The module; it is not changed.
+        plan: What becomes of its layers.
+        call: What it is called with.
+        ranks: How many ranks there are.
+        dropout: Whether dropout is on, and ranks have the same numbers only of what all of them hold.
 
     Returns:
         What came of it, by rank. Where a rank raised, the others' runs end where they waited for it.
@@ -100,7 +108,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
         split = parallelize(copied(module), plan, group=group)
         started[group.rank] = True
         _describe(split, runs[group.rank])
-        _run(split, call, runs[group.rank], watched)
+        _run(split, call, runs[group.rank], watched, dropout=dropout)
 
     started = [False] * ranks
     watched = frozenset(rows_of(module, plan))
@@ -115,12 +123,12 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int) -> list[Run
     return runs
 
 
-def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str]) -> Run:
+def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str], *, dropout: bool = False) -> Run:
     model.train(call.training)
     seed_everything(0, devices=False)  # numpy's generator too, which masks of speech models are drawn from
     model.zero_grad()  # a gradient that came along would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
-    with _WithoutDropout(), torch.enable_grad():
+    with nullcontext() if dropout else _WithoutDropout(), torch.enable_grad():
         with Trace(model, run, watched):
             output = model(*args, **kwargs)
         run.stage = "loss"
