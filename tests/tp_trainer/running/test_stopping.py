@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import Callback
-from tp_core.testing import run_ranks
+from tp_core.testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Interrupted, Trainer
 
 FAST = 30
@@ -70,12 +70,15 @@ def test_so_does_one_over_several_devices_in_this_process(tmp_path):
 class Stalling:
     """Batches of which one comes late, with a signal meanwhile."""
 
+    def __init__(self, *, acts=True):
+        self.acts = acts
+
     def __len__(self):
         return 2000
 
     def __iter__(self):
         for number in range(2000):
-            if number == FAST:
+            if number == FAST and self.acts:
                 terminate()
                 time.sleep(0.2)
             yield (torch.ones(4, 2),)
@@ -86,6 +89,34 @@ def test_a_signal_while_the_loader_stalls_ends_the_run_with_the_next_step(tmp_pa
     with pytest.raises(Interrupted):
         fit(step, tmp_path, loader=Stalling())
     assert step.made == FAST + 1
+
+
+def loop_until_stopped(folder, *, slow_s, act, backend="auto"):
+    """Go over batches in a loop of our own, in which steps become slow; return how many steps it made."""
+    with Trainer(seed=0, progress=False, devices="cpu", backend=backend) as trainer:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, batches = trainer.prepare(model, optimizer, DataLoader(DATA, batch_size=4))
+        state = {"model": model, "optimizer": optimizer}
+        made, saved = 0, None
+        try:
+            with trainer.loop(batches, epochs=1, checkpoint=folder, state=state) as loop:
+                for batch in loop:
+                    made += 1
+                    time.sleep(slow_s if made > FAST else 0)
+                    if made == FAST + 2:
+                        act()
+                    optimizer.zero_grad()
+                    trainer.backward(trainer.run(loss_of, model, batch))
+                    optimizer.step()
+        except Interrupted as ended:
+            saved = ended.checkpoint.name
+    assert saved == f"step-{made:010}"
+    return made
+
+
+def test_an_own_loop_ends_after_the_step_of_the_signal_too(tmp_path):
+    assert loop_until_stopped(tmp_path, slow_s=0.1, act=terminate) == FAST + 2
 
 
 def test_no_step_begins_after_the_time_of_a_run(tmp_path):
@@ -185,6 +216,39 @@ def test_all_ranks_end_within_two_steps_of_a_signal_to_one(tmp_path, backend):
     late, other = run_ranks(_late, 2, tmp_path, backend)
     assert late == other
     assert all(0 <= steps <= most for steps, most in late.values()), late
+
+
+def _late_otherwise(folder):
+    """Return how late signals to rank 1 are where its loader stalls, and in loops of our own."""
+    rank = int(os.environ["RANK"])
+    step = Steps()
+    with pytest.raises(Interrupted):
+        fit(step, folder / "stalls", backend="ddp", loader=Stalling(acts=rank == 1), shard=False)
+    late = [step.made - FAST - 1]
+    for backend in ("ddp", "fsdp"):
+        options = {"slow_s": 0.1, "act": terminate if rank else lambda: None, "backend": backend}
+        late.append(loop_until_stopped(folder / backend, **options) - FAST - 2)
+    return late
+
+
+@pytest.mark.slow
+def test_signals_while_a_loader_stalls_and_in_own_loops_are_as_early(tmp_path):
+    late, other = run_ranks(_late_otherwise, 2, tmp_path)
+    assert late == other
+    assert 0 <= late[0] <= 500, "the rest of the epoch are 1970 steps, and 0.5 s of steps may be hundreds"
+    assert all(0 <= steps <= 5 for steps in late[1:]), late
+
+
+def _die_while_asked(folder):
+    rank = int(os.environ["RANK"])
+    fit(Steps(0.05, act=terminate if rank == 0 else lambda: os._exit(3)), folder, backend="ddp")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_the_others_ask_lets_none_wait(tmp_path):
+    asking, dead = rank_outcomes(_die_while_asked, 2, tmp_path, timeout_s=120.0)
+    assert dead.exitcode == 3
+    assert asking.error is not None, asking
 
 
 def _ask(folder):
