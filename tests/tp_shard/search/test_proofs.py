@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,24 @@ def test_zero_queries_with_positions_of_a_table_are_split():
     ts.verify(model, plan, images).assert_ok()
 
 
+class Tied(nn.Module):
+    """Holds its table in two places, of which one is called, as encoder-decoders of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.tokens = nn.Embedding(50, 8), nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.tokens.weight = self.head.weight = self.shared.weight
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids))
+
+
+def test_a_table_that_is_called_under_another_name_is_split():
+    plan = ts.plans.auto(Tied(), torch.randint(0, 50, (2, 7)), verbose=False)
+    assert plan.keys() == {"shared", "tokens", "head"}
+
+
 def test_numbers_of_numpy_and_python_are_each_ranks_own():
     model, ids = Masked().double(), torch.randint(0, 50, (2, 7))
     before = np.random.get_state()[1].tolist(), random.getstate()
@@ -216,6 +235,28 @@ def test_layers_without_weights_yet_are_named():
     ):
         with pytest.raises(ModelError, match=r"before .* has seen an input; call the model with"):
             use()
+
+
+class Configured(Block):
+    def __init__(self, layer_idx, roll):
+        super().__init__(layer_idx)
+        self.config = SimpleNamespace(roll=roll)
+
+    def forward(self, x):
+        return x + self.down(self.activation(self.up(x)).roll(self.config.roll, -1))
+
+
+def test_where_memory_is_short_blocks_that_do_the_same_are_tried_as_one(monkeypatch, capsys):
+    monkeypatch.setattr("tp_shard._search._prove._memory", lambda: 0)  # no model is as large in a test
+    x = torch.randn(3, 8, dtype=torch.float64)
+    centered = nn.Sequential(Block(0), Block(1))
+    centered[1].up.register_forward_hook(lambda _m, _x, made: made - made.mean(-1, keepdim=True))
+    for model in (nn.Sequential(Configured(0, 0), Configured(1, 1)), centered):
+        assert ts.plans.auto(model.double(), x).keys() == {"0.up", "0.down"}
+        assert "as one" not in capsys.readouterr().out
+    same = nn.Sequential(Configured(0, 0), Configured(1, 0)).double()
+    assert ts.plans.auto(same, x).keys() == {"0.up", "0.down", "1.up", "1.down"}
+    assert "built alike were tried as one, because memory is short" in capsys.readouterr().out
 
 
 class Branches(nn.Module):

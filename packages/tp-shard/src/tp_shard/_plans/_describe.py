@@ -38,7 +38,7 @@ def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int)
         elif kept:
             key = re.sub(r"\b\d+\b", "*", path), type(module).__name__
             left[key] = left.get(key, 0) + kept
-            why.setdefault(key, re.sub(r"\.\d+\b", ".*", _reason(path, module, notes)))
+            why.setdefault(key, re.sub(r"(?<!\d)\.\d+\b", ".*", _reason(path, module, notes)))
         if path in notes and (style is not None or not own):
             lines.append(
                 f"{path}: whole, because {notes[path]}" if style is None else f"{path}: {notes[path]}"
@@ -58,7 +58,7 @@ def reasons(notes: Mapping[str, str], most: int = 5) -> str:
     """Return notes as one text, those of blocks that are alike once."""
     found: dict[tuple[str, str], None] = {}
     for path, reason in notes.items():
-        found[re.sub(r"\b\d+\b", "*", path), re.sub(r"\.\d+\b", ".*", reason)] = None
+        found[re.sub(r"\b\d+\b", "*", path), re.sub(r"(?<!\d)\.\d+\b", ".*", reason)] = None
     texts = [f"{place or 'the model'}: {reason}" for place, reason in found]
     return "; ".join(texts[:most]) + (f"; and {len(texts) - most} more" if len(texts) > most else "")
 

@@ -41,10 +41,12 @@ def vocabulary(
             is, as queries are in detectors.
     """
     modules = dict(model.named_modules())
+    conversion = Conversion(model, ALONE)
     tables = {
         path: m
         for path, m in modules.items()
-        if isinstance(m, nn.Embedding) and (called is None or path in called)
+        if isinstance(m, nn.Embedding)
+        and (called is None or path in called or any(p in called for p, _ in conversion.partners(m)))
     }
     heights = {m.num_embeddings for m in tables.values()}
     heads = {
@@ -58,7 +60,6 @@ def vocabulary(
     sizes = {m.out_features for m in heads.values()} or {max(heights, default=0)}
     found: dict[str, Style] = {path: Vocab(gather_output=not parallel_loss) for path in heads}
     found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
-    conversion = Conversion(model, ALONE)
     refused = {path: reason for path in found if (reason := refusal(modules[path]))}
     while True:  # who shares a weight with what stays whole stays whole, too
         for path in found:

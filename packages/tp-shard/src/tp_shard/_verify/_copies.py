@@ -1,8 +1,8 @@
 """Copies of a model to try things on: in another type, with other values, blocks that are alike as one."""
 
 import math
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Iterator, Mapping
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tp_shard._verify._call import copied
 
 __all__ = ["bytes_needed", "probe_copy", "repeated_blocks"]
 
-_NUMBERS = int | float | str | bool | None
+_DEEP = 4  # how far configurations of blocks are compared
 
 
 def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: bool) -> nn.Module:
@@ -68,31 +68,43 @@ def repeated_blocks(model: nn.Module) -> dict[int, int]:
 
 
 def _structure(block: nn.Module) -> Any:
-    """Return what blocks that do the same have in common: all but values, and their place."""
+    """Return what blocks that do the same have in common: all but their weights, and their place."""
     return tuple(
         (
             path,
             type(module),
-            module.training,
             tuple(
                 (n, None if p is None else (p.shape, p.requires_grad)) for n, p in module._parameters.items()
             ),
-            tuple((n, None if b is None else b.shape) for n, b in module._buffers.items()),
+            tuple((n, _content(b)) for n, b in module._buffers.items()),
             tuple(
-                (name, repr(value) if isinstance(value, list | tuple) else value)
+                (name, _content(value))
                 for name, value in sorted(vars(module).items())
-                if _is_plain(value) and not any(w in name for w in ("idx", "index", "layer_id"))
+                if name not in ("_parameters", "_buffers", "_modules")
+                and not any(w in name for w in ("idx", "index", "layer_id"))
             ),
         )
         for path, module in block.named_modules()
     )
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, a function, or some of such: equal ones are alike."""
+def _content(value: Any, depth: int = 0) -> Any:
+    """Return something that is equal for values that do the same; else they are others."""
+    if isinstance(value, int | float | str | None):
+        return type(value), value
+    if isinstance(value, Tensor):
+        known = not value.is_meta and not value.is_sparse
+        return value.shape, hash(value.detach().cpu().double().numpy().tobytes()) if known else value.dtype
+    if isinstance(value, nn.Module) or depth > _DEEP:
+        return type(value) if isinstance(value, nn.Module) else id(value)
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, _NUMBERS | FunctionType | BuiltinFunctionType)
+        return type(value), tuple(_content(one, depth + 1) for one in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(repr, value))
+    if isinstance(value, Mapping):  # configurations and hooks, too
+        return type(value), tuple((repr(key), _content(one, depth + 1)) for key, one in value.items())
+    inside = None if isfunction(value) else getattr(value, "__dict__", None)
+    return (type(value), _content(inside, depth + 1)) if inside else id(value)
 
 
 def _reached(root: nn.Module, repeats: set[int]) -> Iterator[nn.Module]:
