@@ -2,16 +2,18 @@
 
 import importlib.util
 import re
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import LoggerFactory, PluginRegistry
-from tp_trainer import loggers
+from tp_trainer import Trainer, loggers
 from tp_trainer._secrets import mask_secrets
-from tp_trainer.loggers import CsvLogger, JsonLinesLogger
+from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger
 from tp_trainer.loggers._facts import environment, versions
 from tp_trainer.loggers._named import make_loggers
 
@@ -182,3 +184,28 @@ PLAIN = """tokenizer max_tokens n_tokens monkey keyboard num_keys key_dim pad_to
 def test_a_name_says_what_is_a_secret():
     assert [name for name in SECRET.split() if mask_secrets("x", name) != "***"] == []
     assert [name for name in PLAIN.split() if mask_secrets("x", name) != "x"] == []
+
+
+def test_wandb_which_takes_the_arguments_by_itself_gets_them_without_secrets(monkeypatch, tmp_path):
+    seen = []
+
+    def init(**_):
+        seen.append(sys.argv[:])
+        return SimpleNamespace(id="1", config=SimpleNamespace(update=lambda *_, **__: None))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
+    monkeypatch.setattr("sys.argv", ["train.py", "--token=a"])
+    WandbLogger(folder=tmp_path).open(RunInfo())
+    assert seen == [["train.py", "--token=***"]]
+    assert sys.argv == ["train.py", "--token=a"]
+
+
+def test_hyperparameters_that_are_no_mapping_are_refused_with_what_to_give():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, given = [torch.ones(1, 1)], Namespace(lr=1)
+    with (
+        Trainer(devices="cpu", backend="single", progress=False) as trainer,
+        pytest.raises(ConfigError, match=r"must be a mapping, such as vars\(arguments\).*got Namespace"),
+    ):
+        trainer.fit(model, optimizer, data, step=lambda m, x: m(x).sum(), epochs=1, hyperparameters=given)

@@ -1,17 +1,19 @@
 """Sharded checkpoints: each rank writes its own, and any number of ranks reads them again."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from tp_core.internal import Ownership
 from tp_core.state import collect_state, open_tensors, restore_state, write_tensors
 
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._pieces import cut_of
 from tp_shard._shards._table import unwrap
-from tp_shard._state._digests import check_digests, forget_digests, together, write_digests
+from tp_shard._state._digests import check_digests, forget_digests, is_writer, together, write_digests
 
 __all__ = ["load_sharded", "save_sharded"]
 
@@ -34,6 +36,7 @@ def save_sharded(
         ModelError: The optimizer has a parameter that is not the model's.
         StateError: The state has something that is neither a tensor nor a plain value.
         OSError: A rank could not write.
+        ConfigError: Another program writes there.
 
     Collectives: those of ``torch.distributed.checkpoint``, and some of small objects, over all ranks.
     """
@@ -41,9 +44,11 @@ def save_sharded(
     reshard(model)
     folder = Path(path)
     tensors = together(lambda: collect_state(model, optimizer, cut=cut_of(model, own=True)))
-    forget_digests(folder)
-    written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
-    write_digests(folder, written)
+    with ExitStack() as owned:
+        together(lambda: owned.enter_context(Ownership(folder, is_folder=True)) if is_writer() else None)
+        forget_digests(folder)
+        written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
+        write_digests(folder, written)
 
 
 def load_sharded(

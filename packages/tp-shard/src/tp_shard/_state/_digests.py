@@ -14,7 +14,7 @@ from tp_core.state import FileRecord, record_of, to_json
 
 from tp_shard._state._state_dict import is_writer
 
-__all__ = ["check_digests", "forget_digests", "together", "write_digests"]
+__all__ = ["check_digests", "forget_digests", "is_writer", "together", "write_digests"]
 
 T = TypeVar("T")
 

@@ -2,7 +2,9 @@
 
 import inspect
 import os
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 from tp_core.errors import ConfigError
 
@@ -10,6 +12,7 @@ from tp_trainer._checkpoint import Checkpoints
 
 __all__ = [
     "as_checkpoints",
+    "as_hyperparameters",
     "check_callable",
     "check_limit",
     "check_loss",
@@ -108,6 +111,21 @@ def check_callable(what: str, value: object) -> None:
         name = getattr(value, "__name__", type(value).__name__)
         msg = f"{wanted}, and {name}{signature} cannot be called with these two: {error}"
         raise ConfigError(msg) from None
+
+
+def as_hyperparameters(value: object) -> Mapping[str, Any]:
+    """Return what loggers are to know of a run; nothing for ``None``.
+
+    Raises:
+        ConfigError: ``value`` is no mapping.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        msg = (
+            "hyperparameters must be a mapping, such as vars(arguments) or dataclasses.asdict(config), got "
+            f"{type(value).__name__}"
+        )
+        raise ConfigError(msg)
+    return value or {}
 
 
 def as_checkpoints(

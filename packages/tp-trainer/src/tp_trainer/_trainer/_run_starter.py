@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tp_core.plugins import PreparedLoader
 
 from tp_trainer._checks._objects import check_no_others, check_owner
+from tp_trainer._checks._values import as_hyperparameters
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._trainer._base import TrainerBase
 
@@ -62,7 +63,7 @@ class RunStarter(TrainerBase):
             every_steps=settings.log_every_steps,
             folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
             selection=self.selection,
-            hyperparameters={**known, **(settings.hyperparameters or {})},
+            hyperparameters={**known, **as_hyperparameters(settings.hyperparameters)},
         )
 
     def _start_loop(

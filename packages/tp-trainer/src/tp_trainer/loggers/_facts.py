@@ -39,7 +39,9 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         facts["gpus"] = ", ".join(map(name_of, range(torch.accelerator.device_count())))
     if revision := _revision():
         facts["git_revision"] = revision
-    return facts | {name: environ[name] for name in (*_OWN, *_SLURM) if name in environ}
+    facts |= {name: environ[name] for name in (*_OWN, *_SLURM) if name in environ}
+    # Names of files may have bytes that are no text, which trackers refuse.
+    return {name: value.encode(errors="backslashreplace").decode() for name, value in facts.items()}
 
 
 def _revision() -> str:

@@ -1,12 +1,15 @@
 """Numbers in a run of Weights & Biases."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
+from tp_trainer._secrets import mask_arguments
 from tp_trainer.loggers._files import check_installed, place_for
 
 __all__ = ["WandbLogger"]
@@ -56,7 +59,8 @@ class WandbLogger(Logger):
         settings = {"dir": folder, "reinit": "finish_previous", **self._settings}
         if self._id is not None and info.resumed:
             settings |= {"id": self._id, "resume": "allow"}
-        self._run = wandb.init(**settings)
+        with _masked_command():
+            self._run = wandb.init(**settings)
         self._id = str(self._run.id)
         self._run.config.update(dict(info.hyperparameters), allow_val_change=True)
         facts = {
@@ -89,3 +93,14 @@ class WandbLogger(Logger):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the id of the run."""
         self._id = state["id"]
+
+
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Let W&B, which takes the program's arguments by itself, take them without secrets."""
+    arguments = sys.argv[:]
+    sys.argv[:] = mask_arguments(arguments)
+    try:
+        yield
+    finally:
+        sys.argv[:] = arguments
