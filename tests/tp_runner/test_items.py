@@ -1,6 +1,7 @@
 """What an input may be, and what work may be: datasets by their length, ``async def`` by its name."""
 
 import functools
+import re
 
 import pytest
 import tp_runner
@@ -101,6 +102,16 @@ def test_async_parts_of_runners_pipelines_and_executors_are_refused():
 @pytest.mark.parametrize(
     "options", [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}], ids=str
 )
-def test_a_coroutine_that_work_returns_is_the_items_failure(options):
-    with pytest.raises(TpError, match="fetch is async"):
-        list(tp_runner.map(lambda item: fetch(item + 1), [1], n_workers=1, **options))
+def test_what_nobody_awaits_is_the_items_failure(options):
+    def one_fails(item):
+        return fetch(item) if item < 5 else 1 / 0
+
+    for work, more in (
+        (lambda item: fetch(item + 1), {}),
+        (lambda item: several(item + 1), {}),
+        (lambda items: fetch(items[:]), {"batch": 3}),
+        (one_fails, {"queue_scale": 6}),
+    ):
+        results = list(tp_runner.map(work, range(6), n_workers=1, on_error="return", **options, **more))
+        assert all(isinstance(result, TpError) for result in results)
+        assert re.search(r"(fetch|several) is async", str(results[0]))

@@ -20,6 +20,8 @@ IDLE = -1
 ENDING = -2
 """There, too: the worker was told to end, and does."""
 
+_UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
+
 
 def end_work(work: Any) -> Any:
     """Call the ``close`` attribute of a worker's work, where it has one; return what that returns."""
@@ -70,7 +72,7 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: Task) -> tupl
             append(Failure.of(error))
             failed = True
             continue  # with the item after it: the iterator remembers where it was
-        return results, _refuse_coroutines(results) or failed
+        return results, _refuse_unawaited(results, failed=failed)
 
 
 def _run_batches(
@@ -85,7 +87,10 @@ def _run_batches(
             seed_generators(seed, task.start + start)
         board[1], board[2] = start, time.monotonic_ns()
         try:
-            results += batching.split(work(batching.join(part)), len(part))
+            answer = work(batching.join(part))
+            if type(answer) in _UNAWAITED:
+                raise _not_awaited(answer)
+            results += batching.split(answer, len(part))
         except BaseException as error:
             if _is_interrupt(error):
                 raise
@@ -94,16 +99,22 @@ def _run_batches(
     return results, failed
 
 
-def _refuse_coroutines(results: list[Any]) -> bool:
-    """Put a failure in the place of each coroutine, which nobody would await; return whether it had to."""
-    if not results or type(results[-1]) is not types.CoroutineType:  # one look: work is of one kind
-        return False
+def _refuse_unawaited(results: list[Any], *, failed: bool) -> bool:
+    """Put a failure in the place of what nobody would await; return whether there are failures now."""
+    # One look, as work is of one kind; unless the last item may be the one that failed.
+    if not results or not (failed or type(results[-1]) in _UNAWAITED):
+        return failed
     for place, result in enumerate(results):
-        if type(result) is types.CoroutineType:
-            name = result.__qualname__
-            result.close()  # or Python warns that it was never awaited
-            results[place] = Failure.of(TypeError(NOT_AWAITED.format(name=name)), skip_frames=0)
-    return True
+        if type(result) in _UNAWAITED:
+            results[place] = Failure.of(_not_awaited(result), skip_frames=0)
+            failed = True
+    return failed
+
+
+def _not_awaited(result: Any) -> TypeError:
+    if type(result) is types.CoroutineType:
+        result.close()  # or Python warns that it was never awaited
+    return TypeError(NOT_AWAITED.format(name=result.__qualname__))
 
 
 def _is_interrupt(error: BaseException) -> bool:
