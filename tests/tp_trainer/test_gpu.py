@@ -10,7 +10,7 @@ from tp_core.plugins import Job
 from tp_core.testing import BackendConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._backends._ddp import DdpBackend
-from tp_trainer._backends._fsdp._backend import FsdpBackend
+from tp_trainer._backends._fsdp import FsdpBackend
 from tp_trainer._backends._single import SingleBackend
 from tp_trainer.testing import TrainingConformance
 

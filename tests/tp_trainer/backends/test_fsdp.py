@@ -2,7 +2,7 @@
 
 import pytest
 from tp_core.testing import BackendConformance
-from tp_trainer._backends._fsdp._backend import FsdpBackend
+from tp_trainer._backends._fsdp import FsdpBackend
 from tp_trainer.testing import TrainingConformance
 
 LIMITS = {

@@ -12,7 +12,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import find_units, parameter_type, reduction_type
 from tp_core.plugins import Job
 from tp_trainer import FsdpOptions
-from tp_trainer._backends._fsdp._backend import FsdpBackend
+from tp_trainer._backends._fsdp import FsdpBackend
 
 LAUNCHED = {
     "RANK": "1",

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.cli._main import run
 from tp_core.errors import ConfigError
 from tp_trainer import MemoryTable, Trainer
-from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._footprint import parse_nbytes
 from tp_trainer._memory._table import resized
 
 BUILDER = """

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
-from tp_trainer._metrics._rounds import CutShortError, Rounds
-from tp_trainer._metrics._validation import Validation, metric_for_scheduler, without_metrics
+from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler, without_metrics
+from tp_trainer._metrics._metric import CutShortError, Rounds
 from tp_trainer._opening._boundaries import StepBoundaries
 
 

@@ -9,9 +9,8 @@ import torch
 from tp_core.cli._main import run
 from tp_core.plugins import PluginRegistry
 from tp_core.testing import fake_distribution
-from tp_trainer._self_test._running import Result, run_setup
-from tp_trainer._self_test._setups import Setup, find_setups
-from tp_trainer._self_test._training import Numbers, reference
+from tp_trainer._self_test._command import Result, Setup, find_setups, run_setup
+from tp_trainer._self_test._rank import Numbers, reference
 
 DEADLINE_S = 800.0
 

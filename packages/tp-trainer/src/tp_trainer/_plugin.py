@@ -15,7 +15,7 @@ tp_contract = 1
 def tp_backends() -> "Iterable[Backend[Any]]":
     """Bring one device, and one process per device, with whole parameters or shards."""
     from tp_trainer._backends._ddp import DdpBackend
-    from tp_trainer._backends._fsdp._backend import FsdpBackend
+    from tp_trainer._backends._fsdp import FsdpBackend
     from tp_trainer._backends._single import SingleBackend
 
     return [SingleBackend(), DdpBackend(), FsdpBackend()]

@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
 
 from tp_trainer._convert._models import find_checkpoint, open_model, write_model
-from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._footprint import parse_nbytes
 
 __all__ = ["convert_app"]
 

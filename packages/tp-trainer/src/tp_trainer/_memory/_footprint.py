@@ -1,23 +1,218 @@
-"""What one training step takes, from a run of it on stand-ins."""
+"""What one training step takes of memory, from a run of it on tensors that have none."""
 
+import copy
 import logging
-from collections.abc import Callable
+import re
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from tp_core import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_core import tree_leaves, tree_map
+from tp_core.errors import ConfigError
 from tp_core.plugins import Footprint, Precision, StepOutput, is_sharded
 
-from tp_trainer._memory._live_bytes import LiveBytes
-from tp_trainer._memory._stand_ins import StandIns
-from tp_trainer._steps._loss import loss_of
-from tp_trainer._steps._precision import in_precision
+from tp_trainer._steps._step import in_precision, loss_of
 
-__all__ = ["measure_footprint", "nbytes_of"]
+# -- Amounts of memory, as users write them -------------------------------------------------------
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_nbytes(text: str) -> int:
+    """Return the bytes of "80GiB", "512 MiB" or "24e9".
+
+    Raises:
+        ConfigError: The text is something else.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, flags=re.IGNORECASE)
+    if found is None or found[1].count(".") > 1 or not found[1].strip("."):
+        msg = f"an amount of memory is written 80GiB, 512MiB or 24e9, got {text!r}"
+        raise ConfigError(msg)
+    size = _UNITS[found[2].upper()]
+    if not found[3]:  # powers of ten
+        size = 1000 ** list(_UNITS).index(found[2].upper())
+    return int(float(found[1]) * size)
+
+
+# -- Models, optimizers and batches whose tensors have a shape, a type and a device, and no memory
+
+
+class StandIns:
+    """Makes copies of objects with fake tensors, alike ones for one tensor wherever it is met.
+
+    Args:
+        device: The device that tensors claim to be on.
+        dtype: The type of floating-point parameters and buffers; ``None`` for their own.
+
+    Attributes:
+        mode: The mode in which the copies can be computed with.
+    """
+
+    def __init__(self, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._dtype = dtype
+        self._copies: dict[int, Any] = {}  # as copy.deepcopy() has it: by the identity of the original
+
+    def of_model(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model, in training mode, without its hooks on parameters."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            fake = self.of_tensor(tensor, self._dtype if tensor.is_floating_point() else None)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        return copy.deepcopy(model, self._copies).train()
+
+    def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return a copy of an optimizer over the parameters of a copied model.
+
+        Hooks are the owner's business, and a scheduler's step counts for the original alone.
+        """
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._copies[id(value)] = self.of_tensor(value) if value.dim() else self._count(value)
+        new: Optimizer = object.__new__(type(optimizer))
+        left_out = {name for name in vars(optimizer) if name == "step" or "_hooks" in name}
+        kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+        vars(new).update(copy.deepcopy(kept, self._copies))
+        vars(new).update({name: type(vars(optimizer)[name])() for name in left_out if name != "step"})
+        return new
+
+    def of_batch(self, batch: Any) -> Any:
+        """Return a copy of nested values."""
+        return tree_map(lambda leaf: self.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def _count(self, number: Tensor) -> Tensor:
+        """Return a fake tensor that knows its value: optimizers read how many steps there were."""
+        value = 1.0 if number.device.type == "meta" else number.item()
+        with self.mode:
+            return torch.tensor(value, dtype=number.dtype)
+
+    def of_tensor(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a fake tensor of the same form, on the device."""
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=self._device
+            )
+
+
+# -- How much memory a piece of a program would hold, found by running it on tensors that have none
+# Tensors are torch's fake ones: shapes, types and devices without values. Below autograd every operator's
+# results are seen, by their storages, and a storage is gone when nothing refers to it any longer: neither a
+# variable nor what autograd keeps for the backward pass.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of living storages by kind, and their highest sums.
+
+    A storage is "known" if it was there before (weights, optimizer state), a "gradient" once
+    :meth:`note_gradient` was told so, and else a value of the computation.
+
+    Args:
+        known: Tensors that are there before, and are not counted.
+
+    Attributes:
+        values: Bytes of values at this time.
+        gradients: Bytes of gradients at this time.
+        casts: Bytes of values that are weights in another type.
+        highest_alone: The most bytes of values since :meth:`reset`, without gradients that are being made.
+        highest: The most bytes of values since :meth:`reset`.
+        highest_with_gradients: The most bytes of both together since then.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self.values = self.gradients = self.casts = 0
+        self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
+        self.gradient_shapes: set[tuple[int, ...]] = set()  # of what is a gradient that is being made
+        self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._known = {_address(tensor) for tensor in known}
+
+    def __torch_dispatch__(
+        self, operator: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note what it returns."""
+        outputs = operator(*args, **(kwargs or {}))
+        is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
+        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            if isinstance(output, Tensor):
+                self._note(output, is_cast=is_cast)
+        return outputs
+
+    def note_gradient(self, gradient: Tensor | None) -> None:
+        """Count a tensor's storage as a gradient from now on."""
+        if gradient is None:
+            return
+        address = _address(gradient)
+        size, kind = self._sizes.get(address, (0, "gradient"))
+        if kind != "gradient":
+            self._add(kind, -size)
+            self._add("gradient", size)
+            self._sizes[address] = size, "gradient"
+
+    def keep(self, tensors: Iterable[Tensor]) -> int:
+        """Take tensors for known from now on, as the state of an optimizer is; return their bytes."""
+        total = 0
+        for tensor in tensors:
+            address = _address(tensor)
+            size, kind = self._sizes.pop(address, (0, ""))
+            if kind:
+                self._references.pop(address)
+                self._add(kind, -size)
+                self._known.add(address)
+                total += size
+        return total
+
+    def reset(self) -> None:
+        """Forget the highest sums."""
+        self.highest, self.highest_with_gradients = self.values, self.values + self.gradients
+
+    def _note(self, tensor: Tensor, *, is_cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known or address in self._sizes:
+            return
+        kind = "cast" if is_cast else "value"
+        if tuple(sorted(tensor.shape)) in self.gradient_shapes:
+            kind = "making"
+        self._sizes[address] = storage.nbytes(), kind
+        self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
+        self._add(kind, storage.nbytes())
+
+    def _forget(self, address: int) -> None:
+        size, kind = self._sizes.pop(address, (0, ""))
+        self._references.pop(address, None)
+        if kind:
+            self._add(kind, -size)
+
+    def _add(self, kind: str, nbytes: int) -> None:
+        if kind == "gradient":
+            self.gradients += nbytes
+        else:
+            self.values += nbytes
+            self.casts += nbytes if kind == "cast" else 0
+            self._making += nbytes if kind == "making" else 0
+        self.highest = max(self.highest, self.values)
+        self.highest_alone = max(self.highest_alone, self.values - self._making)
+        self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+# -- What one training step takes, from a run of it on stand-ins ----------------------------------
+
 
 log = logging.getLogger("tp_trainer")
 

@@ -12,7 +12,7 @@ from tp_core.internal import free_nbytes
 from tp_core.plugins import Backend, Contribution, Footprint, Job
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._memory._sizes import parse_nbytes
+from tp_trainer._memory._footprint import parse_nbytes
 from tp_trainer._memory._table import MemoryTable, resized, row_count_of, table_of
 from tp_trainer._opening._agreement import agree_at_start
 

@@ -1,17 +1,158 @@
-"""What a metric is, and metrics out of functions of the whole set."""
+"""Metrics of a whole set: what one is, and how it is fed with each sample once, in the order of the data."""
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
-from tp_core import tree_map
-from tp_core.errors import ConfigError
-from tp_core.internal import join_rows
+from torch import Tensor, nn
+from tp_core import recursive_to, tree_map
+from tp_core.errors import ConfigError, StepError
+from tp_core.internal import SampleRows, join_rows
+from tp_core.plugins import Session, StepOutput
 
-from tp_trainer._metrics._rounds import on_cpu
+from tp_trainer._opening._boundaries import StepBoundaries
+from tp_trainer._steps._step import Step
 
-__all__ = ["FunctionMetric", "Metric"]
+# -- What all data ranks have of the batches of an epoch, brought together in the order of the data
+
+
+BATCHES_PER_ROUND = 16  # are kept until they are exchanged: fewer cost more collectives, more cost memory
+
+
+class CutShortError(Exception):
+    """A signal asks the run to end: all ranks leave what they go over, between the same two batches.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+class _Contribution(NamedTuple):
+    """What one rank has of a round.
+
+    Attributes:
+        data_rank: Whose share of the data it is; several ranks may have the same.
+        has_more: Whether the rank is in the middle of its batches.
+        signal: The signal that it has seen, or 0.
+        values: What it has, each with the number of its batch.
+    """
+
+    data_rank: int
+    has_more: bool
+    signal: int
+    values: list[tuple[int, Any]]
+
+
+class Rounds:
+    """Exchanges values of batches between the data ranks, a few batches at a time.
+
+    Ranks may meet different numbers of batches, or skip some: each takes part until all have come to
+    their ends. What is exchanged is pickled on the CPU, so it may be anything.
+
+    Args:
+        session: Where the ranks meet.
+        boundaries: Where a signal cuts the batches short: the ranks exchange what they have seen at the
+            boundary on which they agree. ``None`` if nobody is to ask.
+        keeps: Whether values are exchanged, too.
+    """
+
+    def __init__(
+        self, session: Session, *, boundaries: StepBoundaries | None = None, keeps: bool = True
+    ) -> None:
+        self._session, self._boundaries = session, boundaries
+        if boundaries is not None:
+            boundaries.begin_phase(evaluates=True)
+        self._gathers = keeps and session.data_size > 1
+        self._exchanges = self._gathers or (boundaries is not None and session.world_size > 1)
+        self._end: float = BATCHES_PER_ROUND if self._gathers else math.inf  # of this round
+        self._kept: list[tuple[int, Any]] = []
+
+    def add(self, number: int, value: Any) -> Iterator[Any]:
+        """Add this rank's value of a batch, and yield values of all ranks that have come together.
+
+        Args:
+            number: Which of the batches of all data ranks it is; from 0, and growing.
+            value: Tensors in containers, or anything that pickles.
+
+        Collectives: of `Session.gather_objects`, one for so many batches and where the ranks meet.
+        """
+        yield from self.reach(number)
+        if self._session.data_size == 1:
+            yield value
+            return
+        self._kept.append((number, tree_map(on_cpu, value)))
+
+    def reach(self, number: int) -> Iterator[Any]:
+        """Begin a batch of which this rank may have nothing, and yield as :meth:`add` does.
+
+        Where ranks exchange something in each batch, too, all have to come to an exchange between the same
+        two batches.
+
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: as of :meth:`add`.
+        """
+        boundaries = self._boundaries
+        if boundaries is not None:
+            if boundaries.passed > number:
+                return  # it was begun before
+            boundaries.passed = number + 1
+            if boundaries.calls and boundaries.is_meeting():
+                values, _ = self._exchange(has_more=True)
+                boundaries.has_met()
+                yield from values
+        while number >= self._end:
+            self._end += BATCHES_PER_ROUND
+            yield from self._exchange(has_more=True)[0]
+
+    def finish(self) -> Iterator[Any]:
+        """Yield what is left, until all ranks have come to their ends.
+
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: as of :meth:`add`, as many as the rank with the most batches needs.
+        """
+        if self._boundaries is not None:
+            self._boundaries.passed = -1  # it waits for the others wherever they meet: any boundary will do
+        is_over = not self._exchanges
+        while not is_over:
+            values, is_over = self._exchange(has_more=False)
+            if is_over and self._boundaries is not None:
+                self._boundaries.begin_phase(evaluates=True)  # that of what is gone over around this
+            yield from values
+
+    def _exchange(self, *, has_more: bool) -> tuple[list[Any], bool]:
+        """Return the values of this round of all ranks, and whether it was the last one."""
+        signal = 0 if self._boundaries is None else self._boundaries.seen
+        mine = _Contribution(self._session.data_rank, has_more, signal, self._kept)
+        self._kept = []
+        everyones = self._session.gather_objects(mine)
+        if signal := max(theirs.signal for theirs in everyones):
+            raise CutShortError(signal)
+        of_data_rank = {theirs.data_rank: theirs for theirs in everyones}
+        pieces = [
+            (number, rank, value)
+            for rank, theirs in sorted(of_data_rank.items())
+            for number, value in theirs.values
+        ]
+        pieces.sort(key=lambda piece: piece[:2])
+        return [value for _, _, value in pieces], not any(theirs.has_more for theirs in everyones)
+
+
+def on_cpu(leaf: Any) -> Any:
+    """Return a tensor on the CPU, without gradients; something else as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+# -- What a metric is, and metrics out of functions of the whole set ------------------------------
 
 
 @runtime_checkable
@@ -87,3 +228,184 @@ def _as_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()  # numpy does not know the type
+
+
+# -- The metrics of an evaluation, fed with each sample once, in the order of the data ------------
+
+
+def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Return the metrics by name.
+
+    Raises:
+        ConfigError: ``metrics`` is not a dict of objects that are fed and compute; or a name is taken.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        msg = f"metrics must be a dict of metrics by name, got {type(metrics).__name__}: {metrics!r:.80}"
+        raise ConfigError(msg)
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name or name in {"loss", "weight"}:
+            msg = f"a metric's name must be a text other than 'loss' and 'weight', got {name!r}"
+            raise ConfigError(msg)
+        if isinstance(metric, type) or not isinstance(metric, Metric):
+            msg = (
+                f"the metric {name!r} must be an object with update(), compute() and reset(), as those of "
+                "torchmetrics and torcheval are, or FunctionMetric(function) with a function of all samples; "
+                f"got {metric!r:.80}"
+            )
+            raise ConfigError(msg)
+    return dict(metrics)
+
+
+class MetricSet:
+    """Feeds metrics with what a step returns under their names, and computes them.
+
+    Every rank feeds its own metrics with the rows of all ranks, so they hold afterwards what those of one
+    device do. What a metric does to synchronize itself over ranks is switched off: it would count twice.
+
+    Args:
+        session: Where the step runs.
+        metrics: By name. They are reset.
+        boundaries: As `Rounds` takes it.
+    """
+
+    def __init__(
+        self, session: Session, metrics: Mapping[str, Metric], *, boundaries: StepBoundaries | None = None
+    ) -> None:
+        self._session = session
+        self._metrics = dict(metrics)
+        self._rounds = Rounds(session, boundaries=boundaries, keeps=bool(metrics))
+        self._fed: set[str] = set()
+        self._places = {name: _place(metric) for name, metric in metrics.items()}
+        for metric in metrics.values():
+            _leave_alone(metric)
+            metric.reset()
+
+    def collecting(self, step: Step) -> Step:
+        """Return the step, whose arguments of metrics come through the session as rows."""
+        return _Collecting(step, self._metrics.keys()) if self._metrics else step
+
+    def take(self, number: int, output: StepOutput) -> StepOutput:
+        """Take the arguments of the metrics out of a step's output, and return the rest.
+
+        Args:
+            number: Which of the batches of all data ranks it is.
+            output: What the collecting step returned.
+
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: those of `Rounds.add`, if there are metrics or signals are asked for.
+        """
+        if not self._metrics or not isinstance(output, Mapping):
+            self._feed(self._rounds.reach(number))
+            return output
+        share = self._session.share
+        is_nothing = share is not None and share.samples == 0  # a stand-in
+        mine = {k: v.pieces for k, v in output.items() if isinstance(v, SampleRows)}
+        self._feed(self._rounds.add(number, {} if is_nothing else mine))
+        return {k: v for k, v in output.items() if k not in mine}
+
+    def finish(self) -> None:
+        """Feed what is left of the batches, on all ranks.
+
+        Raises:
+            CutShortError: A rank has seen a signal.
+
+        Collectives: those of `Rounds.finish`, if there are metrics or signals are asked for.
+        """
+        self._feed(self._rounds.finish())
+
+    def compute(self) -> dict[str, Any]:
+        """Return the results, numbers as floats and others as tensors on the CPU; the same on all ranks.
+
+        What a metric returns as a dict is named "metric/key".
+
+        Raises:
+            StepError: The step returned nothing for a metric.
+
+        Collectives: one broadcast, if there are metrics.
+        """
+        if not self._metrics:
+            return {}
+        unfed = sorted(self._metrics.keys() - self._fed)
+        if unfed:
+            msg = (
+                f"the step returned nothing for the metrics {unfed}: it must return a dict with the "
+                "arguments of a metric's update() under the metric's name"
+            )
+            raise StepError(msg)
+        results: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            results |= _flat(name, _called(name, "compute", metric.compute))
+        # Decisions hang on them, and devices may round differently.
+        return self._session.broadcast(results)
+
+    def _feed(self, batches: Iterator[Mapping[str, tuple[Any, ...]]]) -> None:
+        for values in batches:
+            for name, pieces in values.items():
+                self._fed.add(name)
+                for piece in pieces:
+                    self._update(name, piece)
+
+    def _update(self, name: str, piece: Any) -> None:
+        place, update = self._places[name], self._metrics[name].update
+        moved = piece if place is None else recursive_to(piece, place)
+        if isinstance(moved, tuple):
+            _called(name, "update", lambda: update(*moved))
+        elif isinstance(moved, Mapping):
+            _called(name, "update", lambda: update(**moved))
+        else:
+            _called(name, "update", lambda: update(moved))
+
+
+class _Collecting:
+    """A step whose values of some names come as rows, which backends join and do not average."""
+
+    def __init__(self, step: Step, names: Any) -> None:
+        self._step = step
+        self._names = names
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        output = self._step(model, batch)
+        if not isinstance(output, Mapping):
+            return output
+        return {k: SampleRows((v,)) if k in self._names else v for k, v in output.items()}
+
+
+def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        msg = (
+            f"{method}() of the metric {name!r} raised {type(error).__name__}: {error}; the step must return "
+            "the arguments of its update() under its name, as a tuple, a dict, or one value"
+        )
+        raise StepError(msg) from error
+
+
+def _place(metric: Metric) -> torch.device | None:
+    """Return where a metric wants its arguments; ``None`` for anywhere."""
+    members = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    devices = [getattr(member, "device", None) for member in members]
+    return next((device for device in devices if isinstance(device, torch.device)), None)
+
+
+def _leave_alone(metric: Metric) -> None:
+    """Switch off that a metric of torchmetrics gathers the states of all ranks: it is fed with all rows."""
+    for member in metric.modules() if isinstance(metric, nn.Module) else ():
+        if hasattr(member, "distributed_available_fn"):
+            vars(member)["distributed_available_fn"] = _is_alone
+
+
+def _is_alone() -> bool:
+    return False
+
+
+def _flat(name: str, result: Any) -> dict[str, Any]:
+    if isinstance(result, Mapping):
+        return {k: v for key, value in result.items() for k, v in _flat(f"{name}/{key}", value).items()}
+    if isinstance(result, Tensor):
+        return {name: float(result) if result.numel() == 1 else result.detach().cpu()}
+    return {name: float(result) if isinstance(result, Real) else result}

@@ -1,22 +1,194 @@
-"""Opening the session of a selected backend, alike for `Trainer` and `ParallelTrainer`."""
+"""From the installed backends to a session: options, the choice of a backend, and when it is opened."""
 
 import atexit
 import os
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from tp_core.errors import PluginError
-from tp_core.plugins import Job, Selection, Session
+import torch
+from torch import nn
+from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
+from tp_core.internal import check_backend_name
+from tp_core.plugins import Backend, Job, NoOptions, PluginRegistry, Selection, Session, select
 
 from tp_trainer._opening._agreement import check_same_at_start
 
-__all__ = ["open_session"]
+# -- Options of backends, as users give them: as objects, or by the backends' names ---------------
+
+
+Options = object | Sequence[object] | Mapping[str, object]
+"""An object of a backend's ``options_type``, several in a list, or either by the backends' names."""
+
+
+def options_by_backend(given: Options | None, plugins: PluginRegistry) -> dict[str, Any]:
+    """Return the options by the names of the backends that they are for.
+
+    Args:
+        given: One object, such as ``DdpOptions(static_graph=True)``, several in a list or tuple, or a mapping
+            from a backend's name to such an object or to a mapping of its fields.
+        plugins: The registry with the backends.
+
+    Raises:
+        ConfigError: An object is not the options of an installed backend, or two are of one backend.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    known = {c.item.options_type: c.item.name for c in plugins.backends()}
+    known.pop(NoOptions, None)
+    options: dict[str, Any] = {}
+    for value in given if isinstance(given, list | tuple) else [given]:
+        name = known.get(type(value))
+        if name is None:
+            types = ", ".join(sorted(kind.__name__ for kind in known))
+            msg = (
+                f"options must be objects of {types}, the options of the installed backends, or a dict by "
+                f"backends' names, got {type(value).__name__}: {value!r:.100}"
+            )
+            raise ConfigError(msg)
+        if name in options:
+            msg = f"options has two of {type(value).__name__}, both for backend {name!r}; give one"
+            raise ConfigError(msg)
+        options[name] = value
+    return options
+
+
+# -- Which backend runs a trainer's models: chosen once, and asked again whenever another model comes
+
+
+def joined(models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return what stands for all models in a job: the only one, a list of several, ``None`` for none."""
+    if len(models) > 1:
+        return nn.ModuleList(models)
+    return models[0] if models else None
+
+
+def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
+    """Choose the backend for a job.
+
+    Args:
+        job: What is to be done.
+        plugins: The registry to choose from.
+        name: The backend that was asked for, or "auto".
+
+    Raises:
+        ConfigError: Options are given for a backend that is not installed, or that has no such options.
+        ModelError: The models have DTensors, and no backend that may be chosen takes them.
+        SelectionError: No backend fits, or the one that was asked for does not.
+        PluginError: The backend that was asked for is broken.
+    """
+    installed = plugins.backends()
+    _check_options(job, {c.item.name: c.item for c in installed})
+    try:
+        return select(job, installed, name=name)
+    except SelectionError as error:
+        _require(plugins, name)
+        if job.traits is not None and job.traits.has_dtensors:
+            raise ModelError(_about_dtensors(str(error))) from error
+        _note_broken(plugins, error)
+        raise
+
+
+def check_name(plugins: PluginRegistry, name: str) -> None:
+    """Notice a misspelled backend before anything is built for it.
+
+    Args:
+        plugins: The registry to choose from.
+        name: The backend that was asked for, or "auto", where the variable ``TP_BACKEND`` decides.
+
+    Raises:
+        SelectionError: No backend of that name is installed.
+        PluginError: The plugin that brings it is broken or blocked.
+    """
+    try:
+        check_backend_name(name, {c.item.name for c in plugins.backends()})
+    except SelectionError as error:
+        _require(plugins, name)
+        _note_broken(plugins, error)
+        raise
+
+
+def _require(plugins: PluginRegistry, name: str) -> None:
+    """Raise if a broken plugin is the cause."""
+    plugins.require(os.environ.get("TP_BACKEND", "auto") if name == "auto" else name)
+
+
+def _note_broken(plugins: PluginRegistry, error: SelectionError) -> None:
+    for broken in plugins.broken():
+        error.add_note(str(broken))
+
+
+def check_choice(
+    selection: Selection, job: Job, plugins: PluginRegistry, name: str, *, opened_by: str, known: bool
+) -> None:
+    """Make sure that the backend of a running session is the right one for models that came later.
+
+    Args:
+        selection: How it was chosen.
+        job: The job with all models, those from before among them.
+        plugins: The registry it was chosen from.
+        name: The backend that was asked for, or "auto".
+        opened_by: What opened the session.
+        known: Whether a model was known when it was opened.
+
+    Raises:
+        ModelError: A model has DTensors, and the backend does not take them.
+        SelectionError: The backend does not fit the models; or no model was known, and another backend
+            would be chosen for this one.
+    """
+    chosen = selection.chosen.name
+    verdict = selection.backend.assess(job)
+    when = f"when {opened_by} started the job, " + ("with the models before" if known else "without a model")
+    remedy = (
+        "give all models in one call, prepare(model, other, ...)"
+        if known
+        else "call fit(model, ...) or prepare(model, ...) before it"
+    )
+    if not verdict.is_fit:
+        reason = verdict.reason + (f"; {verdict.remedy}" if verdict.remedy else "")
+        msg = f"backend {chosen!r} was chosen {when}, and does not fit this model: {reason}; {remedy}"
+        if job.traits is not None and job.traits.has_dtensors:
+            raise ModelError(_about_dtensors(msg))
+        raise SelectionError(msg)
+    if not known and selection.asked_by == "auto":
+        best = choose(job, plugins, name).chosen
+        if best.name != chosen:
+            msg = (
+                f"backend {chosen!r} was chosen {when}, and for this model it would be {best.name!r} "
+                f"({best.verdict.reason}); {remedy}, or ask for one by name: Trainer(backend={chosen!r})"
+            )
+            raise SelectionError(msg)
+
+
+def _about_dtensors(reasons: str) -> str:
+    return (
+        "the model has DTensors (of fully_shard or distribute_tensor), which only a backend made for them "
+        f"can train; give the plain model, which a backend shards by itself: {reasons}"
+    )
+
+
+def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
+    """Notice what is misspelled, also for a backend that is chosen only on several ranks, say."""
+    for name in job.options:
+        if name not in installed:
+            msg = (
+                f"options are given for backend {name!r}, which is not installed; "
+                f"installed: {', '.join(sorted(map(repr, installed)))}"
+            )
+            raise ConfigError(msg)
+        installed[name].parse_options(job)
+
+
+# -- Opening the session of a selected backend, alike for `Trainer` and `ParallelTrainer` ---------
+
 
 _GRACE_S = 15.0
 _STDERR = 2
@@ -91,3 +263,107 @@ def _end() -> None:
         text = f"tp_trainer: this rank has failed, and is ended although it has threads: {', '.join(names)}\n"
         os.write(_STDERR, text.encode())
         os._exit(1)
+
+
+# -- The session of a trainer: opened when the first model comes, and checked against those that come later
+
+
+class LazySession:
+    """The session of a trainer: opened when the first model comes.
+
+    Args:
+        job: What is to be done, without a model and a seed.
+        plugins: The registry with the backends.
+        backend: The name of the backend that was asked for, or "auto".
+        seed: The seed that was asked for, or ``None``.
+
+    Attributes:
+        current: The session; ``None`` before it is opened.
+        plugins: The registry.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plugins: PluginRegistry,
+        backend: str,
+        *,
+        seed: int | None,
+    ) -> None:
+        self._job = job
+        self.plugins = plugins
+        self._backend = backend
+        self._seed = seed
+        self._selection: Selection | None = None
+        self._opened_by = ""
+        self._assessed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the backend fits
+        self.current: Session | None = None
+
+    @property
+    def job(self) -> Job:
+        """What is to be done, without a model."""
+        return self._job
+
+    @property
+    def selection(self) -> Selection:
+        """How the backend was chosen; before that, how it would be for an unspecified model."""
+        return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
+
+    def open(self, *models: nn.Module, by: str, estimate: Callable[[Job], Job] | None = None) -> Session:
+        """Return the session, once the backend that runs it is known to fit the models.
+
+        Args:
+            *models: Those that are to be prepared; none where no model is known.
+            by: What asks, for messages.
+            estimate: Returns the job with what it needs of the devices' memory; called where a backend is
+                to be chosen, on all ranks.
+
+        Raises:
+            ModelError: A model has DTensors, and no backend takes them.
+            SelectionError: No backend fits; or that of the running session does not fit these models.
+        """
+        session = self.current
+        if session is None:
+            session = self._start(models, by, estimate)
+        elif not self._assessed.issuperset(models):
+            known = list(self._assessed)
+            new = [model for model in models if model not in self._assessed]
+            job = replace(self._job, model=joined([*known, *new]), seed=session.job.seed)
+            check_choice(
+                self.selection,
+                job,
+                self.plugins,
+                self._backend,
+                opened_by=self._opened_by,
+                known=bool(known),
+            )
+        self._assessed.update(models)
+        return session
+
+    def note_fitting(self, model: nn.Module) -> None:
+        """Note that the backend fits ``model``, which it has made itself."""
+        self._assessed.add(model)
+
+    def _start(self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Job] | None) -> Session:
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        job = replace(self._job, model=joined(models), seed=seed)
+        job = job if estimate is None else estimate(job)
+        selection = choose(job, self.plugins, self._backend)
+        verdict = selection.chosen.verdict
+        if verdict.lacks_memory and job.environment.is_main:
+            msg = (
+                f"backend {selection.chosen.name!r} ({selection.asked_by}) {verdict.reason}; {verdict.remedy}"
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
+        facts = {
+            "kind of loss": job.loss,
+            "seed": self._seed,
+            "precision": job.precision,
+            "accumulate": job.accumulate,
+            "compile": job.compile,
+            "version of torch": torch.__version__,
+        }
+
+        session = open_session(selection, job, facts)
+        self._selection, self.current, self._opened_by = selection, session, by
+        return session

@@ -12,7 +12,7 @@ from typing import Any
 from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._metrics._rounds import CutShortError
+from tp_trainer._metrics._metric import CutShortError
 from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._duties import Duties, nothing

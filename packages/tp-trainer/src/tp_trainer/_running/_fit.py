@@ -8,17 +8,22 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.plugins import PreparedLoader, StepOutput
 
-from tp_trainer._metrics._validation import Validation, metric_for_scheduler
+from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._duties import Duties
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop
 from tp_trainer._running._settings import FitSettings
-from tp_trainer._steps._first_step import parameters_of, run_watched, tell_of_no_gradients
-from tp_trainer._steps._loss import loss_of
-from tp_trainer._steps._modes import modes_kept
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._precision import RunStep, Step
+from tp_trainer._steps._step import (
+    RunStep,
+    Step,
+    loss_of,
+    modes_kept,
+    parameters_of,
+    run_watched,
+    tell_of_no_gradients,
+)
 
 __all__ = ["Fit", "Scheduler", "fit", "fit_duties"]
 

@@ -14,7 +14,7 @@ from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._running._between import Between
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._running._signals import Answer, Interrupted
-from tp_trainer._steps._ended import telling_of_ended_iterators
+from tp_trainer._steps._step import telling_of_ended_iterators
 
 __all__ = ["Loop"]
 

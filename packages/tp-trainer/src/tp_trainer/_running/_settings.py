@@ -13,13 +13,12 @@ from tp_core.internal import Progress
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader
 from tp_trainer._checks._values import as_checkpoints, check_callable, check_seconds
-from tp_trainer._metrics._evaluation import named_loaders
+from tp_trainer._metrics._evaluation import named_loaders, without_metrics
 from tp_trainer._metrics._metric import Metric
-from tp_trainer._metrics._validation import without_metrics
 from tp_trainer._running._events import Events
 from tp_trainer._running._limits import Limits
 from tp_trainer._steps._optimizer_step import GradientRules
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer.loggers._named import LogSpec
 
 __all__ = ["FitSettings", "LoopSettings", "check_state"]

@@ -21,7 +21,7 @@ from tp_trainer._running._settings import LoopSettings
 from tp_trainer._running._state import RunState, Trained
 from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._precision import LossScaler
+from tp_trainer._steps._step import LossScaler
 
 __all__ = ["Sorted", "sort_state", "start_loop"]
 

@@ -15,10 +15,9 @@ from tp_core.state import StoredTensors, collect_state, restore_state, to_json
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._running._kept import Kept
-from tp_trainer._steps._meter import Meter
-from tp_trainer._steps._meter_states import added_states, empty_state
+from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._precision import LossScaler
+from tp_trainer._steps._step import LossScaler
 
 __all__ = ["RunState", "Trained"]
 

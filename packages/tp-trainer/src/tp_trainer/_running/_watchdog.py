@@ -20,7 +20,7 @@ from tp_core.internal import rendezvous_store
 from tp_core.plugins import StepOutput
 
 from tp_trainer._running._native_exit import NativeExit
-from tp_trainer._steps._precision import RunStep, Step
+from tp_trainer._steps._step import RunStep, Step
 
 __all__ = ["TIMEOUT_STATUS", "Watchdog"]
 

@@ -1,20 +1,225 @@
-"""``tp test``."""
+"""``tp test``: where each backend can be tried on this host, and one trial after the other."""
 
+import contextlib
 import json
-from collections.abc import Sequence
-from typing import Annotated
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.errors import TpError
 from tp_core.internal import check_backend_name, check_process_count, output_console
-from tp_core.plugins import registry
+from tp_core.plugins import Backend, Contribution, Job, Verdict, registry
 
-from tp_trainer._self_test._running import Result, run_setup
-from tp_trainer._self_test._setups import Setup, find_setups
+from tp_trainer._self_test._rank import read_numbers, reference, type_of
 
-__all__ = ["test_app"]
+# -- Where each backend can be tried on this host -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A backend, and the processes and devices that it is tried with.
+
+    Attributes:
+        backend: Its name.
+        origin: The distribution that brings it, and its version.
+        processes: How many ranks.
+        devices: The devices of one process, or one for each rank.
+        unfit: Why the backend cannot be tried here; empty if it can.
+    """
+
+    backend: str
+    origin: str
+    processes: int = 1
+    devices: tuple[torch.device, ...] = ()
+    unfit: str = ""
+
+
+def find_setups(backends: Iterable[Contribution[Backend[Any]]], *, ranks: int) -> list[Setup]:
+    """Return every setup of this host that each backend says it fits; one that says why, where it fits none.
+
+    Args:
+        backends: The backends.
+        ranks: How many processes there are on the CPU; on accelerators there is one for each.
+    """
+    ways = list(_ways(ranks))
+    found: list[Setup] = []
+    for contribution in backends:
+        backend = contribution.item
+        origin = f"{contribution.distribution} {contribution.version}".rstrip()
+        verdicts = [(way, _assess(backend, *way)) for way in ways]
+        fitting = [Setup(backend.name, origin, *way) for way, verdict in verdicts if verdict.is_fit]
+        reasons = list(dict.fromkeys(verdict.reason for _, verdict in verdicts))
+        found += fitting or [Setup(backend.name, origin, unfit="; or ".join(reasons))]
+    return found
+
+
+def _ways(ranks: int) -> Iterable[tuple[int, tuple[torch.device, ...]]]:
+    """Yield processes and devices: the CPU and the accelerators, alone, in one process, one for each rank."""
+    cpu, here = torch.device("cpu"), tuple(resolve_devices("auto"))
+    accelerators = tuple(device for device in here if device.type != "cpu")
+    yield 1, (cpu,)
+    yield 1, (cpu, cpu)
+    yield ranks, (cpu,) * ranks
+    if accelerators:
+        yield 1, accelerators[:1]
+    if len(accelerators) > 1:
+        yield 1, accelerators
+        yield len(accelerators), accelerators
+
+
+def _assess(backend: Backend[Any], processes: int, devices: tuple[torch.device, ...]) -> Verdict:
+    environment = LaunchEnvironment(world_size=processes, local_world_size=processes)
+    job = Job(
+        devices=devices if processes == 1 else devices[:1], environment=environment, explicit_devices=True
+    )
+    try:
+        return backend.assess(job)
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+        return Verdict.unfit(f"its assessment raised {type(error).__name__}: {error}")
+
+
+# -- One setup after the other, each in processes of its own that end at a deadline ---------------
+
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""The largest difference that is rounding alone, by the type that is computed in."""
+
+_RANK = "tp_trainer._self_test._rank"
+_GRACE_S = 10.0  # for the launcher to end its ranks, twice
+_LAUNCHED = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE")
+
+Outcome = Literal["equal", "differs", "failed", "hangs", "unfit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a setup ended.
+
+    Attributes:
+        setup: What was tried.
+        outcome: Whether its numbers are those of one device; "unfit" where it could not be tried.
+        reason: Why not, for all but "equal".
+        difference: The largest difference from one device, of weights and losses, if it was trained.
+        seconds: How long it took, processes started and ended.
+    """
+
+    setup: Setup
+    outcome: Outcome
+    reason: str = ""
+    difference: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.outcome in ("equal", "unfit")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON can say it."""
+        return {
+            "backend": self.setup.backend,
+            "origin": self.setup.origin,
+            "processes": self.setup.processes,
+            "devices": [str(device) for device in self.setup.devices],
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "difference": self.difference if self.difference != float("inf") else None,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def run_setup(setup: Setup, *, timeout_s: float) -> Result:
+    """Train in a setup and compare with one device; whatever happens there, this returns.
+
+    Args:
+        setup: What to try.
+        timeout_s: After how many seconds its processes are ended.
+    """
+    if setup.unfit:
+        return Result(setup, "unfit", setup.unfit)
+    with tempfile.TemporaryDirectory(prefix="tp-test-") as name:
+        folder, began = Path(name), time.perf_counter()
+        status = _run(setup, folder, timeout_s)
+        seconds = time.perf_counter() - began
+        if status is None:
+            return Result(setup, "hangs", f"it had not ended after {timeout_s:g} s", seconds=seconds)
+        if status:
+            outcome, reason = _failure(folder, status)
+            return Result(setup, outcome, reason, seconds=seconds)
+        try:
+            found = read_numbers(folder)
+        except (OSError, TpError) as error:
+            return Result(setup, "failed", f"it left no weights: {error}", seconds=seconds)
+        dtype = type_of(list(setup.devices))
+        difference = found.difference(reference(dtype))
+        if difference <= TOLERANCE[dtype]:
+            return Result(setup, "equal", "", difference, seconds)
+        reason = f"it trains other weights or losses than one device, by up to {difference:.2g}"
+        return Result(setup, "differs", reason, difference, seconds)
+
+
+def _run(setup: Setup, folder: Path, timeout_s: float) -> int | None:
+    """Run the processes of a setup; return the exit status, ``None`` if they had to be ended."""
+    rank = ["-m", _RANK, setup.backend, ",".join(map(str, setup.devices)), str(folder)]
+    launcher = ["-m", "tp_core.cli", "launch", "-n", str(setup.processes), "--grace-s", "5"]
+    command = [sys.executable, *(rank if setup.processes == 1 else [*launcher, *rank])]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED) and k != "TP_BACKEND"}
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # what it starts ends with it
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it has started, the launcher's ranks included."""
+    for _ in range(2):  # a launcher that is asked twice kills its ranks
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _failure(folder: Path, status: int) -> tuple[Outcome, str]:
+    """Return what the rank that failed first has said, or the last line of what was printed."""
+    said = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if said:
+        values = json.loads(said[0].read_text())
+        return ("unfit" if values["unfit"] else "failed"), values["reason"]
+    ended = f"status {status}" if status > 0 else signal.Signals(-status).name
+    lines = (folder / "output").read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return "failed", f"it ended with {ended}: {last}"
+
+
+# -- ``tp test`` ----------------------------------------------------------------------------------
+
 
 _STYLES = {"equal": "green", "unfit": "dim"}
 

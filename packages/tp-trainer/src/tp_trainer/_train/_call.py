@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from tp_trainer.loggers._values import GivenValues, running_with
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["Call", "parse_call"]
+
+# -- From a function and the words of a command line to a call with checked values ----------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +130,10 @@ def _in_our_words(text: str) -> str:
 
 def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
+
+
+# -- A process that calls the function: ``python -m tp_trainer._train._call script.py:main --lr 0.1``
+
+
+if __name__ == "__main__":
+    parse_call(sys.argv[1], sys.argv[2:]).run()

@@ -14,7 +14,7 @@ from tp_trainer._train._call import Call, parse_call
 
 __all__ = ["train_app"]
 
-_RANK = "tp_trainer._train._rank"
+_RANK = "tp_trainer._train._call"
 _OPTIONS = {
     name: parameter
     for name, parameter in inspect.signature(launch).parameters.items()

@@ -13,11 +13,8 @@ from tp_core.plugins import StepOutput, read_weight
 
 from tp_trainer._checks._objects import check_optimizer
 from tp_trainer._memory._running_out import tell_why
-from tp_trainer._steps._first_step import tell_of_no_gradients
-from tp_trainer._steps._loss import loss_of
-from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
-from tp_trainer._steps._precision import autocast, in_precision
-from tp_trainer._steps._weights import add_whole, total_weight
+from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep, add_whole, total_weight
+from tp_trainer._steps._step import autocast, in_precision, loss_of, tell_of_no_gradients
 from tp_trainer._trainer._base import TrainerBase
 
 __all__ = ["OwnSteps"]

@@ -17,7 +17,7 @@ from tp_trainer._checks._objects import (
     check_preparable,
 )
 from tp_trainer._checks._values import check_positive
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tp_trainer._trainer._base import TrainerBase
 if TYPE_CHECKING:
     from tp_core.plugins import Callback, RunView
 
-    from tp_trainer._metrics._validation import Validation
+    from tp_trainer._metrics._evaluation import Validation
     from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._events import Events
     from tp_trainer._running._history import History
@@ -95,7 +95,7 @@ class RunStarter(TrainerBase):
         self, validate: Callable[[], Mapping[str, float]], boundaries: "StepBoundaries | None", _: int | None
     ) -> Mapping[str, float]:
         """Return the numbers of the user's validation, which a signal ends within its evaluations."""
-        from tp_trainer._metrics._validation import numbers_in
+        from tp_trainer._metrics._evaluation import numbers_in
 
         self._boundaries = boundaries
         try:
@@ -187,7 +187,7 @@ class RunStarter(TrainerBase):
             self._epochs.note(train_loader, train)
 
     def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> "Validation | None":
-        from tp_trainer._metrics._validation import Validation
+        from tp_trainer._metrics._evaluation import Validation
 
         loaders = {
             name: self._loader(loader, shard=settings.shard, training=False)

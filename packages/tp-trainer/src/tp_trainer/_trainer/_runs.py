@@ -13,7 +13,7 @@ from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer, check_scheduler
 from tp_trainer._memory._running_out import tell_why
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer._trainer._run_starter import RunStarter
 
 if TYPE_CHECKING:
@@ -134,11 +134,11 @@ class Runs(RunStarter):
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
-        from tp_trainer._metrics._metric_set import check_metrics
+        from tp_trainer._metrics._metric import check_metrics
         from tp_trainer._running._limits import Limits
         from tp_trainer._running._settings import FitSettings, check_state
-        from tp_trainer._steps._ended import telling_of_ended_iterators
-        from tp_trainer._steps._modes import tell_of_evaluation_mode
+        from tp_trainer._steps._step import telling_of_ended_iterators
+        from tp_trainer._steps._step import tell_of_evaluation_mode
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)

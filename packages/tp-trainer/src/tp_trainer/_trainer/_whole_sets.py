@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from tp_trainer._checks._objects import check_loader, check_model
 from tp_trainer._checks._values import check_callable
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:
     from tp_trainer._metrics._metric import Metric
-    from tp_trainer._metrics._predictions import Predictions
+    from tp_trainer._metrics._evaluation import Predictions
 
 __all__ = ["WholeSets"]
 
@@ -59,7 +59,7 @@ class WholeSets(TrainerBase):
                 raised an error.
         """
         from tp_trainer._metrics._evaluation import evaluate, named_loaders
-        from tp_trainer._metrics._metric_set import check_metrics
+        from tp_trainer._metrics._metric import check_metrics
 
         check_model("evaluate()", model)
         check_callable("step", step)
@@ -110,7 +110,7 @@ class WholeSets(TrainerBase):
             ...     return {"class": model(batch[0]).argmax(1)}
             >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
         """
-        from tp_trainer._metrics._predictions import Predictions
+        from tp_trainer._metrics._evaluation import Predictions
 
         check_model("predict()", model)
         check_loader("loader", loader)
@@ -143,7 +143,7 @@ class WholeSets(TrainerBase):
         session, shares = self._open(by="gather_for_metrics()"), self._shares
         session.check_in_step("gather_for_metrics()")
         is_nothing = shares is not None and shares.holds_nothing(batch)
-        from tp_trainer._steps._gathering import gather_rows
+        from tp_trainer._steps._loaders import gather_rows
 
         return gather_rows(session, value, is_nothing=is_nothing)
 
@@ -171,6 +171,6 @@ class WholeSets(TrainerBase):
         """
         session = self.session
         session.check_in_step("all_gather()", may_meet=True)
-        from tp_trainer._steps._gathering import gather_with_gradients, has_nothing
+        from tp_trainer._steps._loaders import gather_with_gradients, has_nothing
 
         return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))

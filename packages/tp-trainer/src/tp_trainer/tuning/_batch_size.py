@@ -12,7 +12,7 @@ from tp_core.errors import ConfigError
 from tp_trainer._checks._objects import check_model, check_optimizer
 from tp_trainer._checks._values import check_callable, check_positive
 from tp_trainer._memory._running_out import is_out_of_memory
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._traceless import traceless
 

@@ -19,7 +19,7 @@ from tp_core.plugins import PreparedLoader, Session
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer
 from tp_trainer._checks._values import check_callable
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._traceless import traceless
 

@@ -13,8 +13,7 @@ from tp_core.plugins import PreparedLoader, Session, StepOutput, read_weight
 
 from tp_trainer._checks._objects import check_loader, check_model, check_optimizer
 from tp_trainer._checks._values import check_callable, check_positive
-from tp_trainer._steps._loss import loss_of
-from tp_trainer._steps._precision import Step
+from tp_trainer._steps._step import Step, loss_of
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._traceless import traceless
 

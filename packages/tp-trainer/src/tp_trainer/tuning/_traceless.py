@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._steps._modes import modes_kept
+from tp_trainer._steps._step import modes_kept
 from tp_trainer._trainer import Trainer
 
 __all__ = ["traceless"]

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from tp_core.errors import ModelError
 from tp_core.internal import FullyShardedSession, Sharding, describe_given, given_mesh, total_shard_norm
-from tp_core.plugins import Job
-
-from tp_trainer._backends._fsdp._options import FsdpOptions
+from tp_core.plugins import FullyShardOptions, Job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["FsdpSession"]
 
 
 class FsdpSession(FullyShardedSession):
@@ -27,7 +23,7 @@ class FsdpSession(FullyShardedSession):
 
     takes_deferred_models = True  # unit by unit
 
-    def __init__(self, job: Job, options: FsdpOptions, *, leave: Callable[[], None]) -> None:
+    def __init__(self, job: Job, options: FullyShardOptions, *, leave: Callable[[], None]) -> None:
         super().__init__(job, leave=leave)
         self.options = options
         self.sharding = Sharding(job, options, self._mesh)

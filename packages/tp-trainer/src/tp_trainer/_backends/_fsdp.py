@@ -1,18 +1,49 @@
 """The backend for models of which no device holds everything: torch's ``fully_shard``."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_offload, describe_given, find_units, need_of_shards, resolve_options
-from tp_core.plugins import Backend, Job, MemoryNeed, Verdict, join_process_group
-
-from tp_trainer._backends._fsdp._options import FsdpOptions
+from tp_core.internal import (
+    check_above_zero,
+    check_offload,
+    describe_given,
+    find_units,
+    need_of_shards,
+    resolve_options,
+)
+from tp_core.plugins import Backend, FullyShardOptions, Job, MemoryNeed, Verdict, join_process_group
 
 if TYPE_CHECKING:
-    from tp_trainer._backends._fsdp._session import FsdpSession
+    from tp_trainer._backends._fsdp_session import FsdpSession
 
-__all__ = ["FsdpBackend"]
+
+# -- The options of the backend ``fsdp`` ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpOptions(FullyShardOptions):
+    """The options of the backend ``fsdp``: those of `tp_core.plugins.FullyShardOptions`, and one more.
+
+    Attributes:
+        timeout_s: How many seconds a collective waits for the other ranks.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Example:
+        >>> FsdpOptions(units="GPT2Block", reshard_after_forward=False)  # doctest: +SKIP
+    """
+
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        FullyShardOptions.__post_init__(self)  # a dataclass with slots is another class than super() means
+        check_above_zero(self, "timeout_s")
+
+
+# -- The backend for models of which no device holds everything: torch's ``fully_shard`` ----------
 
 
 class FsdpBackend(Backend[FsdpOptions]):
@@ -82,7 +113,7 @@ class FsdpBackend(Backend[FsdpOptions]):
         Raises:
             ConfigError: The options do not fit the ranks or the device.
         """
-        from tp_trainer._backends._fsdp._session import FsdpSession
+        from tp_trainer._backends._fsdp_session import FsdpSession
 
         options = self.parse_options(job)  # before anything is started
         _check_ranks(options, job.environment.world_size)

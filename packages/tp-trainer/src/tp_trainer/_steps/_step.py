@@ -1,0 +1,278 @@
+"""One step of the user: its precision, its loss, the modes of its modules, and what its first call shows."""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core import tree_map
+from tp_core.errors import ConfigError, StepError
+from tp_core.plugins import Parts, Precision, Session, StepOutput
+
+# -- A ``StopIteration`` that a user's function lets out, which would end an iteration around it unnoticed
+
+
+@contextmanager
+def telling_of_ended_iterators() -> Iterator[None]:
+    """Run a block that calls functions of the user's, and say where one asked an ended iterator for more.
+
+    Python takes a ``StopIteration`` for the end of whatever iterates around the call; from a generator it is
+    a ``RuntimeError`` without a word about where it came from.
+
+    Raises:
+        StepError: In place of the ``StopIteration``, which is its cause.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        msg = (
+            f"StopIteration was raised in {last.name} ({last.filename}, line {last.lineno}): next() was "
+            "called on an iterator that has ended; begin it anew there, as in itertools.cycle(loader), or "
+            "give next() a default"
+        )
+        raise StepError(msg) from error
+
+
+# -- Training and evaluation mode, module by module -----------------------------------------------
+
+
+log = logging.getLogger("tp_trainer")
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put each module back into the mode that it has now: a norm may be frozen in a model that trains."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def tell_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn of modules in evaluation mode within a model in training mode, which ``model.train()`` ends.
+
+    They may be a norm that somebody froze, or a pretrained part as it was loaded: nobody can tell which.
+    """
+    if not model.training:
+        return
+    frozen = [name for name, module in model.named_modules() if not module.training]
+    # Of a part that is frozen with all that it holds, the part alone.
+    outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]
+    if outermost:
+        log.warning(
+            "in evaluation mode, while fit sets the whole model to training mode: %s; to keep one out of it, "
+            "call its eval() in the step or in a callback's on_fit_start, or override its train()",
+            ", ".join(outermost[:3]) + ", ..." * (len(outermost) > 3),
+        )
+
+
+# -- The loss in what a step returned -------------------------------------------------------------
+
+
+def loss_of(output: Any, *, training: bool) -> Tensor:
+    """Return the loss in what a step returned.
+
+    Raises:
+        StepError: The output has no loss, or it is not a scalar tensor that leads to parameters.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        got = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)
+        msg = (
+            f"the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned {got}"
+        )
+        raise StepError(msg)
+    if loss.dim() != 0 and loss.numel() != 1:
+        msg = (
+            f"the step's loss must be a scalar, got shape {tuple(loss.shape)}; return its mean over the "
+            "samples (loss.mean()), and where a method of the model makes it on parts of the batch, as with "
+            "dp-gather, make it in the step instead, from the model's output"
+        )
+        raise StepError(msg)
+    if training and not loss.requires_grad:
+        msg = (
+            "the step's loss leads to no parameter (it does not require grad); compute it from "
+            "the model's output, without .item(), .detach() or torch.no_grad()"
+        )
+        raise StepError(msg)
+    return loss
+
+
+# -- In which type a step computes, and the scale that keeps fp16 gradients from vanishing --------
+
+
+Step = Callable[[Any, Any], StepOutput]
+"""``step(model, batch)``, which may be typed for the user's own class of model and batch."""
+RunStep = Callable[[Step, nn.Module, Any], StepOutput]
+RunAny = Callable[[Any, Any, Any], StepOutput]
+
+
+def check_precision(precision: object) -> None:
+    """Make sure that ``precision`` is one of those there are.
+
+    Raises:
+        ConfigError: ``precision`` is something else.
+    """
+    if precision not in get_args(Precision):
+        names = ", ".join(map(repr, get_args(Precision)))
+        msg = f"precision must be one of {names}, got {precision!r}"
+        raise ConfigError(msg)
+
+
+def autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return what makes the context that a step runs in, or ``None`` where it needs none."""
+    types = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+    if precision not in types:
+        return None
+    return lambda: torch.autocast(device.type, dtype=types[precision])
+
+
+def in_precision(run: RunAny, precision: Precision, device: torch.device) -> RunAny:
+    """Return what runs a step in a precision; ``run`` itself where nothing has to be done for it.
+
+    Args:
+        run: ``run(step, model, batch)``, as `Session.run`; or with models, as `Session.run_several`.
+        precision: The precision.
+        device: Where the step runs.
+    """
+    if precision == "bf16-true":
+        return lambda step, model, batch: run(step, model, to_bfloat16(batch))
+    context = autocast(precision, device)
+    if context is None:
+        return run
+
+    def run_under_autocast(step: Any, model: Any, batch: Any) -> StepOutput:
+        with context():
+            return run(step, model, batch)
+
+    return run_under_autocast
+
+
+def to_bfloat16(batch: Any) -> Any:
+    """Return ``batch`` with its tensors of floating point in bfloat16; the others as they are."""
+    if isinstance(batch, Parts):
+        return batch.map(to_bfloat16)
+    return tree_map(_as_bfloat16, batch)
+
+
+def _as_bfloat16(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.to(torch.bfloat16)
+    return leaf
+
+
+class LossScaler:
+    """The factor on the loss that lifts fp16 gradients over the smallest number of their type.
+
+    It is halved when a gradient came out infinite or NaN, and doubled after so many good steps in
+    a row. torch's own scaler decides on each rank by itself, and ranks that hold different shards
+    would decide differently; here the caller says what came out on all ranks together.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the numbers are
+    those of ``torch.amp.GradScaler``.
+    """
+
+    def __init__(self, *, scale: float = 65536.0, good_steps: int = 2000) -> None:
+        self.scale = scale
+        self._good_steps = good_steps
+        self._good = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Note how a step came out."""
+        if not finite:
+            self.scale, self._good = self.scale / 2, 0
+            return
+        self._good += 1
+        if self._good == self._good_steps:
+            self.scale, self._good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` takes."""
+        return {"scale": self.scale, "good": self._good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+# -- What is looked at in the first step alone, so that all others cost nothing: whether it can train at all
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return what an optimizer steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def tell_of_no_gradients(parameters: Sequence[Tensor], *, whose: str) -> None:
+    """Log a warning if none of the parameters has a gradient, after the first backward pass or step.
+
+    The loss is that of another model then, or of a copy. It is no error, as a phase that trains something
+    else may come first.
+
+    Args:
+        parameters: Which they are.
+        whose: In words.
+    """
+    if parameters and all(p.grad is None for p in parameters):
+        log.warning(
+            "no parameter of %s has a gradient after the first backward pass, so nothing of it is trained: "
+            "the loss comes from other parameters. Compute it with the model that the step is given, not "
+            "with a copy or another one, and make the optimizer from that model's parameters",
+            whose,
+        )
+
+
+def run_watched(
+    run: RunStep, session: Session, optimizer: Optimizer, step: Step, model: Any, batch: Any
+) -> StepOutput:
+    """Run the step on a batch of the first optimizer step, and look at whether it does what is for ``fit``.
+
+    Gradients that it makes itself are added to those of the loss that it returns. On one device that may be
+    meant, for a loss that comes in pieces; where there are several nobody averages them.
+
+    Raises:
+        StepError: The step has stepped the optimizer, or cleared gradients; or made some, where there are
+            several devices.
+    """
+    parameters = parameters_of(optimizer)
+    before = [_state(p.grad) for p in parameters]
+    handle = optimizer.register_step_pre_hook(_refuse)
+    try:
+        output = run(step, model, batch)
+    finally:
+        handle.remove()
+    after = [_state(p.grad) for p in parameters]
+    if any(old is not None and new is None for old, new in zip(before, after, strict=True)):
+        msg = (
+            "the step has cleared the gradients of the batches before it, of which fit() makes one optimizer "
+            "step with this one's; leave zero_grad() to fit()"
+        )
+        raise StepError(msg)
+    if before != after:
+        msg = (
+            "the step has called backward() itself, and fit() adds the gradients of the loss that it returns "
+            "to those; return the loss alone, or take a loop of your own: trainer.loop(...)"
+        )
+        if session.data_size > 1 or len(session.job.devices) > 1:
+            raise StepError(msg)
+        log.warning(msg)
+    return output
+
+
+def _refuse(optimizer: Optimizer, *_: object) -> None:
+    msg = (
+        f"the step has called step() of the optimizer, {type(optimizer).__name__}, which fit() does after "
+        "the backward pass; return the loss alone, or take a loop of your own: trainer.loop(...)"
+    )
+    raise StepError(msg)
+
+
+def _state(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
