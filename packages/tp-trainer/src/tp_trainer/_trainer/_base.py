@@ -21,9 +21,7 @@ from tp_core.plugins import (
 
 from tp_trainer._checks._objects import check_model
 from tp_trainer._checks._values import check_loss, check_positive, check_seed
-from tp_trainer._opening._session import check_name
-from tp_trainer._opening._session import LazySession
-from tp_trainer._opening._session import Options, options_by_backend
+from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._step import LossScaler, RunStep, check_precision, in_precision
 

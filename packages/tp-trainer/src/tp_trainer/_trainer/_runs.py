@@ -137,8 +137,7 @@ class Runs(RunStarter):
         from tp_trainer._metrics._metric import check_metrics
         from tp_trainer._running._limits import Limits
         from tp_trainer._running._settings import FitSettings, check_state
-        from tp_trainer._steps._step import telling_of_ended_iterators
-        from tp_trainer._steps._step import tell_of_evaluation_mode
+        from tp_trainer._steps._step import tell_of_evaluation_mode, telling_of_ended_iterators
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)

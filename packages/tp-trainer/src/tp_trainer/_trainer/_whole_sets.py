@@ -12,8 +12,8 @@ from tp_trainer._steps._step import Step
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:
-    from tp_trainer._metrics._metric import Metric
     from tp_trainer._metrics._evaluation import Predictions
+    from tp_trainer._metrics._metric import Metric
 
 __all__ = ["WholeSets"]
 
