@@ -228,6 +228,26 @@ CASES = {
         lambda m, x, w: m.row(x) * w,
         differs=True,
     ),
+    "distances between samples": Case(
+        lambda items: (xs(items), torch.cdist(xs(items), xs(items))),
+        lambda m, x, distances: m.row(distances @ x),
+        refused="or not there alone",
+        differs=True,
+    ),
+    "time first, as long as the batch": Case(
+        lambda items: (tokens(items).transpose(0, 1),), lambda m, x: m.row(x).mean(0) / 9, refused=NOT_ROWS
+    ),
+    "words of all samples": Case(
+        lambda items: (xs(items), [w for i in items for w in "ab"[: i.y]], [i.y for i in items]),
+        lambda m, x, words, counts: numbers(m, x, counts) + len(words),
+        refused="a list of the batch",
+        differs=True,
+    ),
+    "samples of torch's collate": Case(
+        lambda items: default_collate([{"x": i.x, "l": [i.x, i.x], "s": (str(i.i), i.i)} for i in items]),
+        lambda m, x, pair, s: numbers(m, x, s[0]) + m.row(pair[1]) + s[1],
+        lambda m, b: m(b["x"], b["l"], b["s"]),
+    ),
     "as many levels as rows": Case(
         lambda items: ([{"f": xs(items) * k} for k in range(N)],),
         lambda m, levels: sum(m.row(level["f"]) for level in levels),
@@ -329,7 +349,7 @@ CASES = {
     ),
     "flags of each": Case(with_x(lambda items: [bool(i.y) for i in items]), numbers),
     "ragged lists of lists": Case(
-        with_x(lambda items: [[[i.i] * (i.y + 1)] * (i.i % 3) for i in items]),
+        with_x(lambda items: [[[i.i / 50] * (i.y + 1)] * (i.i % 3) for i in items]),
         lambda m, x, v: numbers(m, x, [sum(map(sum, lists)) for lists in v]),
     ),
     "lists of dicts in dicts": Case(

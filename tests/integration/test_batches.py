@@ -494,3 +494,26 @@ def test_a_step_that_is_called_for_each_device_has_no_rows_of_all():
         with pytest.raises(StepError, match="in a step whose model returns a loss of each device"):
             trainer.run(step, model, torch.ones(4, 3))
         trainer.run(step, model, torch.ones(1, 3))  # which one device has
+
+
+def test_a_step_returns_packed_sequences_nested_tensors_and_single_rows_of_each_part():
+    rows = [torch.full((n, 2), float(n)) for n in (2, 3, 1, 4)]
+
+    def step(model, part):
+        padded = torch.nested.as_nested_tensor(list(part), layout=torch.jagged)
+        scores = torch.stack([model(row).mean() for row in part])
+        return {
+            "loss": scores.mean(),
+            "packed": packed(False)(part),
+            "jagged": padded,
+            "scores": scores[:, None],
+        }
+
+    for count in (2, 4):
+        with Trainer(progress=False, seed=0, backend="tuple", devices=["cpu"] * 2) as trainer:
+            model, loader = trainer.prepare(nn.Linear(2, 1), DataLoader(rows, count, collate_fn=list))
+            outputs = [trainer.run(step, model, batch) for batch in loader]
+        for output in outputs:
+            lengths = [len(row) for row in unpack_sequence(output["packed"])]
+            assert lengths == [len(row) for row in output["jagged"].unbind()]
+            assert output["scores"].shape == (count, 1)

@@ -80,6 +80,15 @@ def test_a_packed_sequence_is_cut_by_sequences(lengths):
     torch.testing.assert_close(gather(pieces, "cpu").data, packed.data)
 
 
+def test_functions_take_a_packed_sequence_as_one_argument():
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    module = Function(lambda x, _: x)
+    assert torch.equal(data_parallel(module, packed, ["cpu"] * 2).data, packed.data)
+    net = DataParallel(module, ["cpu"] * 2)
+    for output in net.parallel_apply([module, module], [packed, packed], None):
+        assert type(output) is type(packed)
+
+
 def test_packed_sequences_are_no_parts():
     net = DataParallel(Function(lambda x, _: x), ["cpu"] * 2, inputs_are_scattered=True)
     with pytest.raises(ConfigError, match="got a PackedSequence"):

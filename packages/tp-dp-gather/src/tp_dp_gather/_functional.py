@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from tp_core import DeviceSpec
 
 from tp_dp_gather._data_parallel import DataParallel
@@ -70,5 +71,6 @@ def data_parallel(
         sort_and_gather=sort_and_gather,
         broadcast=broadcast,
     )
-    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    is_one = not isinstance(inputs, tuple) or isinstance(inputs, PackedSequence)  # a tuple by inheritance
+    args = () if inputs is None else (inputs,) if is_one else inputs
     return wrapped(*args, **(module_kwargs or {}))

@@ -7,6 +7,7 @@ well: what has an entry for each sample is half as long.
 """
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -26,9 +27,12 @@ __all__ = [
     "Marker",
     "SampleList",
     "SampleTuple",
+    "Uncut",
     "are_samples",
     "is_sequence",
 ]
+
+log = logging.getLogger("tp_dp_gather")
 
 _TABLE = containers()
 _LOOKED_AT = 8
@@ -62,6 +66,20 @@ class _ColumnList(Columns, list[Any]):
 
 
 class _ColumnTuple(Columns, tuple[Any, ...]):
+    __slots__ = ()
+
+
+class Uncut:
+    """A list or tuple with the entries of all samples, which are several of some and none of others."""
+
+    __slots__ = ()
+
+
+class _UncutList(Uncut, list[Any]):
+    pass
+
+
+class _UncutTuple(Uncut, tuple[Any, ...]):
     __slots__ = ()
 
 
@@ -119,7 +137,7 @@ class Known:
 class CountedCollate:
     """Calls a collate function, and counts what it was given; a class, so that it can be pickled.
 
-    The first batch of several samples is collated twice: whole, and half of it, from copies.
+    The first batch of several samples is collated twice: whole, and with half of the samples, from copies.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -127,22 +145,38 @@ class CountedCollate:
         self._layout: Layout | None = None
 
     def __call__(self, items: list[Any]) -> Envelope:
-        half = None
+        others: list[tuple[Any, int]] = []
         if self._layout is None and isinstance(items, list) and len(items) > 1:
-            half, self._layout = self._half(items), {}
+            self._layout = {}
+            others = self._of_other_sizes(items)
         batch = self.collate_fn(items)
-        if half is not None:
-            counts = _samples(batch, len(items)), _samples(half, len(items) // 2)
-            self._layout = dict(_compared(batch, half, counts, ()))
+        for other, count in others:
+            counts = _samples(batch, len(items)), _samples(other, count)
+            self._layout = dict(_compared(batch, other, counts, ()))
         return Envelope(batch, len(items), self._layout)
 
-    def _half(self, items: list[Any]) -> Any:
-        """Return a batch of half of the samples, with random generators and samples left as they were."""
-        with seeded(0):
-            try:
-                return self.collate_fn(copy.deepcopy(items[: len(items) // 2]))
-            except Exception:  # noqa: BLE001 - it may refuse such a number of items: that says nothing
-                return None
+    def _of_other_sizes(self, items: list[Any]) -> list[tuple[Any, int]]:
+        """Return a batch of half of the samples, or of twice as many, and of how many; none if both fail.
+
+        Random generators are left as they were, and so are the samples, to which some functions write.
+        """
+        try:
+            copies = copy.deepcopy(items)
+        except Exception:  # noqa: BLE001 - of open files, say
+            copies = list(items)
+        for some in (copies[: len(items) // 2], copies + copies):
+            with seeded(0):
+                try:
+                    return [(self.collate_fn(some), len(some))]
+                except Exception as error:  # noqa: BLE001 - it may refuse such a number of items
+                    reason = repr(error)
+        log.warning(
+            "collate_fn takes no other number of samples than %d (%s), so that what is as long as the batch "
+            "is taken to have an entry for each sample",
+            len(items),
+            reason,
+        )
+        return []
 
 
 def _compared(
@@ -200,6 +234,8 @@ class Marker:
                 is_of_samples = len(value) == samples and are_samples(value, samples, self._dim) is True
             if is_of_samples:
                 return SampleList(value) if isinstance(value, list) else SampleTuple(value)
+            if value and path in self._layout and follows == () and not _has_length(value, samples):
+                return _UncutList(value) if isinstance(value, list) else _UncutTuple(value)
         elif is_of_samples and isinstance(value, Mapping):
             self._known.uncut.add(value)
             return value
@@ -224,7 +260,9 @@ class Marker:
                 known.whole.add(value)
                 if length == samples:
                     known.shapes[-1].add(shape)
-            elif length == samples and (follows[dim] if any(follows) else not is_known):
+            elif length == samples and (
+                _is_only(dim, follows, shape, samples) if any(follows) else not is_known
+            ):
                 known.rows.add(value)
             elif length is not None or is_known or samples in shape:
                 known.uncut.add(value)
@@ -233,6 +271,12 @@ class Marker:
                 known.uncut.add(value)
         elif shape is not None or _holds_values(value):
             known.uncut.add(value)
+
+
+def _is_only(dim: int, follows: tuple[bool, ...], shape: tuple[int, ...], samples: int) -> bool:
+    """Whether the samples are along one dimension, and not along two, as in distances between them."""
+    sizes = [n for follow, n in zip(follows, shape, strict=False) if follow]
+    return follows[dim] and sizes.count(samples) == 1
 
 
 def _samples(batch: Any, chosen: int) -> int:

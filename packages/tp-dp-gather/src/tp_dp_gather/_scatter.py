@@ -11,7 +11,7 @@ from tp_core import tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.internal import containers, cut_rows, is_array, length_along, split_evenly
 
-from tp_dp_gather._samples import Columns, Known, SampleList, SampleTuple, are_samples, is_sequence
+from tp_dp_gather._samples import Columns, Known, SampleList, SampleTuple, Uncut, are_samples, is_sequence
 
 __all__ = ["Arguments", "Scattering", "split_scattered"]
 
@@ -132,7 +132,7 @@ class Scattering:
         if id(value) in done:
             return done[id(value)][1]
         rows, container = sum(sizes), _TABLE[type(value)]
-        if self.known is not None and value in self.known.uncut:
+        if isinstance(value, Uncut) or (self.known is not None and value in self.known.uncut):
             raise ConfigError(self._uncut(value))
         if isinstance(value, _MARKED):
             if len(value) != rows:
@@ -194,7 +194,7 @@ class Scattering:
     def _uncut(self, value: Any) -> str:
         if not isinstance(value, Tensor) and not is_array(value):
             return (
-                f"it is a {type(value).__name__} of the batch, and it is not known how to cut it into "
+                f"it is a {_kind(value)} of the batch, and it is not known how to cut it into "
                 "samples; let collate_fn return tensors, arrays and lists with an entry for each, or name "
                 f"the argument to give all of it to each device: {self._naming()}"
             )
@@ -202,8 +202,8 @@ class Scattering:
         samples = self.known.counts[-1] if self.known else 0
         return (
             f"it is a {kind} of shape {tuple(value.shape)}, and the batch's samples are not along its dim "
-            f"{self.dim} (there {'is' if samples == 1 else 'are'} {samples}); let collate_fn return a row "
-            "for each sample, padded or in lists, choose their dimension: "
+            f"{self.dim}, or not there alone (there {'is' if samples == 1 else 'are'} {samples}); let "
+            "collate_fn return a row for each sample, padded or in lists, choose their dimension: "
             'options={"dp-gather": {"dim": ...}}, or take Trainer(backend="tuple"), which collates the '
             "samples of each device apart; a dataset that makes batches itself goes with "
             "DataLoader(batch_size=None)"
@@ -225,6 +225,10 @@ class Scattering:
     def _naming(self) -> str:
         option = 'broadcast=("name",)'
         return option if self.known is None else 'options={"dp-gather": {"broadcast": ("name",)}}'
+
+
+def _kind(value: Any) -> str:
+    return "list" if isinstance(value, list) else type(value).__name__.removeprefix("_Uncut").lower()
 
 
 def _in_a_list(rows: int, samples: int) -> str:

@@ -234,12 +234,19 @@ class _Combining:
             return joined_over_parts(values, self.parts, self.device)
         if all(isinstance(v, Tensor) for v in values):
             moved = [v.to(self.device) for v in values]
-            if name == "loss" or all(v.numel() == 1 for v in moved):
+            # A value with one element for a part of one sample is that sample's row.
+            are_rows = all(
+                v.dim() and len(v) == n == 1 for v, n in zip(moved, self.parts.counts, strict=True)
+            )
+            if name == "loss" or (all(v.numel() == 1 for v in moved) and not are_rows):
                 return _average(moved, self.weights, total=is_total)
             if all(v.dim() for v in moved):
-                joined = torch.cat(moved)
-                in_order = len(joined) == sum(self.parts.counts)
+                joined = join_cut(moved)
+                in_order = length_along(joined) == sum(self.parts.counts)
                 return restore_order(joined, self.parts.order) if in_order else joined
+        elif all(isinstance(v, PackedSequence) for v in values):
+            pieces = joined_over_parts([SampleRows((v,)) for v in values], self.parts, self.device).pieces
+            return join_cut(pieces)
         elif all(isinstance(v, Real) for v in values):
             return _average(values, self.weights, total=is_total)
         elif all(isinstance(v, tuple) for v in values):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._transfer import move_module, recursive_to
@@ -155,7 +156,9 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         if len(keywords) != len(inputs):
             msg = f"expected keyword arguments for {len(inputs)} parts, got those of {len(keywords)}"
             raise ConfigError(msg)
-        rows = [i if isinstance(i, tuple | list) else (i,) for i in inputs]
+        rows = [
+            i if isinstance(i, tuple | list) and not isinstance(i, PackedSequence) else (i,) for i in inputs
+        ]
         return list(zip(rows, keywords, strict=True))
 
     def _overrides(self, base: type[nn.Module], *names: str) -> bool:
