@@ -517,3 +517,42 @@ def test_a_step_returns_packed_sequences_nested_tensors_and_single_rows_of_each_
             lengths = [len(row) for row in unpack_sequence(output["packed"])]
             assert lengths == [len(row) for row in output["jagged"].unbind()]
             assert output["scores"].shape == (count, 1)
+
+
+class Strict:
+    """Takes batches of some sizes alone, and writes to the samples it is given."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def __call__(self, items):
+        if len(items) not in self.sizes:
+            msg = f"not {len(items)}"
+            raise ValueError(msg)
+        for item in items:
+            item["x"] *= 2
+        return {"x": [item["x"] for item in items], "w": torch.arange(4.0, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(("sizes", "is_known"), [((4, 8), True), ((4,), False)])
+def test_a_collate_function_of_few_sizes_is_asked_for_twice_as_many_or_it_is_said(sizes, is_known, caplog):
+    def step(model, batch):
+        return model(batch["x"], batch["w"]).square().mean()
+
+    class Weighed(Model):
+        def forward(self, rows, weights):
+            return self.each(rows) * weights.sum()
+
+    losses = {}
+    for backend in ("single", "dp-gather"):
+        torch.manual_seed(0)
+        model, devices = Weighed(), "cpu" if backend == "single" else ["cpu"] * 2
+        data = [{"x": torch.full((3,), float(i), dtype=torch.float64)} for i in range(8)]
+        loader = DataLoader(data, 4, collate_fn=Strict(*sizes))
+        with Trainer(progress=False, seed=0, backend=backend, devices=devices) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            losses[backend] = trainer.fit(model, optimizer, loader, step=step)[-1].metrics["loss"]
+    found = [r.message for r in caplog.records if "takes no other number of samples than 4" in r.message]
+    assert bool(found) is not is_known
+    if is_known:
+        assert losses["dp-gather"] == pytest.approx(losses["single"], rel=1e-9)

@@ -160,14 +160,14 @@ class CountedCollate:
 
         Random generators are left as they were, and so are the samples, to which some functions write.
         """
-        try:
-            copies = copy.deepcopy(items)
-        except Exception:  # noqa: BLE001 - of open files, say
-            copies = list(items)
-        for some in (copies[: len(items) // 2], copies + copies):
+        for some in (items[: len(items) // 2], items + items):
+            try:
+                copies = copy.deepcopy(some)
+            except Exception:  # noqa: BLE001 - of open files, say
+                copies = some
             with seeded(0):
                 try:
-                    return [(self.collate_fn(some), len(some))]
+                    return [(self.collate_fn(copies), len(copies))]
                 except Exception as error:  # noqa: BLE001 - it may refuse such a number of items
                     reason = repr(error)
         log.warning(
