@@ -1,5 +1,6 @@
 """Training on shards is training on one device, whatever a script does besides."""
 
+import copy
 import functools
 from unittest import mock
 
@@ -435,6 +436,26 @@ def convolutions(backend="fsdp"):
         batches = DataLoader(images.contiguous(memory_format=torch.channels_last), batch_size=4)
         trainer.fit(model, sgd(model), batches, step=lambda model, x: model(x).square().mean())
         return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+def copied_models():
+    """Return what is said of copies of a prepared model, and whether one from before was prepared apart."""
+    plain = Net()
+    teacher, found = copy.deepcopy(plain), []
+    with trainer_of() as trainer:
+        model, teacher = trainer.prepare(plain), trainer.prepare(teacher)
+        for make in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+            with pytest.raises(ModelError) as caught:
+                make(model)
+            found.append(str(caught.value))
+        pairs = zip(model.parameters(), teacher.parameters(), strict=True)
+        return found, all(p is not q and p.full_tensor().equal(q.full_tensor()) for p, q in pairs)
+
+
+def test_copies_of_a_sharded_model_are_refused_with_what_to_do(pool):
+    for messages, is_apart in pool.run(copied_models):
+        assert all("callbacks, ExponentialMovingAverage and Stochastic" in text for text in messages)
+        assert is_apart
 
 
 def test_a_model_in_channels_last_is_that_of_one_device(pool):

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from tp_core._fully_sharded._units import find_units
 from tp_core._fully_sharded._writes import WriteWatch
 from tp_core._tensors._deferred import initial_value, materialize
 from tp_core._tensors._sharding import is_dtensor
+from tp_core.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -178,6 +179,7 @@ class Sharding:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         setattr(model, _RUN, _call)
+        setattr(model, "__deepcopy__", _refuse_copy)  # noqa: B010 - torch's own says nothing of averages
         register_fsdp_forward_method(model, _RUN)
         with torch.no_grad():
             self.run(model, dict)
@@ -235,6 +237,20 @@ def _checkpoint_activations(module: nn.Module) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = checkpointed
+
+
+def _refuse_copy(_: object) -> NoReturn:
+    """Raise what says how to do without a copy.
+
+    Raises:
+        ModelError: Always.
+    """
+    msg = (
+        "a fully sharded model cannot be copied (copy.deepcopy, torch's AveragedModel): copy it before it is "
+        "prepared, and prepare the copy too; averages of weights are callbacks, ExponentialMovingAverage and "
+        "StochasticWeightAveraging"
+    )
+    raise ModelError(msg)
 
 
 def _call(call: Callable[[], StepOutput]) -> StepOutput:
