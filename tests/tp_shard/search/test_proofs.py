@@ -160,6 +160,37 @@ def test_zero_queries_with_positions_of_a_table_are_split():
     ts.verify(model, plan, images).assert_ok()
 
 
+class Biased(nn.Module):
+    """Attends with a bias for each head that a module beside the attention makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.attention = Bias(), Attention()
+
+    def forward(self, x):
+        return x + self.attention(x, bias=self.bias(x))
+
+
+class Bias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 4, 1, 64))
+
+    def forward(self, x):
+        return self.table[..., : x.size(1)].expand(1, 4, x.size(1), -1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, bias):
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(-2))
+
+
 class Tied(nn.Module):
     """Holds its table in two places, of which one is called, as encoder-decoders of transformers do."""
 
@@ -171,6 +202,15 @@ class Tied(nn.Module):
 
     def forward(self, ids):
         return self.head(self.tokens(ids))
+
+
+def test_a_bias_that_is_made_outside_an_attention_leaves_it_split():
+    torch.manual_seed(0)
+    model, x = Biased().double(), torch.randn(2, 7, 16, dtype=torch.float64)
+    plan = ts.plans.auto(model, x, verbose=False)
+    assert plan["attention"].inputs == ("bias",)
+    assert {"attention.q", "attention.o"} <= plan.keys()
+    ts.verify(model, plan, x).assert_ok()
 
 
 def test_a_table_that_is_called_under_another_name_is_split():
@@ -269,6 +309,7 @@ class Branches(nn.Module):
 
 
 def test_a_report_says_what_was_proven_and_what_was_not_reached():
+    torch.manual_seed(0)
     model, x = Branches().double(), torch.randn(3, 8, dtype=torch.float64)
     plan = {"*.up": ts.Column(), "*.down": ts.Row()}
     report = ts.verify(model, plan, x)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tp_core.errors import ModelError, TpError
 
-from tp_shard._plans._styles import Column, Row, Style
+from tp_shard._plans._styles import Column, Replicated, Row, Style
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._call import Call, cast, first_alone, first_line
@@ -85,7 +85,9 @@ class Proof:
             path = fault.module
             while not (inside := {n for n in plan if n == path or n.startswith(f"{path}.") or not path}):
                 path = path.rpartition(".")[0]
-            wrong = {n for block in blocks if block & inside for n in block if block != blocks[-1]} | inside
+            wrong = set(inside)
+            if any(not isinstance(plan[name], Replicated) for name in inside):  # those may be left out alone
+                wrong |= {n for block in self.together if block & inside for n in block}
             self.notes[fault.module] = fault.reason
         else:  # no module inside shows it
             wrong = set()
