@@ -241,7 +241,7 @@ def check_sharded(folder, ended):
     except (StateError, FileNotFoundError):
         assert not ended
     else:
-        assert len({float(v) for p in model.parameters() for v in p.unique()}) == 1
+        assert len({float(v) for p in model.parameters() for v in p.detach().unique()}) == 1
 
 
 def tp_run(folder, tag, *, output):

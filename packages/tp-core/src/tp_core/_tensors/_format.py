@@ -189,7 +189,7 @@ def write(
         StateError: torch could not write for another reason.
     """
     try:
-        with _no_warning_of_one_process(), without_checksums():
+        with _without_warnings(), without_checksums():
             if together and dist.get_rank(group):
                 # Whole ones are the first rank's: statistics of batch norms differ from rank to rank.
                 tensors = {n: t for n, t in tensors.items() if isinstance(t, TensorSlice) or is_dtensor(t)}
@@ -218,7 +218,7 @@ def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None
         StateError: A file cannot be read.
     """
     try:
-        with _no_warning_of_one_process():
+        with _without_warnings():
             load(dict(targets), storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         _, cause = _first(error)
@@ -227,10 +227,11 @@ def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None
 
 
 @contextmanager
-def _no_warning_of_one_process() -> Iterator[None]:
-    """Silence torch's warning that one rank writes or reads alone, which is on purpose here."""
+def _without_warnings() -> Iterator[None]:
+    """Silence torch's warnings that one rank writes or reads alone, or over older files: both on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)
         yield
 
 
