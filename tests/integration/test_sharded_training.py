@@ -76,3 +76,56 @@ def test_a_split_model_is_trained_saved_and_loaded_like_a_whole_one(tmp_path, pr
         assert list(state) == list(expected)
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor, rtol=1e-7, atol=1e-9)
+
+
+class Dropping(nn.Module):
+    """A block that drops split features, which two ranks do not divide, and its whole output."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.up(x), 0.3, self.training)
+        return self.out(nn.functional.dropout(self.down(hidden), 0.3, self.training))
+
+
+def train_with_dropout(folder, group_size, *, until=None):
+    """Train in a folder, from its last checkpoint if there is one; return the whole state and this rank's."""
+    import tp_shard as ts
+    from tp_trainer import Checkpoints, Trainer
+
+    if not ts.distributed.is_initialized():
+        ts.distributed.init_process_group(group_size)
+    torch.manual_seed(1)
+    model = ts.parallelize(Dropping().double(), {"up": ts.Column(), "down": ts.Row()})
+    with Trainer(seed=4, progress=False, plugins=installed()) as trainer:
+        trainer.fit(
+            model,
+            torch.optim.Adam(model.parameters(), lr=0.02),
+            data(),
+            step=step,
+            epochs=2,
+            max_steps=until,
+            checkpoint=Checkpoints(folder, every_steps=3, every_epochs=None),
+            resume="auto",
+        )
+        whole = [model.out.weight.detach().clone(), model.down.bias.detach().clone()]
+        return [model.up.weight.detach().clone(), *whole], whole
+
+
+def interrupted_and_not(folder, group_size):
+    expected, whole = train_with_dropout(Path(folder, "through"), group_size)
+    train_with_dropout(Path(folder, "parts"), group_size, until=5)
+    found, _ = train_with_dropout(Path(folder, "parts"), group_size)
+    return all(map(torch.equal, found, expected)), whole
+
+
+@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_dropout_of_split_features_leaves_ranks_alike_and_is_resumed_bit_for_bit(
+    tmp_path, processes, group_size
+):
+    ranks = run_ranks(functools.partial(interrupted_and_not, str(tmp_path), group_size), processes)
+    for same, whole in ranks:
+        assert same
+        assert all(map(torch.equal, whole, ranks[0][1]))

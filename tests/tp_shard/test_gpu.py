@@ -57,6 +57,20 @@ def layers_equal_torchs_own(process_group, device):
     leave()
 
 
+def split_features_drop_apart_and_whole_ones_alike(process_group, device):
+    join(process_group, device)
+    model = nn.Sequential(nn.Linear(8, 65), nn.Dropout(0.5), nn.Linear(65, 8), nn.Dropout(0.5)).to(device)
+    ts.parallelize(model, {"0": ts.Column(), "2": ts.Row()})
+    x = torch.ones(4, 8, device=device, requires_grad=True)
+    torch.manual_seed(3)
+    for _ in range(2):
+        model(x).sum().backward()
+    numbers = torch.cat([x.grad.flatten().cpu(), torch.rand(3, device=device).cpu(), torch.rand(3)])
+    everyones = ts.distributed.gather(numbers.unsqueeze(0), 0)
+    assert torch.equal(everyones, everyones[:1].expand_as(everyones))
+    leave()
+
+
 def the_embedding_equals_torchs_own(process_group, device):
     join(process_group, device)
     torch.manual_seed(3)
@@ -123,8 +137,9 @@ CHECKS = pytest.mark.parametrize(
         the_embedding_equals_torchs_own,
         the_loss_equals_torchs_own,
         the_loss_with_margins_equals_a_dense_one,
+        split_features_drop_apart_and_whole_ones_alike,
     ],
-    ids=["layers", "embedding", "loss", "margins"],
+    ids=["layers", "embedding", "loss", "margins", "dropout"],
 )
 
 

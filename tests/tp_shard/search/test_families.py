@@ -10,6 +10,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
+from tp_shard._shards._table import ShardTable
 
 TOKENS = 96
 DECODER = {
@@ -188,6 +189,7 @@ FAST = ("gpt2",)
 JOINED = {"olmo2", "olmoe", "cohere-norms", "stablelm-norms", "codegen"}
 WHOLE = {"deepseek-v3"}
 JOINED_ON_4 = {"falcon-groups"}  # fewer key heads than ranks, between their query heads
+ODD = ("GPT2LMHeadModel", "GPT2Config", OLDER | {"n_embd": 40, "n_head": 5})  # on two ranks
 
 
 class Translator(nn.Module):
@@ -209,7 +211,7 @@ def make(family, **options):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind, config, settings = FAMILIES[family]
+    kind, config, settings = ODD if family == "gpt2-odd" else FAMILIES[family]
     made = getattr(transformers, kind)(getattr(transformers, config)(**settings))
     if options:
         made.set_attn_implementation(options["attention"])
@@ -362,6 +364,55 @@ def test_a_family_trains_generates_and_is_saved_like_the_whole_model(on_ranks, w
         assert {"Column", "Row"} <= set(found["kinds"])
         assert found["joined"] == (family in joined)
         assert found["heads"] == (family not in joined | WHOLE | {"torch"})
+
+
+def drop_everywhere(model):
+    """Turn each dropout of a model on, whether it is a module or a rate that functions are given."""
+    for module in model.modules():
+        for name, rate in list(vars(module).items()):
+            is_rate = "drop" in name or (isinstance(module, nn.Dropout) and name == "p")
+            if is_rate and isinstance(rate, float) and rate == 0 and "layer" not in name:
+                setattr(module, name, 0.1)
+
+
+def drops(family):
+    """Train a split model with dropout for three steps, and compare what all ranks hold."""
+    warnings.simplefilter("ignore")  # transformers' own
+    whole = make(family)
+    drop_everywhere(whole)
+    batch = inputs(whole)
+    split = ts.parallelize(whole, ts.plans.auto(whole, batch, verbose=False)).train()
+    optimizer = torch.optim.AdamW(split.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    drawn = []
+    for _ in range(3):
+        before = torch.get_rng_state()
+        loss_of(numbers(split(**batch))).backward()
+        drawn.append(not torch.equal(before, torch.get_rng_state()))
+        ts.check_gradients(split)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {n: v for n, v in split.state_dict().items() if n not in ShardTable(split).exact and v.numel()}
+    alike = torch.cat([v.detach().double().reshape(-1).nan_to_num() for v in [*held.values(), torch.rand(4)]])
+    everyones = ts.distributed.gather(alike.unsqueeze(0), 0)
+    return {
+        "drawn": all(drawn),
+        "apart": (everyones - everyones[:1]).abs().max().item(),
+    }
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        f if f == "gpt2-odd" else pytest.param(f, marks=pytest.mark.slow)
+        for f in ["gpt2-odd", *FAMILIES, "torch"]
+    ],
+)
+def test_ranks_of_a_family_with_dropout_stay_alike(on_ranks, world, family):
+    for found in on_ranks(world, lambda: drops(family)):
+        assert found["drawn"]
+        assert found["apart"] == 0
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
