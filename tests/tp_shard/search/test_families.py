@@ -367,12 +367,12 @@ def test_a_family_trains_generates_and_is_saved_like_the_whole_model(on_ranks, w
 
 
 def drop_everywhere(model):
-    """Turn each dropout of a model on, whether it is a module or a rate that functions are given."""
-    for module in model.modules():
-        for name, rate in list(vars(module).items()):
-            is_rate = "drop" in name or (isinstance(module, nn.Dropout) and name == "p")
-            if is_rate and isinstance(rate, float) and rate == 0 and "layer" not in name:
-                setattr(module, name, 0.1)
+    """Turn each dropout of a model on, whether it is a module or a rate that functions get."""
+    for owner in [*model.modules(), getattr(model, "config", model)]:
+        for name, rate in list(vars(owner).items()):
+            is_rate = "drop" in name or (isinstance(owner, nn.Dropout) and name == "p")
+            if is_rate and type(rate) in (int, float) and rate == 0 and "layer" not in name:
+                setattr(owner, name, 0.1)
 
 
 def drops(family):
