@@ -26,8 +26,8 @@ DYNAMIC = {"import_module", "__import__"}
 def imported(package):
     """Return the first parts of the names of what a package imports, with the files."""
     found = {}
-    for file in (ROOT / "packages" / package / "src").rglob("*.py*"):
-        if file.suffix not in {".py", ".pyi"} or "templates" in file.parts:  # those are of other packages
+    for file in (ROOT / "packages" / package / "src").rglob("*.py"):
+        if "templates" in file.parts:  # those are of other packages
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             for name in names_in(node):

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -99,22 +100,59 @@ def test_all_names_of_a_package_shadow_no_builtin(package):
     assert set(importlib.import_module(package).__all__).isdisjoint(dir(builtins))
 
 
-STUBBED = [
-    *MAY_LOAD,
-    "tp_core.internal",
-    "tp_core.plugins",
-    "tp_core.state",
-    "tp_trainer.callbacks",
-    "tp_trainer.loggers",
+SOURCES = sorted(Path(__file__).parents[2].glob("packages/*/src"))
+LAZY = [
+    path
+    for source in SOURCES
+    for path in source.glob("tp_*/**/__init__.py")
+    if "lazy_exports(" in path.read_text()
 ]
 
 
-@pytest.mark.parametrize("package", STUBBED)
-def test_all_that_a_stub_imports_is_exported(package):
+def package_of(path):
+    return ".".join(path.parent.parts[path.parts.index("src") + 1 :])
+
+
+@pytest.mark.parametrize("path", LAZY, ids=package_of)
+def test_type_checkers_see_the_names_that_a_package_exports(path):
+    tree = ast.parse(path.read_text())
+    branch = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imports = [(n.module, a) for n in branch.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert all(a.name == a.asname for _, a in imports), "type checkers take other names for private ones"
+    table = branch.orelse[0].value.args[1]
+    pairs = zip(table.keys, table.values, strict=True)  # not the dictionary: a module may stand in it twice
+    exported = [(key.value, name.value) for key, names in pairs for name in names.elts]
+    assert sorted((module, a.name) for module, a in imports) == sorted(set(exported))
+    assert len({key.value for key in table.keys}) == len(table.keys)
+    module = importlib.import_module(package_of(path))
+    assert {a.name for _, a in imports} <= set(dir(module))
+    assert all(hasattr(module, a.name) for _, a in imports)
+    assert set(module.__all__) <= {a.name for _, a in imports}
+
+
+def test_every_package_is_lazy():
+    assert {package_of(path) for path in LAZY} >= MAY_LOAD.keys()
+
+
+LOOK_IN_ARCHIVE = """
+import importlib, sys
+archive, *packages = sys.argv[1:]
+sys.path.insert(0, archive)
+for package in packages:
     module = importlib.import_module(package)
-    tree = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text())
-    names = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    assert all(a.name == a.asname for a in names)
-    assert {a.name for a in names} <= set(dir(module))
-    assert all(hasattr(module, a.name) for a in names)
-    assert set(module.__all__) <= {a.name for a in names}
+    assert module.__file__.startswith(archive), module.__file__
+    assert module.__all__
+assert importlib.import_module("tp_core").errors.TpError
+"""
+
+
+def test_packages_are_imported_from_an_archive_of_python_files_alone(tmp_path):
+    """As freezers make them, which leave out other files."""
+    archive = tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        for source in SOURCES:
+            for path in source.rglob("*.py"):
+                files.write(path, path.relative_to(source))
+    command = [sys.executable, "-c", LOOK_IN_ARCHIVE, str(archive), *map(package_of, LAZY)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def _names(module):
             kept = getattr(module, name) if name[:2] != "__" else None
             if getattr(kept, "__module__", stem).split(".")[0] != stem or isinstance(kept, ModuleType):
                 continue
-            names |= {name} - {"exports_of_stub"} if name[:2] != "__" else set()
+            names |= {name} - {"TYPE_CHECKING", "lazy_exports"} if name[:2] != "__" else set()
     return sorted(names)
 
 

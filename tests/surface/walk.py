@@ -81,7 +81,7 @@ def walked(walk, *args):
 
 def house():
     """Return what is counted in the files: sources, and what tests import of them."""
-    paths = [p for p in sorted(ROOT.glob("packages/*/src/**/*.py*")) if p.suffix in {".py", ".pyi"}]
+    paths = sorted(ROOT.glob("packages/*/src/**/*.py"))
     found, children, homes = collections.Counter(files=len(paths)), collections.defaultdict(list), {}
     for path in paths:
         text = path.read_text()
@@ -100,7 +100,7 @@ def house():
             name = getattr(node, "name", None) or getattr(node, "arg", None)
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.arg)) and name:
                 found["words in names"] += any(map(WORDS.fullmatch, name.split("_")))
-            if isinstance(node, ast.ClassDef) and path.suffix == ".py":
+            if isinstance(node, ast.ClassDef):
                 homes[package, node.name] = path
                 for base in node.bases:
                     children[package, ast.unparse(base).partition("[")[0].rpartition(".")[2]].append(

@@ -38,9 +38,9 @@ PUBLIC = {
         Ownership PerType Progress SampleRows Sharding Units atomic_part available_cores
         backward_of_nothing call_builder check_above_zero check_backend_name check_initialized
         check_offload check_process_count containers cut_rows describe_given device_of_rank
-        device_rng_state did_you_mean exports_of_stub file_meant find_units free_nbytes given_mesh
+        device_rng_state did_you_mean file_meant find_units free_nbytes given_mesh
         has_left in_notebook is_array is_dtensor is_random_op is_zero_redundancy iterates_itself
-        join_cut join_rows kept_generators length_along load_function lock_file_of move_module
+        join_cut join_rows kept_generators lazy_exports length_along load_function lock_file_of move_module
         need_of_shards new_process_group output_console parameter_type raised_where read_digests
         records_of reduction_type rendezvous_store resolve_options row_count run_in seed_everything
         seed_of seeded set_device_rng_state showing_system_errors shows_progress split_evenly
@@ -92,30 +92,26 @@ def test_a_package_says_its_version(package):
     assert module.__version__ == version(package.replace("_", "-"))
 
 
-def test_a_stub_says_what_a_package_exports(tmp_path, monkeypatch):
-    package = tmp_path / "stubbed_package"
+def test_a_table_is_what_a_package_exports(tmp_path, monkeypatch):
+    package = tmp_path / "lazy_package"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from tp_core.internal import exports_of_stub\n"
-        "__getattr__, __dir__, __all__ = exports_of_stub(__name__)\n"
-    )
-    (package / "__init__.pyi").write_text(
-        "from stubbed_package import compat as compat\n"
-        "from stubbed_package._names import B_C as B_C\n"
-        "from stubbed_package._names import Late as Late\n"
-        "from stubbed_package._names import _hidden as _hidden\n"
-        "from stubbed_package._names import map as map\n"
-        "from stubbed_package.compat import old as old\n"
+        "from tp_core.internal import lazy_exports\n"
+        "__getattr__, __dir__, __all__ = lazy_exports(__name__, {\n"
+        "    'lazy_package': ['compat'],\n"
+        "    'lazy_package._names': ['B_C', 'Late', '_hidden', 'map'],\n"
+        "    'lazy_package.compat': ['old'],\n"
+        "})\n"
     )
     (package / "_names.py").write_text("B_C, Late, _hidden, map = 1, 2, 3, 4\n")
     (package / "compat.py").write_text("old = 5\n")
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("stubbed_package")
+    module = importlib.import_module("lazy_package")
     assert module.__all__ == ["B_C", "Late", "compat"]
     assert not vars(module).keys() & {"Late", "_names", "compat"}
     assert [module.B_C, module.Late, module._hidden, module.map, module.old] == [1, 2, 3, 4, 5]
     assert {"B_C", "Late", "_hidden", "compat", "map", "old"} <= set(dir(module))
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         module.other  # noqa: B018 - it raises
-    for name in [name for name in sys.modules if name.startswith("stubbed_package")]:
+    for name in [name for name in sys.modules if name.startswith("lazy_package")]:
         del sys.modules[name]

@@ -5,6 +5,43 @@ What authors of plugins need is in `tp_core.plugins`, what the tp packages share
 of a second, and some of those who import this package, such as worker processes, need none of it.
 """
 
-from tp_core._lazy import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core import errors as errors
+    from tp_core import plugins as plugins
+    from tp_core._devices._resolve import DeviceLoad as DeviceLoad
+    from tp_core._devices._resolve import DeviceSpec as DeviceSpec
+    from tp_core._devices._resolve import as_device as as_device
+    from tp_core._devices._resolve import available_devices as available_devices
+    from tp_core._devices._resolve import device_loads as device_loads
+    from tp_core._devices._resolve import least_busy as least_busy
+    from tp_core._devices._resolve import resolve_devices as resolve_devices
+    from tp_core._devices._transfer import recursive_pin as recursive_pin
+    from tp_core._devices._transfer import recursive_to as recursive_to
+    from tp_core._devices._tree import tree_leaves as tree_leaves
+    from tp_core._devices._tree import tree_map as tree_map
+    from tp_core._launch._environment import LaunchEnvironment as LaunchEnvironment
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core": ["errors", "plugins"],
+            "tp_core._devices._resolve": [
+                "DeviceLoad",
+                "DeviceSpec",
+                "as_device",
+                "available_devices",
+                "device_loads",
+                "least_busy",
+                "resolve_devices",
+            ],
+            "tp_core._devices._transfer": ["recursive_pin", "recursive_to"],
+            "tp_core._devices._tree": ["tree_leaves", "tree_map"],
+            "tp_core._launch._environment": ["LaunchEnvironment"],
+        },
+    )

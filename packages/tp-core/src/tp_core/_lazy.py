@@ -2,44 +2,35 @@
 
 import builtins
 import importlib
-import re
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["Exports", "exports_of_stub"]
-
-
-class Exports(NamedTuple):
-    """What a package whose names are imported lazily defines under these names."""
-
-    getattr: Callable[[str], Any]
-    dir: Callable[[], list[str]]
-    all: list[str]
+__all__ = ["lazy_exports"]
 
 
-def exports_of_stub(package: str) -> Exports:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that has a stub ``__init__.pyi``.
+def lazy_exports(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package with names imported late.
 
     A plugin's entry point names a module of its package, so finding plugins imports the package: it has to
-    be cheap. The stub is what type checkers read, so that each name stands in one place. Its imports are
-    lines such as ``from package._module import Name as Name``. In ``__all__`` are the names that do not begin
-    with an underscore, shadow a builtin or come from the package's ``compat``: constants, then classes, then
-    others. The package's ``__version__`` is that of its distribution, whose name has hyphens for underscores.
+    be cheap. Type checkers do not follow such a table; what they read is the same names as imports, under
+    ``TYPE_CHECKING``. In ``__all__`` are the names that do not begin with an underscore, shadow a builtin or
+    come from the package's ``compat``: constants, then classes, then others. The package's ``__version__`` is
+    that of its distribution, whose name has hyphens for underscores.
 
     Args:
         package: The package's ``__name__``.
+        names: The names that the package exports, by the modules that they are imported from.
 
     Example:
-        >>> __getattr__, __dir__, __all__ = exports_of_stub(__name__)
+        >>> __getattr__, __dir__, __all__ = lazy_exports(__name__, {"tp_core.errors": ["TpError"]})
     """
-    found: Any = sys.modules[package].__spec__
-    stub = found.loader.get_data(f"{found.submodule_search_locations[0]}/__init__.pyi")
-    imports = re.findall(r"^from (\S+) import (\w+) as \2$", stub.decode(), re.MULTILINE)
-    modules = {name: module for module, name in imports}
+    modules = {name: module for module in names for name in names[module]}
     exported = [
         name
-        for module, name in imports
+        for name, module in modules.items()
         if module != f"{package}.compat" and not name.startswith("_") and not hasattr(builtins, name)
     ]
     exported.sort(key=lambda name: (not name.replace("_", "").isupper(), name[0].islower(), name))
@@ -60,7 +51,7 @@ def exports_of_stub(package: str) -> Exports:
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})
 
-    return Exports(__getattr__, __dir__, exported)
+    return __getattr__, __dir__, exported
 
 
 def _version_of(package: str) -> str:

@@ -1,5 +1,27 @@
 """DataParallel that gathers everything, nothing, or all but some keys of a module's outputs."""
 
-from tp_core.internal import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_dp_gather._data_parallel import DataParallel as DataParallel
+    from tp_dp_gather._functional import data_parallel as data_parallel
+    from tp_dp_gather._functions import gather as gather
+    from tp_dp_gather._functions import parallel_apply as parallel_apply
+    from tp_dp_gather._functions import replicate as replicate
+    from tp_dp_gather._functions import scatter as scatter
+    from tp_dp_gather._functions import sort_by_device as sort_by_device
+    from tp_dp_gather._options import GatherOptions as GatherOptions
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_dp_gather._data_parallel": ["DataParallel"],
+            "tp_dp_gather._functional": ["data_parallel"],
+            "tp_dp_gather._functions": ["gather", "parallel_apply", "replicate", "scatter", "sort_by_device"],
+            "tp_dp_gather._options": ["GatherOptions"],
+        },
+    )

@@ -33,6 +33,103 @@ The way of a finished model that is split and trained, and the files that it pas
 The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is split already.
 """
 
-from tp_core.internal import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_shard import compat as compat
+    from tp_shard import distributed as distributed
+    from tp_shard import errors as errors
+    from tp_shard import nn as nn
+    from tp_shard import plans as plans
+    from tp_shard._backend import ShardOptions as ShardOptions
+    from tp_shard._groups._random import RandomTracker as RandomTracker
+    from tp_shard._plans._parallelize import parallelize as parallelize
+    from tp_shard._plans._styles import Column as Column
+    from tp_shard._plans._styles import Experts as Experts
+    from tp_shard._plans._styles import Gathered as Gathered
+    from tp_shard._plans._styles import Local as Local
+    from tp_shard._plans._styles import Replicated as Replicated
+    from tp_shard._plans._styles import Row as Row
+    from tp_shard._plans._styles import Sequence as Sequence
+    from tp_shard._plans._styles import Vocab as Vocab
+    from tp_shard._plans._summary import LayerSummary as LayerSummary
+    from tp_shard._plans._summary import Summary as Summary
+    from tp_shard._plans._summary import summary as summary
+    from tp_shard._shards._marks import get_parallel_dim as get_parallel_dim
+    from tp_shard._shards._register import register_parallel_attribute as register_parallel_attribute
+    from tp_shard._shards._register import register_parallel_dim as register_parallel_dim
+    from tp_shard._state._checkpoint import load_sharded as load_sharded
+    from tp_shard._state._checkpoint import save_sharded as save_sharded
+    from tp_shard._state._export import export as export
+    from tp_shard._state._optimizer_state import collect_optimizer_state_dict as collect_optimizer_state_dict
+    from tp_shard._state._optimizer_state import (
+        relocate_optimizer_state_dict as relocate_optimizer_state_dict,
+    )
+    from tp_shard._state._pretrained import load_pretrained as load_pretrained
+    from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
+    from tp_shard._state._state_dict import relocate_state_dict as relocate_state_dict
+    from tp_shard._training._clip import clip_grad_norm_ as clip_grad_norm_
+    from tp_shard._training._drift import check_gradients as check_gradients
+    from tp_shard._training._optimizers import parameter_groups as parameter_groups
+    from tp_shard._training._optimizers import update_sampled_rows as update_sampled_rows
+    from tp_shard._training._scaler import GradScaler as GradScaler
+    from tp_shard._verify._compare import Fault as Fault
+    from tp_shard._verify._report import ModuleReport as ModuleReport
+    from tp_shard._verify._report import Report as Report
+    from tp_shard._verify._report import verify as verify
+    from tp_shard.compat import _ORDER_TYPE as _ORDER_TYPE
+    from tp_shard.compat import _PARALLEL_ATTR as _PARALLEL_ATTR
+    from tp_shard.compat import _PARALLEL_DIM as _PARALLEL_DIM
+    from tp_shard.compat import register_ddp_parameters_to_ignore as register_ddp_parameters_to_ignore
+    from tp_shard.compat import slice as slice
+    from tp_shard.errors import OutOfRangeError as OutOfRangeError
+    from tp_shard.errors import VerificationError as VerificationError
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_shard": ["compat", "distributed", "errors", "nn", "plans"],
+            "tp_shard._backend": ["ShardOptions"],
+            "tp_shard._groups._random": ["RandomTracker"],
+            "tp_shard._plans._parallelize": ["parallelize"],
+            "tp_shard._plans._styles": [
+                "Column",
+                "Experts",
+                "Gathered",
+                "Local",
+                "Replicated",
+                "Row",
+                "Sequence",
+                "Vocab",
+            ],
+            "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
+            "tp_shard._shards._marks": ["get_parallel_dim"],
+            "tp_shard._shards._register": ["register_parallel_attribute", "register_parallel_dim"],
+            "tp_shard._state._checkpoint": ["load_sharded", "save_sharded"],
+            "tp_shard._state._export": ["export"],
+            "tp_shard._state._optimizer_state": [
+                "collect_optimizer_state_dict",
+                "relocate_optimizer_state_dict",
+            ],
+            "tp_shard._state._pretrained": ["load_pretrained"],
+            "tp_shard._state._state_dict": ["collect_state_dict", "relocate_state_dict"],
+            "tp_shard._training._clip": ["clip_grad_norm_"],
+            "tp_shard._training._drift": ["check_gradients"],
+            "tp_shard._training._optimizers": ["parameter_groups", "update_sampled_rows"],
+            "tp_shard._training._scaler": ["GradScaler"],
+            "tp_shard._verify._compare": ["Fault"],
+            "tp_shard._verify._report": ["ModuleReport", "Report", "verify"],
+            "tp_shard.compat": [
+                "_ORDER_TYPE",
+                "_PARALLEL_ATTR",
+                "_PARALLEL_DIM",
+                "register_ddp_parameters_to_ignore",
+                "slice",
+            ],
+            "tp_shard.errors": ["OutOfRangeError", "VerificationError"],
+        },
+    )

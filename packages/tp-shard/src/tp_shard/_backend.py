@@ -163,7 +163,8 @@ class ShardBackend(Backend[ShardOptions]):
 
         Collectives: those of forming the groups, unless that was done.
         """
-        from tp_shard import distributed, parallelize, plans
+        from tp_shard import distributed, plans
+        from tp_shard._plans._parallelize import parallelize
 
         if not distributed.is_initialized():
             distributed.init_process_group()

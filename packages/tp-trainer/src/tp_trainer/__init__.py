@@ -1,5 +1,54 @@
 """One training script for one device, many devices or many machines."""
 
-from tp_core.internal import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_trainer import callbacks as callbacks
+    from tp_trainer import compat as compat
+    from tp_trainer import loggers as loggers
+    from tp_trainer import tuning as tuning
+    from tp_trainer._activations import checkpoint_activations as checkpoint_activations
+    from tp_trainer._backends._ddp import DdpOptions as DdpOptions
+    from tp_trainer._backends._fsdp import FsdpOptions as FsdpOptions
+    from tp_trainer._checkpoint import Checkpoints as Checkpoints
+    from tp_trainer._launch._function import launch as launch
+    from tp_trainer._memory._table import MemoryTable as MemoryTable
+    from tp_trainer._metrics._evaluation import Predictions as Predictions
+    from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
+    from tp_trainer._metrics._metric import Metric as Metric
+    from tp_trainer._running._callbacks import Callback as Callback
+    from tp_trainer._running._callbacks import RunView as RunView
+    from tp_trainer._running._history import EpochRecord as EpochRecord
+    from tp_trainer._running._history import History as History
+    from tp_trainer._running._loop import Loop as Loop
+    from tp_trainer._running._signals import Interrupted as Interrupted
+    from tp_trainer._steps._step import Step as Step
+    from tp_trainer._trainer import Trainer as Trainer
+    from tp_trainer.compat import Parallel_Trainer as Parallel_Trainer
+    from tp_trainer.compat import ParallelTrainer as ParallelTrainer
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_trainer": ["callbacks", "compat", "loggers", "tuning"],
+            "tp_trainer._activations": ["checkpoint_activations"],
+            "tp_trainer._backends._ddp": ["DdpOptions"],
+            "tp_trainer._backends._fsdp": ["FsdpOptions"],
+            "tp_trainer._checkpoint": ["Checkpoints"],
+            "tp_trainer._launch._function": ["launch"],
+            "tp_trainer._memory._table": ["MemoryTable"],
+            "tp_trainer._metrics._evaluation": ["Predictions"],
+            "tp_trainer._metrics._metric": ["FunctionMetric", "Metric"],
+            "tp_trainer._running._callbacks": ["Callback", "RunView"],
+            "tp_trainer._running._history": ["EpochRecord", "History"],
+            "tp_trainer._running._loop": ["Loop"],
+            "tp_trainer._running._signals": ["Interrupted"],
+            "tp_trainer._steps._step": ["Step"],
+            "tp_trainer._trainer": ["Trainer"],
+            "tp_trainer.compat": ["Parallel_Trainer", "ParallelTrainer"],
+        },
+    )

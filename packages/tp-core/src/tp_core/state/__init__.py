@@ -1,5 +1,66 @@
 """What a checkpoint holds of a model and its optimizer: named tensors, however they are split."""
 
-from tp_core._lazy import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core._tensors._digests import DIGEST_SIZE as DIGEST_SIZE
+    from tp_core._tensors._digests import FileRecord as FileRecord
+    from tp_core._tensors._digests import digest_of as digest_of
+    from tp_core._tensors._digests import record_of as record_of
+    from tp_core._tensors._files import read_tensors as read_tensors
+    from tp_core._tensors._files import tensor_infos as tensor_infos
+    from tp_core._tensors._files import write_tensors as write_tensors
+    from tp_core._tensors._slices import TensorInfo as TensorInfo
+    from tp_core.state._files import TENSORS_FILE as TENSORS_FILE
+    from tp_core.state._files import TENSORS_FOLDER as TENSORS_FOLDER
+    from tp_core.state._files import Cut as Cut
+    from tp_core.state._files import Place as Place
+    from tp_core.state._files import StoredTensors as StoredTensors
+    from tp_core.state._files import fill_from_whole as fill_from_whole
+    from tp_core.state._files import load_state as load_state
+    from tp_core.state._files import open_tensors as open_tensors
+    from tp_core.state._files import whole as whole
+    from tp_core.state._files import write_whole as write_whole
+    from tp_core.state._optimizers import named_parameters as named_parameters
+    from tp_core.state._optimizers import optimizer_names as optimizer_names
+    from tp_core.state._optimizers import plain_name as plain_name
+    from tp_core.state._optimizers import plain_state as plain_state
+    from tp_core.state._plain import from_json as from_json
+    from tp_core.state._plain import to_json as to_json
+    from tp_core.state._training import collect_state as collect_state
+    from tp_core.state._training import collect_values as collect_values
+    from tp_core.state._training import load_whole_state as load_whole_state
+    from tp_core.state._training import restore_state as restore_state
+    from tp_core.state._training import restore_values as restore_values
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core._tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
+            "tp_core._tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
+            "tp_core._tensors._slices": ["TensorInfo"],
+            "tp_core.state._files": [
+                "TENSORS_FILE",
+                "TENSORS_FOLDER",
+                "Cut",
+                "Place",
+                "StoredTensors",
+                "fill_from_whole",
+                "load_state",
+                "open_tensors",
+                "whole",
+                "write_whole",
+            ],
+            "tp_core.state._optimizers": ["named_parameters", "optimizer_names", "plain_name", "plain_state"],
+            "tp_core.state._plain": ["from_json", "to_json"],
+            "tp_core.state._training": [
+                "collect_state",
+                "collect_values",
+                "load_whole_state",
+                "restore_state",
+                "restore_values",
+            ],
+        },
+    )

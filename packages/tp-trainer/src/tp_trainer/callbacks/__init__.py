@@ -1,5 +1,27 @@
 """Ready-made callbacks: what many runs need beside the training itself."""
 
-from tp_core.internal import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_trainer.callbacks._averaging import ExponentialMovingAverage as ExponentialMovingAverage
+    from tp_trainer.callbacks._averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from tp_trainer.callbacks._early_stopping import EarlyStopping as EarlyStopping
+    from tp_trainer.callbacks._monitors import GradientNorm as GradientNorm
+    from tp_trainer.callbacks._monitors import LearningRateMonitor as LearningRateMonitor
+    from tp_trainer.callbacks._profiler import Profiler as Profiler
+    from tp_trainer.callbacks._throughput import Throughput as Throughput
+    from tp_trainer.callbacks._unfreezing import GradualUnfreezing as GradualUnfreezing
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_trainer.callbacks._averaging": ["ExponentialMovingAverage", "StochasticWeightAveraging"],
+            "tp_trainer.callbacks._early_stopping": ["EarlyStopping"],
+            "tp_trainer.callbacks._monitors": ["GradientNorm", "LearningRateMonitor"],
+            "tp_trainer.callbacks._profiler": ["Profiler"],
+            "tp_trainer.callbacks._throughput": ["Throughput"],
+            "tp_trainer.callbacks._unfreezing": ["GradualUnfreezing"],
+        },
+    )

@@ -5,6 +5,33 @@
 ``[aim]``. A custom logger is a subclass of :class:`tp_core.plugins.Logger`.
 """
 
-from tp_core.internal import exports_of_stub
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = exports_of_stub(__name__)
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core.plugins import Logger as Logger
+    from tp_core.plugins import RunInfo as RunInfo
+
+    from tp_trainer.loggers._aim import AimLogger as AimLogger
+    from tp_trainer.loggers._csv import CsvLogger as CsvLogger
+    from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
+    from tp_trainer.loggers._mlflow import MlflowLogger as MlflowLogger
+    from tp_trainer.loggers._reading import LoggedRun as LoggedRun
+    from tp_trainer.loggers._reading import read_run as read_run
+    from tp_trainer.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
+    from tp_trainer.loggers._wandb import WandbLogger as WandbLogger
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core.plugins": ["Logger", "RunInfo"],
+            "tp_trainer.loggers._aim": ["AimLogger"],
+            "tp_trainer.loggers._csv": ["CsvLogger"],
+            "tp_trainer.loggers._jsonl": ["JsonLinesLogger"],
+            "tp_trainer.loggers._mlflow": ["MlflowLogger"],
+            "tp_trainer.loggers._reading": ["LoggedRun", "read_run"],
+            "tp_trainer.loggers._tensorboard": ["TensorBoardLogger"],
+            "tp_trainer.loggers._wandb": ["WandbLogger"],
+        },
+    )
