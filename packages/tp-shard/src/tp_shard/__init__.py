@@ -8,27 +8,27 @@ Example:
 The way of a finished model that is split and trained, and the files that it passes::
 
     plans.auto, plans.from_hf     _search/: run it and look at what feeds what (_trace), try styles on its
-        |                         blocks (_variants, _prove), or go by names and shapes (_named, _probe)
+        |                         blocks (_variants, _prove), or go by names and shapes (_named)
         |   a plan                _plans/_styles: {"name": Column(), ...}
         v
     verify                        _verify/: the whole model beside the split one, on ranks that are threads
         |                         (_simulate, _runs), compared step by step (_compare)
         v
     parallelize                   _plans/: which modules (_choose), how they are cut (_cuts), what becomes of
-        |                         each (_maker); modules of others get a mixin or hooks (_partial, _gathered)
+        |                         each (_maker); modules of others get a mixin or hooks (_local, _hooks)
         v
     layers with shards            nn/: _linear, _embedding, and with shared heads or sequences _planned;
         |                         each is a ParallelLayer (_shards/_layer), whose parameters have marks
         |   groups                distributed, _groups/: the ranks of one copy, and the copies of a shard;
-        |                         _guards/: until they are left, torch knows of shards or refuses them
+        |                         _guards: until they are left, torch knows of shards or refuses them
         v
     forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its
-        |                         counterpart backward;  nn/_sequence/: the same along sequences
+        |                         counterpart backward;  nn/_sequence: the same along sequences
         |   logits                nn/_loss/: of this rank's classes; one exchange of numbers per row
         v
-    clip_grad_norm_, GradScaler   _training/: norms of which each rank has a part
+    clip_grad_norm_, GradScaler   _training: norms of which each rank has a part
         v
-    save_sharded, export          _state/: which part of the whole a shard is says _shards/_table, _pieces
+    save_sharded, export          _state/: which part of the whole a shard is: _shards/_slices
 
 The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is split already.
 """
@@ -57,24 +57,24 @@ if TYPE_CHECKING:
     from tp_shard._plans._summary import LayerSummary as LayerSummary
     from tp_shard._plans._summary import Summary as Summary
     from tp_shard._plans._summary import summary as summary
-    from tp_shard._shards._marks import get_parallel_dim as get_parallel_dim
-    from tp_shard._shards._register import register_parallel_attribute as register_parallel_attribute
-    from tp_shard._shards._register import register_parallel_dim as register_parallel_dim
+    from tp_shard._shards._attributes import get_parallel_dim as get_parallel_dim
+    from tp_shard._shards._attributes import register_parallel_attribute as register_parallel_attribute
+    from tp_shard._shards._attributes import register_parallel_dim as register_parallel_dim
     from tp_shard._state._checkpoint import load_sharded as load_sharded
     from tp_shard._state._checkpoint import save_sharded as save_sharded
-    from tp_shard._state._export import export as export
-    from tp_shard._state._optimizer_state import collect_optimizer_state_dict as collect_optimizer_state_dict
-    from tp_shard._state._optimizer_state import (
+    from tp_shard._state._pretrained import load_pretrained as load_pretrained
+    from tp_shard._state._safetensors import export as export
+    from tp_shard._state._state_dict import collect_optimizer_state_dict as collect_optimizer_state_dict
+    from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
+    from tp_shard._state._state_dict import (
         relocate_optimizer_state_dict as relocate_optimizer_state_dict,
     )
-    from tp_shard._state._pretrained import load_pretrained as load_pretrained
-    from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
     from tp_shard._state._state_dict import relocate_state_dict as relocate_state_dict
-    from tp_shard._training._clip import clip_grad_norm_ as clip_grad_norm_
-    from tp_shard._training._drift import check_gradients as check_gradients
-    from tp_shard._training._optimizers import parameter_groups as parameter_groups
-    from tp_shard._training._optimizers import update_sampled_rows as update_sampled_rows
-    from tp_shard._training._scaler import GradScaler as GradScaler
+    from tp_shard._training import GradScaler as GradScaler
+    from tp_shard._training import check_gradients as check_gradients
+    from tp_shard._training import clip_grad_norm_ as clip_grad_norm_
+    from tp_shard._training import parameter_groups as parameter_groups
+    from tp_shard._training import update_sampled_rows as update_sampled_rows
     from tp_shard._verify._compare import Fault as Fault
     from tp_shard._verify._report import ModuleReport as ModuleReport
     from tp_shard._verify._report import Report as Report
@@ -107,20 +107,27 @@ else:
                 "Vocab",
             ],
             "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
-            "tp_shard._shards._marks": ["get_parallel_dim"],
-            "tp_shard._shards._register": ["register_parallel_attribute", "register_parallel_dim"],
+            "tp_shard._shards._attributes": [
+                "get_parallel_dim",
+                "register_parallel_attribute",
+                "register_parallel_dim",
+            ],
             "tp_shard._state._checkpoint": ["load_sharded", "save_sharded"],
-            "tp_shard._state._export": ["export"],
-            "tp_shard._state._optimizer_state": [
+            "tp_shard._state._safetensors": ["export"],
+            "tp_shard._state._state_dict": [
                 "collect_optimizer_state_dict",
+                "collect_state_dict",
                 "relocate_optimizer_state_dict",
+                "relocate_state_dict",
             ],
             "tp_shard._state._pretrained": ["load_pretrained"],
-            "tp_shard._state._state_dict": ["collect_state_dict", "relocate_state_dict"],
-            "tp_shard._training._clip": ["clip_grad_norm_"],
-            "tp_shard._training._drift": ["check_gradients"],
-            "tp_shard._training._optimizers": ["parameter_groups", "update_sampled_rows"],
-            "tp_shard._training._scaler": ["GradScaler"],
+            "tp_shard._training": [
+                "GradScaler",
+                "check_gradients",
+                "clip_grad_norm_",
+                "parameter_groups",
+                "update_sampled_rows",
+            ],
             "tp_shard._verify._compare": ["Fault"],
             "tp_shard._verify._report": ["ModuleReport", "Report", "verify"],
             "tp_shard.compat": [

@@ -182,7 +182,7 @@ class ShardBackend(Backend[ShardOptions]):
         if sharded is not None:
             from tp_core.internal import check_offload, resolve_options
 
-            from tp_shard._fsdp_session import ShardFsdpSession
+            from tp_shard._session import ShardFsdpSession
 
             copies = self._ranks(job)[1]
             sharded = resolve_options(job, sharded, ranks=max(1, copies // sharded.replicas))
@@ -202,6 +202,6 @@ def _is_fully_sharded(model: "nn.Module | None") -> bool:
     """Whether DTensors of a model are shards sharded once more, as in models prepared before."""
     from tp_core.internal import is_dtensor
 
-    from tp_shard._shards._marks import holds_shard
+    from tp_shard._shards._attributes import holds_shard
 
     return model is not None and any(is_dtensor(p) and holds_shard(p) for p in model.parameters())

@@ -7,22 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.internal import is_dtensor, move_module
-from tp_core.plugins import Job, ProcessGroupSession, TensorSlice, initial_value, materialize
+from tp_core.internal import FullyShardedSession, Sharding, is_dtensor, move_module
+from tp_core.plugins import (
+    FullyShardOptions,
+    Job,
+    ProcessGroupSession,
+    TensorSlice,
+    initial_value,
+    materialize,
+)
 from tp_core.state import load_whole_state, plain_state
 
 from tp_shard import distributed
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group, current_group
-from tp_shard._guards._refusals import check_optimizer
+from tp_shard._groups._mesh import mesh_of_copies
+from tp_shard._guards import check_optimizer
 from tp_shard._shards._dtensors import reshard
-from tp_shard._shards._pieces import slice_of
-from tp_shard._shards._table import Shard, ShardTable
+from tp_shard._shards._slices import Shard, ShardTable, slice_of
 from tp_shard._state._state_dict import collect_state_dict, gather_shard, relocate_state_dict
-from tp_shard._training._clip import total_grad_norm
-from tp_shard._training._drift import check_gradients
-
-__all__ = ["ShardSession"]
+from tp_shard._training import check_gradients, total_grad_norm
 
 
 class ShardSession(ProcessGroupSession):
@@ -186,3 +190,29 @@ def _whole_later(name: str, local: Tensor, shard: Shard) -> Tensor:
     tensor = torch.empty(shard.full_shape, dtype=local.dtype, device="meta")
     tensor.full_tensor = partial(gather_shard, name, local.detach(), shard, to="all")  # type: ignore[attr-defined]
     return tensor
+
+
+# -- The session of a model that is split over processes, whose copies share what each rank holds of it
+
+
+class ShardFsdpSession(FullyShardedSession, ShardSession):
+    """One rank of a job in two dimensions: tensors split in a group, their shards sharded over the copies.
+
+    Args:
+        job: What is to be done.
+        group_size: As `ShardSession` takes it.
+        options: How shards are sharded over the copies.
+
+    Raises:
+        ConfigError: The options do not go with the ranks.
+    """
+
+    def __init__(self, job: Job, *, group_size: int, options: FullyShardOptions) -> None:
+        ShardSession.__init__(self, job, group_size=group_size)
+        mesh = mesh_of_copies(self.device.type, options.replicas)
+        # None would be all ranks, where each is the only one with its shards.
+        group = (current_data_group() or ALONE).process_group or mesh.get_group(mesh.ndim - 1)
+        self.sharding = Sharding(job, options, lambda: mesh, group=group, share=self._share_whole_parameters)
+
+    def _join_copies(self, model: nn.Module) -> nn.Module:
+        return self.shard_model(model)

@@ -5,8 +5,8 @@ programs need none of them: layers cut themselves, and DistributedDataParallel i
 are groups.
 """
 
-from tp_shard._guards._ddp import register_ddp_parameters_to_ignore
-from tp_shard._shards._marks import ORDER_TYPE, PARALLEL_DIM
+from tp_shard._guards import register_ddp_parameters_to_ignore
+from tp_shard._shards._attributes import ORDER_TYPE, PARALLEL_DIM
 from tp_shard._split import slice
 
 __all__ = ["register_ddp_parameters_to_ignore", "slice"]

@@ -10,9 +10,8 @@ from tp_shard._plans._describe import describe, reasons
 from tp_shard._plans._styles import Style, Vocab
 from tp_shard._search._named import by_names
 from tp_shard._search._prove import Proof, prove
-from tp_shard._search._sequence_plan import with_sequences
 from tp_shard._search._transformers import restrict, translate
-from tp_shard._search._vocabulary import vocabulary
+from tp_shard._search._variants import vocabulary, with_sequences
 from tp_shard._verify._call import first_line
 from tp_shard._verify._examples import example_call
 from tp_shard._verify._report import as_call, check_whole

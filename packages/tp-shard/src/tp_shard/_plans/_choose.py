@@ -21,7 +21,7 @@ from tp_shard._plans._styles import (
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard.nn._kinds import is_linear, why_not_split, widths
 from tp_shard.nn._planned import SequenceMixin
-from tp_shard.nn._stateless import ParallelDropout
+from tp_shard.nn._region import ParallelDropout
 
 __all__ = ["check_kind", "check_pairs", "choose"]
 

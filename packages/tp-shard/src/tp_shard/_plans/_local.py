@@ -1,20 +1,107 @@
-"""Modules around split layers that have numbers and parameters of their own, for the heads of a rank."""
+"""Modules of others that hold shards of their own parameters: attentions with sinks, experts."""
 
-import copy
+import inspect
+from copy import copy as shallow_copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError
 
+from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._group import Group
-from tp_shard._plans._partial import ExpertsMixin, LocalMixin, PartialMixin
 from tp_shard._plans._styles import Column, Experts, Local, Style
+from tp_shard._shards._attributes import mark_parameter
+from tp_shard._shards._layer import ParallelLayer
 from tp_shard._split import Split
-from tp_shard.nn._convert import Conversion
+from tp_shard.nn._convert import Conversion, Mixin, mix_in
 from tp_shard.nn._heads import Heads, section_ranges
-from tp_shard.nn._mixed import mix_in
 
-__all__ = ["count_local_groups", "make_experts", "make_local"]
+
+class PartialMixin(Mixin, ParallelLayer):
+    """A module of any class, some of whose parameters are split."""
+
+    dim = None
+
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        for name, split in self.splits.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:  # its dimensions are counted as they are
+                mark_parameter(parameter, split.dim, 1, split=split, sharded=self.group.size > 1)
+
+
+class LocalMixin(PartialMixin):
+    """An attention that takes the heads of its rank out of arguments that come with all of them.
+
+    Collectives: an all-gather backward for such an argument with a gradient.
+    """
+
+    head_counts: Heads
+    head_inputs: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        names = _names(type(self).__bases__[1])
+        for name in self.head_inputs if self.group.size > 1 else ():
+            if name in kwargs:
+                kwargs[name] = self._mine(kwargs[name])
+            elif name in names and names.index(name) < len(given):
+                given[names.index(name)] = self._mine(given[names.index(name)])
+        return super().forward(*given, **kwargs)
+
+    def _mine(self, value: Any) -> Any:
+        """Return this rank's heads of a tensor with all heads; what has others already stays as it is."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        count = self.head_counts.query
+        start, stop = self.head_counts.query_bounds(self.group.rank)
+        dim = 1 if value.dim() == 4 else 0
+        has_all = value.size(dim) == count if dim else value.size(0) % count == 0
+        if not has_all:
+            return value
+        if value.requires_grad:
+            value = copy(value, group=self.group)  # the gradient of each head comes from one rank
+        if dim or value.size(0) == count:
+            return value.narrow(dim, start, stop - start)
+        return value.unflatten(0, (-1, count))[:, start:stop].flatten(0, 1)
+
+
+class ExpertsMixin(PartialMixin):
+    """Experts of which a rank has a part of the hidden features.
+
+    Forward: an all-reduce of the outputs. Backward: an all-reduce of the gradient of each input.
+    """
+
+    once: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self.group
+        if group.size == 1:
+            return super().forward(*args, **kwargs)
+        own = self.__dict__["_parameters"]
+        # Each rank adds its share of what is added once: the sum over the ranks has it whole.
+        shares = {name: copy(own[name], group=group) / group.size for name in self.once}
+        self.__dict__["_parameters"] = {**own, **shares}
+        try:
+            output = super().forward(
+                *(_copied(value, group) for value in args),
+                **{name: _copied(value, group) for name, value in kwargs.items()},
+            )
+        finally:
+            self.__dict__["_parameters"] = own
+        return reduce(output, group=group)
+
+
+def _copied(value: Any, group: Group) -> Any:
+    wanted = isinstance(value, Tensor) and value.requires_grad
+    return copy(value, group=group) if wanted else value
+
+
+def _names(kind: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+# -- Modules around split layers that have numbers and parameters of their own, for the heads of a rank
 
 
 def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None:
@@ -63,7 +150,7 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
         setattr(module, name, number)
     of_config = {name.removeprefix("config."): n for name, n in numbers.items() if name.startswith("config.")}
     if of_config:
-        module.config = copy.copy(module.config)
+        module.config = shallow_copy(module.config)
         for name, number in of_config.items():
             setattr(module.config, name, number)
     if style.inputs or style.parameters:

@@ -6,16 +6,15 @@ from tp_core.errors import ModelError
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._plans._cuts import style_ranges
-from tp_shard._plans._gathered import gather_at, split_at
+from tp_shard._plans._hooks import gather_at, split_at
 from tp_shard._plans._local import make_experts, make_local
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Replicated, Row, Sequence, Style, Vocab
 from tp_shard._shards._layer import ParallelLayer
-from tp_shard.nn._convert import Conversion
+from tp_shard.nn._convert import Conversion, mix_in
 from tp_shard.nn._kinds import computes_linear, is_transposed, parallel_class
-from tp_shard.nn._mixed import mix_in
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
+from tp_shard.nn._region import ParallelDropout
 from tp_shard.nn._sequence import SequenceState
-from tp_shard.nn._stateless import ParallelDropout
 
 __all__ = ["Maker"]
 

@@ -4,12 +4,11 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
-from tp_shard._guards._refusals import guard_saving
+from tp_shard._guards import guard_saving
 from tp_shard._plans._choose import check_kind, check_pairs, choose
-from tp_shard._plans._guarded import guard_forward
-from tp_shard._plans._local import count_local_groups
+from tp_shard._plans._hooks import guard_forward
+from tp_shard._plans._local import ExpertsMixin, count_local_groups
 from tp_shard._plans._maker import Maker
-from tp_shard._plans._partial import ExpertsMixin
 from tp_shard._plans._styles import Column, Gathered, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import leave_fast_path, leave_nested_tensors
 from tp_shard.nn._draws import BlockDraws, SplitDraws

@@ -1,20 +1,117 @@
-"""The ways in which a region of a model might be split; which of them is right, its own code has to prove."""
+"""Tables and heads of a vocabulary: which of a model can be split by classes."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from torch import Tensor, nn
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 
-from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
-from tp_shard._search._trace import Region, ancestors
+from tp_shard._groups._group import ALONE
+from tp_shard._plans._styles import (
+    Column,
+    Experts,
+    Gathered,
+    Local,
+    Plan,
+    Replicated,
+    Row,
+    Sequence,
+    Style,
+    Vocab,
+)
+from tp_shard._search._trace import Region, ancestors, innermost_around
 from tp_shard._verify._call import Call, tensors_of
+from tp_shard.nn._convert import Conversion
 from tp_shard.nn._heads import Heads
-from tp_shard.nn._kinds import widths
+from tp_shard.nn._kinds import (
+    computes_linear,
+    is_linear,
+    is_transposed,
+    parallel_class,
+    why_not_split,
+    widths,
+)
+from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
 
-__all__ = ["attention_variants", "expert_variants", "head_counts", "plain_variants"]
+_FEW_CLASSES = 1024
+_HEAD = re.compile(r"(lm_head|head|embed_out|output|classifier|unembed)$")
+
+
+def vocabulary(
+    model: nn.Module,
+    plan: Plan,
+    notes: dict[str, str],
+    *,
+    parallel_loss: bool,
+    last: Collection[str] | None = None,
+    called: Collection[str] | None = None,
+) -> dict[str, Style]:
+    """Split the head, and the embeddings as tall as it or tied to it; else the tallest embedding.
+
+    A head of few classes stays whole: joining its logits would cost more than it saves.
+
+    Args:
+        model: The model.
+        plan: What is split already.
+        notes: Gets why a table or a head stays whole, by its name.
+        parallel_loss: Whether logits stay split.
+        last: The layers whose outputs the model returns, if that is known; else their names decide.
+        called: The layers that are called, if that is known. The weight of another table may be read as it
+            is, as queries are in detectors.
+    """
+    modules = dict(model.named_modules())
+    conversion = Conversion(model, ALONE)
+    tables = {
+        path: m
+        for path, m in modules.items()
+        if isinstance(m, nn.Embedding)
+        and (called is None or path in called or any(p in called for p, _ in conversion.partners(m)))
+    }
+    heights = {m.num_embeddings for m in tables.values()}
+    heads = {
+        path: m
+        for path, m in modules.items()
+        if isinstance(m, nn.Linear)
+        and path not in plan
+        and (_HEAD.match(path.rpartition(".")[2]) if last is None else path in last)
+        and (m.out_features in heights or m.out_features >= _FEW_CLASSES)
+    }
+    sizes = {m.out_features for m in heads.values()} or {max(heights, default=0)}
+    found: dict[str, Style] = {path: Vocab(gather_output=not parallel_loss) for path in heads}
+    found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
+    refused = {path: reason for path in found if (reason := refusal(modules[path]))}
+    while True:  # who shares a weight with what stays whole stays whole, too
+        for path in found:
+            for partner, _ in conversion.partners(modules[path]):
+                if partner not in found or partner in refused:
+                    refused.setdefault(path, f"it shares its weight with {partner}, which stays whole")
+        if not refused.keys() & found.keys():
+            return found
+        notes.update(refused)
+        found = {path: style for path, style in found.items() if path not in refused}
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Return why a layer cannot be split, ``None`` if it can."""
+    reason = why_not_split(module)
+    if reason is not None:
+        return reason
+    if is_transposed(module) or computes_linear(module):
+        return None
+    base, parallel = (
+        (nn.Linear, PlannedLinear) if isinstance(module, nn.Linear) else (nn.Embedding, PlannedEmbedding)
+    )
+    try:
+        parallel_class(type(module), base, parallel)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+# -- The ways in which a region of a model might be split; which of them is right, its own code has to prove
+
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads", "nhead", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -41,7 +138,7 @@ def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style
             return
         choices.append([Column()] if fused == 1 else [Column(sections=fused), Column(heads=features)])
     for styles in product(*choices):
-        yield {**dict(zip(region.columns, styles, strict=True)), region.row: Row(), **_inside(region)}
+        yield {**dict(zip(region.columns, styles, strict=True)), region.row: Row(), **_styles_inside(region)}
 
 
 def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
@@ -87,7 +184,7 @@ def attention_variants(
         counts = _Counts(heads, kv)
         for layout in _layouts(model, region, counts):
             for local in _locals(model, region, counts, call):
-                yield {**layout, **local, **_inside(region)}
+                yield {**layout, **local, **_styles_inside(region)}
 
 
 def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict[str, Style]]:
@@ -230,7 +327,7 @@ def expert_variants(model: nn.Module, path: str, call: Call) -> Iterator[dict[st
                 }
 
 
-def _inside(region: Region) -> dict[str, Style]:
+def _styles_inside(region: Region) -> dict[str, Style]:
     """Return how what stands between column and row layers is treated, where it is a module of its own."""
     container = region.container
     owners = {name.rpartition(".")[0] for name in region.parameters}
@@ -246,3 +343,76 @@ def _first_number(place: object, names: tuple[str, ...]) -> int | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# -- Sequence parallelism for blocks that know nothing of it: where sequences are split, gathered and joined
+
+
+def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Region]) -> dict[str, Style]:
+    """Return a plan under which the lists of blocks of a model work on parts of the sequence.
+
+    Args:
+        model: The model.
+        plan: What is split.
+        regions: The blocks' column and row layers.
+    """
+    split = [r for r in regions if isinstance(plan.get(r.row), Row)]
+    found = dict(plan)
+    lists: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(_is_within(path, other) for other in lists):
+            continue
+        rows = [r for r in split if _is_within(r.row, path)]
+        if rows:
+            found[path] = Sequence()
+            lists.append(path)
+            for name, block in module.named_children():
+                _Block(found, rows).visit(f"{path}.{name}", block, top=True)
+    return found
+
+
+class _Block:
+    """Gives styles to what is in a block, from outside in."""
+
+    def __init__(self, plan: dict[str, Style], rows: list[Region]) -> None:
+        self._plan = plan
+        self._joined = [r for r in rows if any(_is_joined(plan.get(c)) for c in r.columns)]
+        self._gathers = {innermost_around(r.columns): r for r in rows if r not in self._joined}
+        self._split = {name for r in rows if r not in self._joined for name in (*r.columns, r.row)}
+
+    def visit(self, path: str, module: nn.Module, *, top: bool = False) -> None:
+        """Give styles to a module and what is in it."""
+        style = self._plan.get(path)
+        if path in self._gathers and not top:
+            local = style if isinstance(style, Local) else None
+            self._plan[path] = Gathered(local=local)
+            return
+        if path in self._split:
+            return
+        if not _has_weights(module):
+            if not list(module.children()):
+                if any(True for _ in module.parameters()):
+                    self._plan[path] = Sequence()
+                return
+        elif not top and not any(_is_within(name, path) for name in self._split):
+            self._plan[path] = Gathered(whole=True, local=style if isinstance(style, Local) else None)
+            return
+        for name, child in module.named_children():
+            self.visit(f"{path}.{name}", child)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether it is, or has, something that may mix places or be split: all but norms and the like."""
+    return any(is_linear(m) or isinstance(m, nn.Embedding) or _is_block(m) for m in module.modules())
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
+def _is_joined(style: Style | None) -> bool:
+    return isinstance(style, Column) and style.gather_output
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}.")

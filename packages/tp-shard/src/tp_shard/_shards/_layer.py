@@ -8,8 +8,8 @@ from torch.utils.hooks import RemovableHandle
 from tp_core.errors import ModelError
 
 from tp_shard._groups._group import Group
+from tp_shard._shards._attributes import is_marked, mark_parameter
 from tp_shard._shards._dtensors import check_data_mesh
-from tp_shard._shards._marks import is_marked, mark_parameter
 from tp_shard._split import Split
 
 __all__ = ["ParallelLayer"]

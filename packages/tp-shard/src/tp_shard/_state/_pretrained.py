@@ -12,8 +12,7 @@ from tp_core.plugins import TensorSlice
 from tp_core.state import plain_name
 
 from tp_shard._shards._dtensors import part_of, reshard
-from tp_shard._shards._pieces import slice_of
-from tp_shard._shards._table import Shard, ShardTable, unwrap
+from tp_shard._shards._slices import Shard, ShardTable, slice_of, unwrap
 from tp_shard._state._safetensors import TensorFiles
 
 __all__ = ["load_pretrained"]

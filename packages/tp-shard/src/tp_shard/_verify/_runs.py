@@ -14,7 +14,7 @@ from tp_shard._groups._group import Group
 from tp_shard._plans._choose import choose
 from tp_shard._plans._parallelize import parallelize
 from tp_shard._plans._styles import Plan, Row
-from tp_shard._shards._table import ShardTable
+from tp_shard._shards._slices import ShardTable
 from tp_shard._split import Split
 from tp_shard._verify._call import Call, copied, fresh, loss_of, mapped, tensors_of
 from tp_shard._verify._simulate import SimulatedError, simulate

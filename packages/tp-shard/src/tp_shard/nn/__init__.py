@@ -6,7 +6,7 @@ from tp_shard.nn._blocks import ParallelAttention, ParallelSwiGLU
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._linear import ParallelLinear
 from tp_shard.nn._loss import MarginCrossEntropy, ParallelCrossEntropyLoss
-from tp_shard.nn._stateless import ParallelDropout, RegisterParallelDim
+from tp_shard.nn._region import ParallelDropout, RegisterParallelDim
 
 __all__ = [
     "MarginCrossEntropy",

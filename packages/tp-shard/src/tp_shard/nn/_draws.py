@@ -23,7 +23,7 @@ from tp_core.internal import is_random_op
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state
-from tp_shard._shards._marks import holds_shard
+from tp_shard._shards._attributes import holds_shard
 
 __all__ = ["BlockDraws", "SplitDraws", "mark"]
 

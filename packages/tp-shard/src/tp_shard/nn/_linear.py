@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._shards._attributes import check_dim
 from tp_shard._shards._layer import ParallelLayer
-from tp_shard._shards._marks import check_dim
 from tp_shard._split import Split
 from tp_shard.nn._convert import convert_layers
 from tp_shard.nn._kinds import stands_for

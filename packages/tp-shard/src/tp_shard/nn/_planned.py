@@ -11,12 +11,12 @@ from tp_shard._groups import _debug
 from tp_shard._groups._collectives import gather
 from tp_shard._groups._group import Group
 from tp_shard._split import Ranges
+from tp_shard.nn._convert import Mixin
 from tp_shard.nn._draws import SplitDraws, mark
 from tp_shard.nn._embedding import ParallelEmbedding
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._kinds import is_transposed, widths
 from tp_shard.nn._linear import ParallelLinear
-from tp_shard.nn._mixed import Mixin
 from tp_shard.nn._region import check_inside, check_region
 from tp_shard.nn._sequence import (
     SequenceState,

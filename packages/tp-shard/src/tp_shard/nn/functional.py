@@ -9,16 +9,22 @@ from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import gather, scatter
 from tp_shard._groups._group import Group, GroupLike, as_group
-from tp_shard._shards._marks import PARALLEL_DIM, PARALLEL_SIZE, check_dim
+from tp_shard._shards._attributes import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._split import bounds
-from tp_shard.nn._embedding_functions import Lookup, check_tokens, renormalize_, vocabulary_embedding
 from tp_shard.nn._heads import parallel_attention
-from tp_shard.nn._linear_functions import column_linear, row_linear
 from tp_shard.nn._loss import (
     parallel_cross_entropy,
     parallel_linear_cross_entropy,
     parallel_margin_cross_entropy,
     sample_classes,
+)
+from tp_shard.nn._split_products import (
+    Lookup,
+    check_tokens,
+    column_linear,
+    renormalize_,
+    row_linear,
+    vocabulary_embedding,
 )
 
 __all__ = [

@@ -1,0 +1,430 @@
+"""What a training loop needs over shards: clipping, loss scaling, groups of parameters, sparse updates."""
+
+import functools
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
+
+from tp_shard._groups import _debug
+from tp_shard._groups._group import Group, GroupLike, as_group
+from tp_shard._groups._random import get_state
+from tp_shard._shards._attributes import get_split, holds_shard
+from tp_shard._shards._dtensors import local, part_of, sharded_over
+from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards._slices import parts_of_whole
+
+# -- Clipping by the norm of the whole gradient, of which each rank has a part --------------------
+
+
+Axes = tuple[dist.ProcessGroup, ...]
+"""The groups over which a gradient is cut."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    group: GroupLike = None,
+) -> Tensor:
+    """Scale gradients in place so that the norm of the whole gradient is at most ``max_norm``.
+
+    Shards of all ranks count, and parameters that all ranks have count once: the result is that of
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, and the same on all ranks. Gradients may be
+    cut over copies of the model besides, as ``fully_shard`` does it.
+
+    Args:
+        parameters: A model, or parameters; on every rank those of the same layers.
+        max_norm: The largest norm that is left as it is.
+        norm_type: Which norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Whether to raise if the norm is not finite.
+        foreach: As torch takes it.
+        group: The ranks; the current model-parallel group by default.
+
+    Returns:
+        The norm of the whole gradient before scaling, a scalar tensor, the same on all ranks.
+
+    Raises:
+        NonFiniteLossError: The norm is not finite, and that was to be an error; on every rank.
+        ConfigError: A gradient is a DTensor that is a sum yet to be made.
+        DisagreementError: In debug mode, as :func:`check_gradients` says.
+
+    Collectives: an all-reduce of one number; under ``fully_shard`` one of two numbers for each axis of its
+    mesh that cuts gradients, too.
+
+    Example:
+        >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> bool(clip_grad_norm_(model, 1.0) > 1)
+        True
+    """
+    if isinstance(parameters, nn.Module):
+        if _debug.state.enabled:
+            check_gradients(parameters, group=group)
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    everything = [p for p in parameters if p.grad is not None]
+    norm = total_grad_norm(everything, norm_type, foreach=foreach, group=group)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        msg = f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
+        raise NonFiniteLossError(msg)
+    nn.utils.clip_grads_with_norm_(everything, max_norm, norm, foreach)
+    return norm
+
+
+@torch.no_grad()
+def total_grad_norm(
+    parameters: Iterable[Tensor], norm_type: float, *, foreach: bool | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return the norm of the whole gradient, the same on all ranks; arguments as above.
+
+    Collectives: as above.
+    """
+    everything = [p for p in parameters if p.grad is not None]
+    ranks = as_group(group)
+    tensor = () if ranks.process_group is None or ranks.size == 1 else (ranks.process_group,)
+    # By the groups over which the gradients are cut. All ranks take part in all sums, even with nothing.
+    gradients: dict[Axes, list[Tensor]] = {(): [], tensor: []}
+    for parameter in everything:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:  # rows that it lacks are 0
+            grad = grad.coalesce().values()
+        is_split = bool(tensor) and holds_shard(parameter)
+        axes = sharded_over(grad) + (tensor if is_split else ())
+        parts = _counted(parameter, grad, ranks) if is_split else [local(grad)]
+        gradients.setdefault(axes, []).extend(part for part in parts if part.numel())
+    device = local(everything[0]).device if everything else torch.device("cpu")
+    norms = {
+        axes: nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
+        for axes, own in gradients.items()
+    }
+    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms.values()])
+    return _join(norms, norm_type).to(dtype)
+
+
+def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
+    """Return the norm of everything, from the norms of what this rank has, by the groups that cut it."""
+    is_max = norm_type == math.inf
+    wide = {axes: norm.double() if is_max else norm.double().pow(norm_type) for axes, norm in norms.items()}
+    for group in dict.fromkeys(group for axes in norms for group in axes):
+        cut = [axes for axes in norms if group in axes]
+        values = torch.stack([wide[axes] for axes in cut])
+        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        wide.update(zip(cut, values.unbind(), strict=True))
+    everything = torch.stack(list(wide.values()))
+    return everything.max() if is_max else everything.sum().pow(1 / norm_type)
+
+
+def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
+    """Return the parts of a shard's gradient that no earlier rank has too."""
+    split = get_split(parameter, group)
+    if split is None or split.is_even:
+        return [local(grad)]
+    return [part for _, part in parts_of_whole([part_of(grad)], split, group.rank, own=True)]
+
+
+# -- Loss scaling under which all ranks take a step, or none --------------------------------------
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` whose ranks agree whether gradients overflowed.
+
+    A gradient overflows on the rank that holds the shard; with torch's own that rank alone would
+    leave the step out, and the copies of what all ranks have would diverge.
+
+    Args:
+        device: The type of the devices that compute, such as "cuda" or "cpu".
+        group: The ranks; the current model-parallel group by default.
+        **kwargs: What else torch's takes, such as ``init_scale``.
+
+    Collectives: an all-reduce of one number in each step.
+    """
+
+    def __init__(self, device: str = "cuda", *, group: GroupLike = None, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self._group = as_group(group)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16
+        )
+        if self._group.size == 1:
+            return found
+        # One message, whatever devices this rank's gradients are on.
+        worst = found_inf.clone()
+        for flag in found.values():
+            worst = torch.maximum(worst, flag.to(worst.device))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group.handle)
+        return {device: worst.to(device) for device in found or {worst.device: worst}}
+
+
+# -- Whether the ranks of a copy have the same gradients of what they all hold --------------------
+
+
+_BLOCK = 1 << 20
+_TOLERANCE = 1e-2  # far above what the order of additions changes, far below what a forgotten sum does
+_ROUNDING = 1e-7  # of the largest gradient: what is nothing but rounding may differ
+
+
+@torch.no_grad()
+def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
+    """Make sure that ranks which hold a copy of a model together agree on its whole parameters' gradients.
+
+    Call it after a backward pass, on every rank. Parameters that are not split are the same on all ranks
+    of a group and stay so if their gradients are. They are not where such a parameter works on a rank's
+    own features or heads and its gradient is not summed, or where the ranks read different samples; then
+    each rank trains a model of its own. The backend ``shard`` calls it once, after the first backward
+    pass, and in debug mode after each, as :func:`clip_grad_norm_` of a model does.
+
+    Args:
+        model: The model, which may be wrapped.
+        group: The ranks of one copy; the current model-parallel group by default.
+
+    Raises:
+        DisagreementError: The gradients of a parameter differ; it is named, on every rank.
+
+    Collectives: an all-gather of three numbers for each parameter that is not split, and where they differ
+    one of the states of the random generators.
+
+    Example:
+        >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> check_gradients(model)
+    """
+    ranks = as_group(group)
+    whole = _whole(model)
+    if ranks.size == 1 or not whole:
+        return
+    mine = torch.stack([_described(p) for _, p in whole])  # (parameters, 3)
+    everyones = _gather(mine, ranks)  # (ranks, parameters, 3)
+    largest = everyones[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max().item()
+    for index, (name, _) in enumerate(whole):
+        found = everyones[:, index].tolist()
+        for rank, other in enumerate(found):
+            if _same(found[0], other, largest):
+                continue
+            raise DisagreementError(_disagreement(name, rank, found[0], other, _draw_alike(ranks, mine)))
+
+
+def _disagreement(name: str, rank: int, first: list[float], other: list[float], draw_alike: bool) -> str:
+    words = [f"norm {norm:.6g}" if has else "none" for has, norm, _ in (first, other)]
+    what = (
+        f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and {words[1]}), "
+        "though all of them hold the whole of it, and would train apart. "
+    )
+    if not draw_alike:
+        return what + (
+            "Their random numbers differ, so that they drop different elements of what all hold: give the "
+            "ranks of a copy one seed with torch.manual_seed(), and let no rank draw more than the others"
+        )
+    return what + (
+        "Its module works on one rank's features or heads: give it ts.Replicated() in the plan, or "
+        "ts.distributed.copy() in a model of your own. Or what all hold gets a dropout of each rank's own, "
+        "such as ts.nn.ParallelDropout. Or the ranks of a copy read different samples. ts.verify() names the "
+        "module if it is the plan"
+    )
+
+
+def _draw_alike(group: Group, near: Tensor) -> bool:
+    """Return whether the default generators of the ranks are in the same state.
+
+    Collectives: an all-gather of a number for each generator.
+    """
+    places = {torch.device("cpu"), near.device}
+    found = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
+    everyones = _gather(torch.tensor(found, dtype=torch.float64, device=near.device), group)
+    return bool((everyones == everyones[0]).all())
+
+
+def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List what is trained and not split; layers know it even where others made new parameters of theirs."""
+    shards = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, ParallelLayer)
+        for name, p in module._parameters.items()
+        if name in module.splits
+    }
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(name, p) for name, p in trained if id(p) not in shards and not holds_shard(p)]
+
+
+def _described(parameter: Tensor) -> Tensor:
+    """Return whether there is a gradient, its norm, and its product with fixed numbers."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros(3, dtype=torch.float64, device=parameter.device)
+    grad = local(grad)  # of a sharding beside ours
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    values = torch.view_as_real(grad) if grad.is_complex() else grad
+    described = torch.zeros(3, dtype=torch.float64, device=values.device)
+    described[0] = 1
+    for block in values.reshape(-1).split(_BLOCK):
+        wide = block.double()
+        described[1] += wide.square().sum()
+        described[2] += wide.dot(_numbers(values.device)[: wide.numel()])
+    described[1].sqrt_()
+    return described
+
+
+@functools.lru_cache(maxsize=4)
+def _numbers(device: torch.device) -> Tensor:
+    return torch.arange(_BLOCK, dtype=torch.float64, device=device).cos_()
+
+
+def _same(first: list[float], other: list[float], largest: float) -> bool:
+    if first[0] != other[0]:
+        return False
+    values = torch.tensor([first[1:], other[1:]], dtype=torch.float64)
+    if not values.isfinite().all():
+        return True  # what is not finite is found elsewhere
+    allowed = _TOLERANCE * max(first[1], other[1]) + _ROUNDING * largest
+    return bool((values[0] - values[1]).abs().max() <= allowed)
+
+
+def _gather(mine: Tensor, group: Group) -> Tensor:
+    everyones = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(everyones, mine, group=group.handle)
+    return torch.stack(everyones)
+
+
+# -- What optimizers over shards are given: groups of parameters, and the rows that a sparse gradient has
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> list[dict[str, Any]]:
+    """Return a model's trained parameters in groups for an optimizer, the same on all ranks.
+
+    Shards and parameters that all ranks have are kept apart, each tied parameter counted once.
+
+    Args:
+        model: The model.
+        weight_decay: Decay for matrices; vectors (biases, norms) then get none, in groups of their
+            own. ``None`` leaves decay to the optimizer.
+
+    Returns:
+        Dicts with "params", "name" and "sharded", and "weight_decay" where it was given; none of
+        them is empty.
+
+    Example:
+        >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
+        >>> [(g["name"], len(g["params"])) for g in parameter_groups(model, weight_decay=0.1)]
+        [('replicated, decayed', 1), ('replicated', 1)]
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decays = weight_decay is not None and parameter.dim() > 1
+            groups.setdefault((holds_shard(parameter), decays), []).append(parameter)
+    found = []
+    for (sharded, decays), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True):
+        name = ("sharded" if sharded else "replicated") + (", decayed" if decays else "")
+        group: dict[str, Any] = {"params": parameters, "name": name, "sharded": sharded}
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay if decays else 0.0
+        found.append(group)
+    return found
+
+
+def update_sampled_rows(optimizer: Optimizer) -> None:
+    """Let an optimizer touch only the rows that a sparse gradient has: of the parameter and of its state.
+
+    Most of torch's optimizers refuse sparse gradients, and its SGD moves all rows by their momentum. After
+    this call each step hands the optimizer those rows, gathered into a small parameter with its part of the
+    state, and writes them back. The rest keeps its values, its momentum and its moments; no weight decay
+    reaches it. That is how Partial FC (arXiv:2010.05222) updates the centers that were sampled, and what
+    :class:`torch.optim.SparseAdam` does for Adam. Parameters with dense gradients are treated as ever.
+
+    Args:
+        optimizer: One that treats each element independently: SGD, Adam, AdamW, Adagrad, RMSprop, ... State
+            that all elements share, such as the number of steps, counts every step.
+
+    Raises:
+        ConfigError: The optimizer is SparseAdam, which does so already; or, at a step with sparse gradients,
+            there is a closure.
+
+    Example:
+        >>> head = ts.nn.MarginCrossEntropy(16, 1000, sample_rate=0.1, sparse=True)
+        >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        >>> update_sampled_rows(optimizer)
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        msg = (
+            "SparseAdam touches the rows of a sparse gradient alone as it is: leave update_sampled_rows() out"
+        )
+        raise ConfigError(msg)
+    exchange = _Exchange()
+    optimizer.register_step_pre_hook(exchange.before)
+    optimizer.register_step_post_hook(exchange.after)
+
+
+class _Exchange:
+    """Puts small parameters in the place of those with sparse gradients during a step."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[list[Tensor], int, Tensor, Tensor, Tensor]] = []
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gather the rows."""
+        for parameters, i, parameter, small, _ in self._places:  # the last step ended in an error
+            parameters[i] = parameter
+            optimizer.state.pop(small, None)
+        self._places = []
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for i, parameter in enumerate(parameters):
+                if parameter.grad is None or not parameter.grad.is_sparse:
+                    continue
+                if any(callable(value) for value in (*args, *kwargs.values())):
+                    msg = (
+                        "a closure computes sparse gradients after update_sampled_rows() has looked at them; "
+                        "compute the loss and its gradients before step(), and call it without a closure"
+                    )
+                    raise ConfigError(msg)
+                grad = parameter.grad.coalesce()
+                rows = grad.indices()[0]
+                small = nn.Parameter(parameter.detach().index_select(0, rows))
+                small.grad = grad.values()
+                if parameter in optimizer.state:
+                    optimizer.state[small] = {
+                        key: value.index_select(0, rows) if _is_like(value, parameter) else value
+                        for key, value in optimizer.state[parameter].items()
+                    }
+                self._places.append((parameters, i, parameter, small, rows))
+        for parameters, i, _, small, _ in self._places:
+            parameters[i] = small
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Write the rows back."""
+        for parameters, i, parameter, small, rows in self._places:
+            parameters[i] = parameter
+            parameter.index_copy_(0, rows, small)
+            state = optimizer.state[parameter]
+            for key, value in optimizer.state.pop(small, {}).items():
+                if not _is_like(value, small):
+                    state[key] = value
+                    continue
+                if not _is_like(state.get(key), parameter):
+                    state[key] = value.new_zeros(parameter.shape)
+                state[key].index_copy_(0, rows, value)
+        self._places = []
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
