@@ -228,7 +228,10 @@ class Scattering:
 
 
 def _kind(value: Any) -> str:
-    return "list" if isinstance(value, list) else type(value).__name__.removeprefix("_Uncut").lower()
+    if isinstance(value, list):
+        return "list"
+    name = type(value).__name__
+    return name.removeprefix("_Uncut").lower() if name.startswith("_Uncut") else name
 
 
 def _in_a_list(rows: int, samples: int) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from tp_shard._verify._call import copied
 
 __all__ = ["bytes_needed", "probe_copy", "repeated_blocks"]
 
 _DEEP = 4  # how far configurations of blocks are compared
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: bool) -> nn.Module:
@@ -123,7 +124,7 @@ def _draw(module: nn.Module, p: Tensor, name: str, generator: torch.Generator) -
     values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
     if p.dim() > 1:
         # With weights that are too large, a softmax later on has one 1, and gradients that are rounding.
-        taken = p[0].numel() if isinstance(module, _ConvNd) else p.size(-1)
+        taken = p[0].numel() if isinstance(module, _CONVOLUTIONS) else p.size(-1)
         return values / math.sqrt(max(1, taken))
     return 0.3 * values + (1.0 if name == "weight" else 0.0)
 
