@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.plugins import CollateAdapter, Job, Parts, Verdict, registry
-from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._backend import TupleBackend
+from tp_tuple._loading import TupleCollateAdapter
 
 CPU = torch.device("cpu")
 

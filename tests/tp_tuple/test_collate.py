@@ -16,7 +16,7 @@ from torch.utils.data import default_collate as torch_default_collate
 from tp_core import tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.plugins import Parts
-from tp_tuple import Speeds, TupleParallel, _weights, cat, default_collate, restore_order, tp_collate
+from tp_tuple import Speeds, TupleParallel, _balance, cat, default_collate, restore_order, tp_collate
 
 
 class Item(NamedTuple):
@@ -179,10 +179,10 @@ def test_wrong_arguments_are_refused(make, message):
 
 
 def test_memory_weights_on_a_device_that_tells_none_are_an_error(monkeypatch):
-    monkeypatch.setattr(_weights, "free_nbytes", lambda device: {0: 600, 1: None}[device.index])
-    assert _weights.free_memory([torch.device("xpu:0")] * 2) == [300.0, 300.0]
-    with pytest.raises(ConfigError, match="how much memory is free on xpu:1, which does not tell; give num"):
-        _weights.free_memory([torch.device("xpu:1")])
+    monkeypatch.setattr(_balance, "free_nbytes", lambda device: {0: 600, 1: None}[device.index])
+    assert _balance.free_memory([torch.device("xpu:0")] * 2) == [300.0, 300.0]
+    with pytest.raises(ConfigError, match="needs the free memory of xpu:1, which does not report it"):
+        _balance.free_memory([torch.device("xpu:1")])
 
 
 def test_memory_weights_share_the_memory_that_is_free():
@@ -215,7 +215,7 @@ class Slow(nn.Module):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("tp_tuple._timing.time", clock)
+    monkeypatch.setattr("tp_tuple._balance.time", clock)
     return clock
 
 

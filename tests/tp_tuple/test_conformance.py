@@ -4,9 +4,8 @@ import pytest
 import torch
 from tp_core import tree_leaves
 from tp_core.testing import AdapterConformance, BackendConformance
-from tp_tuple._adapter import TupleCollateAdapter
 from tp_tuple._backend import TupleBackend
-from tp_tuple._loading import AdaptedCollate
+from tp_tuple._loading import AdaptedCollate, TupleCollateAdapter
 
 
 class TestAdapter(AdapterConformance):

@@ -6,8 +6,7 @@ from torch import nn
 from tp_core.testing import BackendConformance, GpuWrapperConformance
 from tp_tuple import Batch, TupleParallel, cat, recursive_cuda, tp_collate
 from tp_tuple._backend import TupleBackend
-from tp_tuple._timing import Stopwatch
-from tp_tuple._weights import free_memory
+from tp_tuple._balance import Stopwatch, free_memory
 
 GPU = "cuda:0"
 pytestmark = pytest.mark.gpu

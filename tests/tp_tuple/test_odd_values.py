@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from tp_core.errors import ConfigError
 from tp_tuple import TupleParallel, cat, tp_collate
-from tp_tuple._adapter import TupleCollateAdapter
+from tp_tuple._loading import TupleCollateAdapter
 
 
 def packed(items):

@@ -10,18 +10,18 @@ from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
     from tp_tuple import compat as compat
+    from tp_tuple._balance import Speeds as Speeds
     from tp_tuple._batch import Batch as Batch
     from tp_tuple._collate import TupleCollate as TupleCollate
     from tp_tuple._collate import default_collate as default_collate
     from tp_tuple._collate import restore_order as restore_order
     from tp_tuple._collate import tp_collate as tp_collate
+    from tp_tuple._functions import Tuplewise as Tuplewise
     from tp_tuple._functions import cat as cat
     from tp_tuple._functions import tuple_fn as tuple_fn
+    from tp_tuple._functions import tuplewise as tuplewise
     from tp_tuple._options import TupleOptions as TupleOptions
-    from tp_tuple._speeds import Speeds as Speeds
     from tp_tuple._tuple_parallel import TupleParallel as TupleParallel
-    from tp_tuple._tuplewise import Tuplewise as Tuplewise
-    from tp_tuple._tuplewise import tuplewise as tuplewise
     from tp_tuple.compat import cuda_attrs as cuda_attrs
     from tp_tuple.compat import cuda_fields as cuda_fields
     from tp_tuple.compat import recursive_cuda as recursive_cuda
@@ -32,13 +32,12 @@ else:
         __name__,
         {
             "tp_tuple": ["compat"],
+            "tp_tuple._balance": ["Speeds"],
             "tp_tuple._batch": ["Batch"],
             "tp_tuple._collate": ["TupleCollate", "default_collate", "restore_order", "tp_collate"],
-            "tp_tuple._functions": ["cat", "tuple_fn"],
+            "tp_tuple._functions": ["Tuplewise", "cat", "tuple_fn", "tuplewise"],
             "tp_tuple._options": ["TupleOptions"],
-            "tp_tuple._speeds": ["Speeds"],
             "tp_tuple._tuple_parallel": ["TupleParallel"],
-            "tp_tuple._tuplewise": ["Tuplewise", "tuplewise"],
             "tp_tuple.compat": ["cuda_attrs", "cuda_fields", "recursive_cuda"],
         },
     )

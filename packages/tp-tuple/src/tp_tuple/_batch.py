@@ -1,4 +1,4 @@
-"""Moving nested values and custom objects."""
+"""Batch objects that move with all their attributes, and functions that move nested values."""
 
 import copy
 from typing import Any, Self, TypeVar
@@ -33,11 +33,11 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
         >>> recursive_cuda({"x": [torch.zeros(2), "name"]}, "cpu")["x"][1]
         'name'
     """
-    target = as_device(_current(device))
+    target = as_device(_device_or_current(device))
     options = {"non_blocking": True} if non_blocking else {}
 
     def move(value: Any) -> Any:
-        if not _has_cuda_alone(type(value)) or target.type == "cuda":
+        if not _has_only_cuda(type(value)) or target.type == "cuda":
             return recursive_to(value, target, non_blocking=non_blocking)
         moved = value.cuda(target, **options)
         if moved is None:
@@ -50,15 +50,15 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
     return result
 
 
-def _has_cuda_alone(cls: type) -> bool:
-    return _can(cls, "cuda") and not _can(cls, "to")
+def _has_only_cuda(cls: type) -> bool:
+    return _has_method(cls, "cuda") and not _has_method(cls, "to")
 
 
 def _moves_itself(cls: type) -> bool:
-    return _can(cls, "cuda") or _can(cls, "to")
+    return _has_method(cls, "cuda") or _has_method(cls, "to")
 
 
-def _can(cls: type, name: str) -> bool:
+def _has_method(cls: type, name: str) -> bool:
     return not issubclass(cls, type) and callable(getattr(cls, name, None))
 
 
@@ -80,7 +80,7 @@ def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = Fal
         DeviceError: No device was named and there is no accelerator.
     """
     moved = recursive_cuda(_attributes(obj), device, non_blocking=non_blocking)
-    return _with(obj, moved)
+    return _set_attributes(obj, moved)
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _slots_of(cls: type) -> list[str]:
     return [name for name in names if name not in {"__dict__", "__weakref__"}]
 
 
-def _with(obj: T, values: dict[str, Any]) -> T:
+def _set_attributes(obj: T, values: dict[str, Any]) -> T:
     for name, value in values.items():
         object.__setattr__(obj, name, value)  # frozen dataclasses refuse plain assignment
     return obj
@@ -141,10 +141,10 @@ class Batch:
         Raises:
             TransferError: The object has no attributes.
         """
-        return _with(copy.copy(self), recursive_pin(_attributes(self)))
+        return _set_attributes(copy.copy(self), recursive_pin(_attributes(self)))
 
 
-def _current(device: Device | None) -> Device:
+def _device_or_current(device: Device | None) -> Device:
     if device is not None:
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -9,10 +9,8 @@ from tp_core.errors import ConfigError
 from tp_core.internal import seeded
 from tp_core.plugins import Parts, restore_order
 
-from tp_tuple._speeds import Speeds
-from tp_tuple._split import balanced_rows, consecutive_rows
-from tp_tuple._transpose import per_value
-from tp_tuple._weights import Weights, check_weights, resolve_weights
+from tp_tuple._balance import Speeds, Weights, balanced_rows, check_weights, consecutive_rows, resolve_weights
+from tp_tuple._functions import per_value
 
 __all__ = [
     "MeasuredParts",
@@ -30,7 +28,7 @@ _VALUES = frozenset({Tensor, float, int})
 
 
 class MeasuredParts(Parts):
-    """Parts whose sizes follow measured speeds, and where whoever runs them notes new ones."""
+    """Parts with sizes by measured speeds; what runs them notes new speeds."""
 
     speeds: Speeds
 
@@ -56,7 +54,7 @@ class Splitter:
         select: Takes rows out of a container of items; see `tp_collate`.
 
     Attributes:
-        speeds: Where speeds are measured, with ``weights="auto"``; else ``None``.
+        speeds: The `Speeds` of ``weights="auto"``, or ``None``.
     """
 
     def __init__(
@@ -104,10 +102,8 @@ class Splitter:
         except (LookupError, TypeError) as error:
             raise ConfigError(_needs_select(items)) from error
 
-    def collated(
-        self, collate_fn: Callable[[Any], T], items: Any, pieces: Sequence[Sequence[int]]
-    ) -> list[T]:
-        """Return what a collate function makes of each piece; its errors say of how many items."""
+    def collate(self, collate_fn: Callable[[Any], T], items: Any, pieces: Sequence[Sequence[int]]) -> list[T]:
+        """Return what a collate function makes of each piece; its errors name how many items."""
         batches = []
         for rows in pieces:
             try:
@@ -156,7 +152,7 @@ class TupleCollate:
 
     @property
     def speeds(self) -> Speeds | None:
-        """Where speeds are measured, with ``weights="auto"``."""
+        """The `Speeds` of ``weights="auto"``, or ``None``."""
         return self.splitter.speeds
 
     def __call__(self, items: Any) -> Any:
@@ -167,7 +163,7 @@ class TupleCollate:
             if isinstance(whole, Tensor):
                 return splitter.label(whole.split_with_sizes(counts), counts, None)
             return tuple([splitter.label(tensor.split_with_sizes(counts), counts, None) for tensor in whole])
-        batches = splitter.collated(self.collate_fn, items, pieces)
+        batches = splitter.collate(self.collate_fn, items, pieces)
         if self._is_torchs and isinstance(batches[0], list) and isinstance(batches[0][0], str | bytes):
             return splitter.label(batches, counts, order)  # text stays a list of the items themselves
         if not self._has_values:
@@ -183,7 +179,7 @@ class TupleCollate:
             ConfigError: The collate function returned a list with an entry for each item.
         """
         if not all(type(batch) in _PLAIN for batch in batches):
-            return  # of named tuples and all else one knows what they are
+            return  # named tuples and other classes are never lists of items
         lengths, counts = [len(batch) for batch in batches], [len(rows) for rows in pieces]
         if len(set(lengths)) > 1 and lengths != counts:
             return  # that is refused in any case
@@ -208,7 +204,7 @@ class TupleCollate:
         with seeded(0):
             try:
                 batch = self.collate_fn(items)
-            except Exception:  # noqa: BLE001 - it may refuse such a number of items: that tells nothing
+            except Exception:  # noqa: BLE001 - it may refuse such a number of items: then it stays unknown
                 return None
         return len(batch) if type(batch) in _PLAIN else None
 
@@ -258,7 +254,7 @@ def tp_collate(
             which makes plain lists of tuples: give a `Speeds` to both sides instead.
         cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``, not below 0. Parts then have nearly
             equal total cost, by the longest-processing-time rule (Graham, 1969), and `restore_order` undoes
-            it: ``.order`` of the tuples tells how.
+            it, by the ``.order`` of the tuples.
         select: ``select(items, rows)`` takes rows out of a container of items that is not a list: a
             table that a dataset's ``__getitems__`` returns, say. It needs a length.
 

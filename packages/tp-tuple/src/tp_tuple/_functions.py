@@ -1,6 +1,6 @@
-"""Functions over tuples of parts."""
+"""Functions over tuples of parts: from one value per part to parts per value, and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, overload
 
@@ -8,12 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import tree_leaves
+from tp_core.errors import ConfigError, TransferError
 from tp_core.internal import containers, join_cut
 from tp_core.replicas import Replicas
-
-from tp_tuple._transpose import arguments_of_parts, per_value
-
-__all__ = ["cat", "tuple_fn"]
 
 _CONTAINERS = containers()
 
@@ -112,3 +109,154 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
 
 def _device_of(part: Any) -> torch.device:
     return next((x.device for x in tree_leaves(part) if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+class Tuplewise:
+    """Applies attribute look-ups and indexing to each of several items.
+
+    Args:
+        items: A list or tuple.
+
+    Raises:
+        ConfigError: ``items`` is not a list or tuple.
+
+    Example:
+        >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0]
+        [0, 2, 4]
+        >>> Tuplewise([1 + 2j, 3j]).imag
+        [2.0, 3.0]
+    """
+
+    __slots__ = ("_tuplewise_items",)
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        if not isinstance(items, tuple | list):
+            msg = f"Tuplewise takes a list or tuple, got {type(items).__name__}: {items!r:.80}"
+            raise ConfigError(msg)
+        self._tuplewise_items = items
+
+    def __getattribute__(self, name: str) -> Any:
+        # Python itself asks for names like __class__; those stay this object's own.
+        if name == "_tuplewise_items" or (name.startswith("__") and name.endswith("__")):
+            return object.__getattribute__(self, name)
+        return [getattr(item, name) for item in self._tuplewise_items]
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        return [item[key] for item in self._tuplewise_items]
+
+    def __len__(self) -> int:
+        return len(self._tuplewise_items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tuplewise_items)
+
+    def __repr__(self) -> str:
+        return f"Tuplewise({self._tuplewise_items!r})"
+
+
+def tuplewise(items: Sequence[Any]) -> Tuplewise:
+    """Return ``Tuplewise(items)``: another way to write it.
+
+    Raises:
+        ConfigError: ``items`` is not a list or tuple.
+    """
+    return Tuplewise(items)
+
+
+def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappings: bool) -> Any:
+    """Turn the parts' results into one value with an entry per part.
+
+    Tuples, lists and named tuples of k values become k values, each with an entry per part; so do
+    mappings, if ``mappings``; anything else becomes one value.
+
+    Args:
+        results: One result per part.
+        make: Makes a value from its entries.
+        mappings: Whether to look into mappings.
+
+    Raises:
+        ConfigError: The parts have different numbers of values, or different keys.
+    """
+    first = results[0]
+    if isinstance(first, PackedSequence):  # a tuple by inheritance, a value by use
+        return make(list(results))
+    if isinstance(first, tuple | list):
+        lengths = [len(r) if isinstance(r, tuple | list) else None for r in results]
+        if any(n != len(first) for n in lengths):
+            msg = (
+                f"all parts must have the same number of values, got {lengths} (None: no tuple or "
+                "list at all); return the same shape of result from every part"
+            )
+            raise ConfigError(msg)
+        values = [make(list(column)) for column in zip(*results, strict=True)]
+        return type(first)._make(values) if hasattr(first, "_make") else tuple(values)
+    if mappings and isinstance(first, Mapping):
+        for i, result in enumerate(results):
+            if not isinstance(result, Mapping) or result.keys() != first.keys():
+                keys = sorted(map(str, result)) if isinstance(result, Mapping) else type(result).__name__
+                msg = (
+                    f"all parts must have the same keys, got {sorted(map(str, first))} and in part {i} {keys}"
+                )
+                raise ConfigError(msg)
+        return _like(first, [make([r[key] for r in results]) for key in first])
+    return make(list(results))
+
+
+def _like(mapping: Mapping[Any, Any], values: list[Any]) -> Any:
+    """Return a mapping of the same type and keys, or a dict where the type cannot be made from one."""
+    container = _CONTAINERS[type(mapping)]
+    if container is not None:
+        try:
+            return container.rebuild(mapping, values)
+        except TransferError:  # torch's default_collate falls back to a dict too
+            pass
+    return dict(zip(mapping, values, strict=True))
+
+
+def arguments_of_parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int | None
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Turn arguments that are tuples of parts into the arguments of each part.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        most: The most parts there may be; ``None`` for any number.
+
+    Raises:
+        ConfigError: An argument is not a tuple or list, or has another number of parts; or there are none.
+    """
+    if not args and not kwargs:
+        msg = "expected at least one argument, a tuple or list with one entry per part"
+        raise ConfigError(msg)
+    count = -1
+    for i, arg in enumerate(args):
+        count = _count(i, arg, count, most)
+    for name, arg in kwargs.items():
+        count = _count(name, arg, count, most)
+    if not kwargs:
+        if count == 1:  # one device must cost next to nothing
+            return [(tuple([a[0] for a in args]), {})]
+        return [(a, {}) for a in zip(*args, strict=True)]
+    return [(tuple([a[i] for a in args]), {name: a[i] for name, a in kwargs.items()}) for i in range(count)]
+
+
+def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
+    """Return the number of parts of the argument with that place or name."""
+    if not isinstance(arg, tuple | list) or isinstance(arg, PackedSequence):
+        shape = getattr(arg, "shape", None)
+        what = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
+        msg = (
+            f"argument {name!r} must be a tuple or list with one part per device, "
+            f"got {type(arg).__name__}{what}; tp_tuple.tp_collate makes a loader's batches so"
+        )
+        raise ConfigError(msg)
+    given = len(arg)
+    if count >= 0 and given != count:
+        msg = f"argument {name!r} must have {count} parts like the arguments before it, got {given}"
+        raise ConfigError(msg)
+    if given == 0 or (most is not None and given > most):
+        expected = "at least 1" if most is None else f"1 to {most}"
+        msg = f"argument {name!r} must have {expected} parts, one per device, got {given}"
+        raise ConfigError(msg)
+    return given

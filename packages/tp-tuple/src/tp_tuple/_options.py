@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # options cost next to nothing
-    from tp_tuple._weights import Weights
+    from tp_tuple._balance import Weights
 
 __all__ = ["TupleOptions"]
 

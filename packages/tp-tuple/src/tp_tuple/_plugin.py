@@ -22,6 +22,6 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 @hookimpl
 def tp_collate_adapters() -> "Iterable[CollateAdapter]":
     """Bring the adapter for lists of items of any type."""
-    from tp_tuple._adapter import TupleCollateAdapter
+    from tp_tuple._loading import TupleCollateAdapter
 
     return [TupleCollateAdapter()]

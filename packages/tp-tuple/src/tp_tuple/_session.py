@@ -20,12 +20,10 @@ from tp_core.plugins import (
 )
 from tp_core.replicas import Replicas
 
+from tp_tuple._balance import Speeds, resolve_weights, run_timed
 from tp_tuple._loading import AdaptedCollate, PlacedParts, find_adapters
-from tp_tuple._meeting import Meeting, meeting_here
 from tp_tuple._options import TupleOptions
-from tp_tuple._speeds import Speeds
-from tp_tuple._timing import timed
-from tp_tuple._weights import resolve_weights
+from tp_tuple._part_gather import PartGather, current_part_gather
 
 __all__ = ["TupleSession"]
 
@@ -52,9 +50,9 @@ class TupleSession(Session):
         self._force_copies = options.force_copies
         self._adapters = find_adapters(options.adapter)
         self._replicas: dict[int, Replicas] = {}
-        # Models that one step gets together have replicas of their own, where they share what they share.
+        # Models that one step gets together are replicated as one, so that what they share stays shared.
         self._together: dict[tuple[int, ...], nn.ModuleList] = {}
-        self._meetings: list[Meeting] = []  # the steps that run now, each on several parts
+        self._gathers: list[PartGather] = []  # of the steps that run now on several parts
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move ``model`` to the first device and make its replicas.
@@ -155,16 +153,15 @@ class TupleSession(Session):
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
         parts = batch[:]
-        meeting = Meeting(len(parts), batch.order, in_turn=len(parts) > 1 and replicas.runs_in_turn)
+        gather = PartGather(len(parts), batch.order, in_turn=len(parts) > 1 and replicas.runs_in_turn)
         if len(parts) > 1:
-            self._meetings.append(meeting)
+            self._gathers.append(gather)
         try:
-            outputs = meeting.run(
-                partial(self._run_parts, replicas=replicas, counts=batch.counts), step, parts
-            )
+            run_parts = partial(self._run_parts, replicas=replicas, counts=batch.counts)
+            outputs = gather.run(run_parts, step, parts)
         finally:
             if len(parts) > 1:
-                self._meetings.remove(meeting)
+                self._gathers.remove(gather)
         if len(outputs) == 1:
             only: StepOutput = outputs[0]
             return only
@@ -176,16 +173,16 @@ class TupleSession(Session):
     ) -> list[Any]:
         speeds = self._speeds
         if speeds is not None and not speeds.is_settled:
-            return timed(replicas, step, parts, counts=counts, speeds=speeds)
+            return run_timed(replicas, step, parts, counts=counts, speeds=speeds)
         return replicas.run(step, parts)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
-        """Make sure that this is not called in a step on one device's part, unless the parts meet there.
+        """Make sure that this is not called in a step on one device's part, unless the parts gather there.
 
         Raises:
             StepError: It is.
         """
-        if self._meetings and not may_meet:
+        if self._gathers and not may_meet:
             msg = (
                 f"{what} was called within the step, which 'tuple' runs on each device's part of the batch; "
                 "call it on what trainer.run() returns, which is of the whole batch, give metrics= to fit() "
@@ -197,24 +194,23 @@ class TupleSession(Session):
         """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
 
         Raises:
-            StepError: There is no such step under way; or the parts cannot meet, or do not go together.
+            StepError: There is no such step under way; or the parts cannot wait for each other,
+                or do not go together.
         """
-        meeting = meeting_here()
-        if meeting is None and self._meetings:
+        gather = current_part_gather()
+        if gather is None and self._gathers:
             msg = (
                 "all_gather() was called in a thread that the step, or the model, has started: it is not "
                 "known to which part of the batch it belongs; call it in the step's own thread"
             )
             raise StepError(msg)
-        return super().gather_parts(rows) if meeting is None else meeting.gather(rows)
+        return super().gather_parts(rows) if gather is None else gather.gather(rows)
 
     def close(self) -> None:
         """Release the replicas and end their threads."""
         self._replicas.clear()
         self._together.clear()
         super().close()
-
-    # -- the machinery ----------------------------------------------------------------------------
 
     def _replicas_of(self, model: nn.Module) -> Replicas:
         replicas = self._replicas.get(id(model))

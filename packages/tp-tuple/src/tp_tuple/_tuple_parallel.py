@@ -10,14 +10,9 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Parts
 from tp_core.replicas import ReplicaWrapper, untraced
 
+from tp_tuple._balance import Speeds, run_timed
 from tp_tuple._collate import MeasuredParts
-from tp_tuple._functions import cat
-from tp_tuple._names import use_module_names
-from tp_tuple._speeds import Speeds
-from tp_tuple._timing import timed
-from tp_tuple._transpose import arguments_of_parts, per_value
-
-__all__ = ["TupleParallel"]
+from tp_tuple._functions import arguments_of_parts, cat, per_value
 
 _PLAIN = {tuple, list}  # a subclass may know more of its parts, such as how fast they were
 
@@ -129,11 +124,11 @@ class TupleParallel(ReplicaWrapper):
         speeds = _speeds_of(args, kwargs) if self.speeds is None else self.speeds
         call = _call
         devices = replicas.devices
-        if self.transfer_input and not _are_there(parts, devices):
+        if self.transfer_input and not _are_placed(parts, devices):
             parts = [(*part, device) for part, device in zip(parts, devices, strict=False)]
             call = _move_and_call
         if speeds is not None and not speeds.is_settled:
-            outputs = timed(replicas, call, parts, counts=_counts_of(args, kwargs), speeds=speeds)
+            outputs = run_timed(replicas, call, parts, counts=_counts_of(args, kwargs), speeds=speeds)
         else:
             outputs = replicas.run(call, parts)
         return self._result(outputs)
@@ -142,7 +137,7 @@ class TupleParallel(ReplicaWrapper):
         """Run the module on the only device."""
         if self.transfer_input:
             device = self.device_ids[0]
-            inputs = [_moved(x, device) for x in inputs]
+            inputs = [_move(x, device) for x in inputs]
         return module(*inputs)
 
     def _result(self, outputs: list[Any]) -> Any:
@@ -222,16 +217,16 @@ def _call(replica: nn.Module, part: Any) -> Any:
 
 def _move_and_call(replica: nn.Module, part: Any) -> Any:
     args, kwargs, device = part
-    moved = [_moved(a, device) for a in args]
+    moved = [_move(a, device) for a in args]
     if not kwargs:
         return replica(*moved)
-    return replica(*moved, **{name: _moved(a, device) for name, a in kwargs.items()})
+    return replica(*moved, **{name: _move(a, device) for name, a in kwargs.items()})
 
 
-def _are_there(parts: Sequence[Any], devices: Sequence[torch.device]) -> bool:
+def _are_placed(parts: Sequence[Any], devices: Sequence[torch.device]) -> bool:
     """Return whether all arguments are tensors on the devices of their parts.
 
-    It is asked before the replicas run: among them the question takes ten times as long.
+    Asked before the replicas run: among their threads the question takes ten times as long.
     """
     for (args, kwargs), device in zip(parts, devices, strict=False):
         if kwargs:
@@ -242,7 +237,7 @@ def _are_there(parts: Sequence[Any], devices: Sequence[torch.device]) -> bool:
     return True
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
     if type(value) is Tensor and value.device == device:  # most of all calls, and most of the cost
         return value
     # A copy to the CPU that is not waited for would be read before it is there.
@@ -265,3 +260,32 @@ def _counts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int] |
         if all(isinstance(p, Tensor) and p.dim() for p in arg):
             return [p.shape[0] for p in arg]
     return None
+
+
+def use_module_names(wrapper: nn.Module) -> None:
+    """Leave ``module.`` out of the names in ``wrapper``'s states, and of those that loading reports."""
+    wrapper.register_state_dict_post_hook(_leave_out_module)
+    wrapper.register_load_state_dict_pre_hook(_note_prefix)
+    wrapper.register_load_state_dict_post_hook(_report_without_module)
+
+
+def _leave_out_module(_wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    inner = f"{prefix}module."
+    values = {key: state.pop(key) for key in [key for key in state if key.startswith(inner)]}
+    state.update({prefix + key.removeprefix(inner): value for key, value in values.items()})
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        # Under both names: those without are for the plain module, loading looks for the others.
+        own = {key: value for key, value in versions.items() if f"{key}.".startswith(inner)}
+        versions.update({f"{prefix}{key[len(inner) :]}".rstrip("."): v for key, v in own.items()})
+
+
+def _note_prefix(wrapper: nn.Module, _state: dict[str, Any], prefix: str, *_: Any) -> None:
+    wrapper.__dict__["_loading_prefix"] = prefix
+
+
+def _report_without_module(wrapper: nn.Module, incompatible: Any) -> None:
+    prefix = wrapper.__dict__.pop("_loading_prefix")
+    missing: list[str] = incompatible.missing_keys
+    inner = f"{prefix}module."
+    missing[:] = [prefix + key.removeprefix(inner) if key.startswith(inner) else key for key in missing]
