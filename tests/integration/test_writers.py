@@ -567,8 +567,7 @@ def log_much(logger):
 
 
 def write_journal(folder):
-    from tp_runner._command._journal import Journal
-    from tp_runner._command._readers import Record
+    from tp_runner._command._files import Journal, Record
 
     with Journal(folder / "out.jsonl") as journal, full_disk(5_000):
         for n in range(1000):

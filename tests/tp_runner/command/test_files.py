@@ -9,11 +9,9 @@ import os
 import pytest
 from PIL import Image
 from tp_core.errors import ConfigError, StateError
-from tp_runner._command import _journal
+from tp_runner._command import _files
 from tp_runner._command._command import app
-from tp_runner._command._journal import Journal
-from tp_runner._command._outputs import write_table
-from tp_runner._command._readers import Record, find, read
+from tp_runner._command._files import Journal, Record, find, read, write_table
 from typer.testing import CliRunner
 
 MODULE = """
@@ -211,7 +209,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(_journal, "write_all", full)
+    monkeypatch.setattr(_files, "write_all", full)
     out = tmp_path / "out.jsonl"
     with (
         pytest.raises(StateError, match=r"out.jsonl cannot be written: .*No space left"),

@@ -1,7 +1,7 @@
 """How many chunks a worker may have been given at a time."""
 
 import pytest
-from tp_runner._scheduling._chunking import Chunking
+from tp_runner._scheduling._run import Chunking
 
 
 def learned(item_s):

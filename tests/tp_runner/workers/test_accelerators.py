@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_runner._workers import _identity
+from tp_runner._workers import _item
 from tp_runner._workers._process import _limits
 
 FORK = SimpleNamespace(start_method="fork")
@@ -35,6 +35,6 @@ def test_a_fork_of_a_process_that_has_used_the_accelerator_is_refused(module):
 
 
 def test_generators_of_accelerators_in_use_are_kept(module):
-    assert _identity._devices_in_use() == [torch.device("xpu:0"), torch.device("xpu:1")]
+    assert _item._devices_in_use() == [torch.device("xpu:0"), torch.device("xpu:1")]
     module.is_initialized = lambda: False
-    assert _identity._devices_in_use() == ()
+    assert _item._devices_in_use() == ()

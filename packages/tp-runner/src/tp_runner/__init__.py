@@ -12,12 +12,12 @@ The way of an item, and the files that it passes::
         v
     _scheduling/                             whoever waits for results does all of this, for every run
         Source.take                          _source: lists at once, anything else through a thread
-        Run.next_chunk                       _run: order;  _chunking: how many items travel together
-        Scheduler.dispatch                   _scheduler: the runs take turns;  _assignments: who has what
+        Run.next_chunk                       _run: order, how many items travel together, who has what
+        Scheduler.dispatch                   _scheduler: the runs take turns
         |  ^
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
-        InlineFleet, ThreadFleet             _inline, _thread
+        InlineFleet, ThreadFleet             _thread
         RayFleet                             _ray/
         ProcessFleet                         _process/_fleet, _handle
             Codec.encode                     _codec: into shared memory, large buffers beside the pickle;
@@ -26,17 +26,17 @@ The way of an item, and the files that it passes::
                |  ^
                |  ^                          _spawn, _forkserver: how the process came to be; _setup
                v  |                          _shared_memory: what it runs, there once for all
-            WorkerProcess                    _worker;  what it runs: ../_program, ../_work, ../_batching
+            WorkerProcess                    _worker;  what it runs: ../_work, ../_batching
             ReplyWriter                      _codec: results, log records, failures
         |  ^
         v  |
     Scheduler._on_events
         a failure, death or timeout          _retries: a pure policy; facts in, a decision out
-        a worker that has done enough        _assignments
+        a worker that has done enough        _run
         Run.next_finished                    in order, or as it comes
         |
         v
-    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_futures, _async_stream
+    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _map
 
 ``tp run`` is in ``tp_runner._command``; easycore's spellings are in ``tp_runner.compat``.
 """
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from tp_runner._stats import StageStats as StageStats
     from tp_runner._stats import WorkerStats as WorkerStats
     from tp_runner._stream import ResultStream as ResultStream
-    from tp_runner._workers._identity import WorkerInfo as WorkerInfo
-    from tp_runner._workers._identity import worker as worker
     from tp_runner._workers._item import ItemInfo as ItemInfo
     from tp_runner._workers._item import ItemRng as ItemRng
+    from tp_runner._workers._item import WorkerInfo as WorkerInfo
     from tp_runner._workers._item import item as item
+    from tp_runner._workers._item import worker as worker
     from tp_runner.errors import ItemTimeoutError as ItemTimeoutError
     from tp_runner.errors import NotPicklableError as NotPicklableError
     from tp_runner.errors import RunCancelledError as RunCancelledError
@@ -88,8 +88,7 @@ else:
             "tp_runner._runner": ["OrderedRunner", "UnorderedRunner"],
             "tp_runner._stats": ["RunnerStats", "StageStats", "WorkerStats"],
             "tp_runner._stream": ["ResultStream"],
-            "tp_runner._workers._identity": ["WorkerInfo", "worker"],
-            "tp_runner._workers._item": ["ItemInfo", "ItemRng", "item"],
+            "tp_runner._workers._item": ["ItemInfo", "ItemRng", "WorkerInfo", "item", "worker"],
             "tp_runner.errors": [
                 "ItemTimeoutError",
                 "NotPicklableError",

@@ -1,6 +1,6 @@
 """The engines of this package, and opening a pool on one of them or on a plugin's.
 
-Nothing here imports torch; :mod:`tp_runner._registered` shows the same engines to tp_core's registry.
+Nothing here imports torch; :mod:`tp_runner._plugin` shows the same engines to tp_core's registry.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ ENGINES = {
     for spec in (
         EngineSpec(
             "inline",
-            "tp_runner._workers._inline:InlineFleet",
+            "tp_runner._workers._thread:InlineFleet",
             10,
             "one item after the other, in the caller's thread",
             unfit=_RAY
@@ -137,7 +137,7 @@ class PoolFactory:
         for work in program.works:
             refuse_async(work)
         if has_copies(engine, devices):
-            from tp_runner._workers._copied_generators import warn_of_copied_generators
+            from tp_runner._workers._item import warn_of_copied_generators
 
             warn_of_copied_generators(
                 [*program.works, options.get("collate")], getattr(program, "cfg", None), stacklevel=3

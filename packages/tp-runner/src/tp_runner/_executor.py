@@ -11,7 +11,7 @@ from tp_runner._devices import resolve
 from tp_runner._engines import PoolFactory, has_copies
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle, in_turn
-from tp_runner._workers._copied_generators import warn_of_copied_generators
+from tp_runner._workers._item import warn_of_copied_generators
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:

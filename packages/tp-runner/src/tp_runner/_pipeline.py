@@ -18,7 +18,7 @@ from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, in_turn
 from tp_runner._stats import StageStats
 from tp_runner._stream import Interruption, OpenRun, ResultStream
-from tp_runner._workers._program import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
+from tp_runner._workers._work import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
 from tp_runner.errors import ItemError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle
 from tp_runner._stats import RunnerStats
 from tp_runner._stream import ResultStream
-from tp_runner._workers._program import ClassProgram
+from tp_runner._workers._work import ClassProgram
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class _Runner:
         Raises:
             RunnerClosedError: The runner is closed.
         """
-        from tp_runner._async_stream import AsyncResultStream
+        from tp_runner._map import AsyncResultStream
 
         return AsyncResultStream(self._running(), items, progress=self._progress)
 

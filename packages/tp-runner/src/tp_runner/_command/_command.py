@@ -15,9 +15,20 @@ import typer
 from tp_core.errors import ConfigError, TpError
 from tp_core.internal import check_process_count, did_you_mean, file_meant, raised_where
 
-from tp_runner._command._journal import Journal, owned, saving
-from tp_runner._command._outputs import is_folder, journal_of, with_images, write_table
-from tp_runner._command._readers import FORMATS, Record, find, import_extra, read
+from tp_runner._command._files import (
+    FORMATS,
+    Journal,
+    Record,
+    find,
+    import_extra,
+    is_folder,
+    journal_of,
+    owned,
+    read,
+    saving,
+    with_images,
+    write_table,
+)
 from tp_runner._devices import resolve
 from tp_runner._runner import OrderedRunner, UnorderedRunner
 from tp_runner.errors import ItemError

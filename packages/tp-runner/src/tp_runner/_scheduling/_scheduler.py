@@ -14,9 +14,8 @@ from typing import Any
 from tp_core.errors import TpError
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._assignments import Assignments, Recycling
 from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
-from tp_runner._scheduling._run import Run
+from tp_runner._scheduling._run import Assignments, Recycling, Run
 from tp_runner._scheduling._source import Source
 from tp_runner._stats import StatsCollector
 from tp_runner._stream import Interruption

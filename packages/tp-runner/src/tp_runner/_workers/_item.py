@@ -1,23 +1,123 @@
-"""Which item a worker is at, and the random numbers that are that item's own."""
+"""Which worker and which item this code runs for, and the random numbers of each."""
 
 import contextlib
+import dis
 import functools
+import importlib
+import os
+import random
+import sys
 import threading
-from collections.abc import Callable, Container, Iterator, MutableSequence
+import types
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tp_core.internal import seed_of
+from tp_core.internal import kept_generators, seed_everything, seed_of
 
 from tp_runner._options import Settings
 
 if TYPE_CHECKING:
-    import random
-
     import numpy as np
     import torch
 
-__all__ = ["ItemInfo", "ItemRng", "Task", "at_work", "item", "work_here"]
+
+# -- The worker -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker among those of its runner.
+
+    Attributes:
+        number: Its number, from 0.
+        count: How many workers there are.
+        device: Its device, as a string such as "cuda:0" or "cpu".
+        seed: What the runner was given as ``seed``; ``None`` without one.
+    """
+
+    number: int
+    count: int
+    device: str
+    seed: int | None
+
+
+_process_info: WorkerInfo | None = None
+_thread_local = threading.local()
+
+
+def worker() -> WorkerInfo | None:
+    """Return which worker the caller runs in; ``None`` outside of all workers.
+
+    Example:
+        >>> def shard(items):
+        ...     me = tp_runner.worker()
+        ...     return items[me.number :: me.count]
+    """
+    return getattr(_thread_local, "info", None) or _process_info
+
+
+def become(info: WorkerInfo) -> None:
+    """Make this process a worker, and give it random numbers of its own.
+
+    With a seed every worker begins with the same ones, so that a model that each of them makes is the
+    same; its items are seeded one by one. Without one, no two workers, of any run, have the same.
+    """
+    global _process_info  # noqa: PLW0603 - it is about the process
+    _process_info = _thread_local.info = info
+    if info.seed is None:
+        # What is loaded later takes its own from the system.
+        seed_everything(int.from_bytes(os.urandom(8)) >> 1, load=False)
+    else:
+        import_generators()
+        seed_generators(info.seed)
+
+
+@contextlib.contextmanager
+def acting_as(info: WorkerInfo) -> Iterator[None]:
+    """Act as a worker in this thread for a while."""
+    before = getattr(_thread_local, "info", None)
+    _thread_local.info = info
+    try:
+        yield
+    finally:
+        _thread_local.info = before
+
+
+def import_generators() -> None:
+    """Import those whose seeding is asked for: what is imported later would begin where it likes."""
+    for name in ("numpy", "torch"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def seed_generators(*key: int) -> None:
+    """Seed Python's generator by some numbers, and numpy's and torch's where they are loaded."""
+    seed_everything(seed_of(key))
+
+
+@contextlib.contextmanager
+def keep_generators() -> Iterator[None]:
+    """Leave the generators as they were: the caller's own, where its thread does the work."""
+    with kept_generators(_devices_in_use()):
+        yield
+
+
+def _devices_in_use() -> "Sequence[torch.device]":
+    """Return the accelerators, if this process uses them: none is to be started for its generator."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ()
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return ()
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+
+
+# -- The item ---------------------------------------------------------------------------------
 
 _OWN = 1  # in the key of an item's seed: the global generators begin with the one that lacks it
 
@@ -32,10 +132,8 @@ class ItemRng:
         self._seed = seed
 
     @functools.cached_property
-    def random(self) -> "random.Random":
+    def random(self) -> random.Random:
         """Python's."""
-        import random
-
         return random.Random(self._seed)  # noqa: S311 - work's own numbers
 
     @functools.cached_property
@@ -150,8 +248,7 @@ class Task:
         return self._item
 
 
-_of_process: Task | None = None
-_of_thread = threading.local()
+_process_task: Task | None = None
 
 
 def item() -> ItemInfo | None:
@@ -164,25 +261,138 @@ def item() -> ItemInfo | None:
         >>> noise[0] == noise[1]
         True
     """
-    task: Task | None = getattr(_of_thread, "task", None) or _of_process
+    task: Task | None = getattr(_thread_local, "task", None) or _process_task
     return None if task is None else task.item()
 
 
 def work_here(task: Task, *, of_process: bool = False) -> None:
     """Have :func:`item` answer by a task in this thread, or in all threads of a worker process."""
-    global _of_process  # noqa: PLW0603 - it is about the process
+    global _process_task  # noqa: PLW0603 - it is about the process
     if of_process:
-        _of_process = task
+        _process_task = task
     else:
-        _of_thread.task = task
+        _thread_local.task = task
 
 
 @contextlib.contextmanager
 def at_work(task: Task) -> Iterator[None]:
     """Do so for a while, in a thread that is no worker, or one in the midst of another's item."""
-    before = getattr(_of_thread, "task", None)
-    _of_thread.task = task
+    before = getattr(_thread_local, "task", None)
+    _thread_local.task = task
     try:
         yield
     finally:
-        _of_thread.task = before
+        _thread_local.task = before
+
+
+# -- Generators that work refers to: each worker has a copy, and the copies repeat each other -
+
+_MOST = 50  # so many functions are looked into: no start of workers must wait for long
+_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - it is compared as text
+
+
+def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklevel: int) -> None:
+    """Warn once of generators that every worker would have a copy of, such as one at module level.
+
+    Args:
+        works: The functions and objects that workers call.
+        cfg: What they find their values in, as attributes or keys.
+        stacklevel: As for ``warnings.warn``, from the caller on.
+    """
+    found = _Search(works, cfg).found
+    if found:
+        warnings.warn(
+            f"the work draws from {', '.join(sorted(found))}: each worker process has a copy, and the copies "
+            "give the same numbers; draw from tp_runner.item().rng instead",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+class _Search:
+    def __init__(self, works: Iterable[Any], cfg: Any) -> None:
+        self.found: set[str] = set()
+        self._seen: set[types.FunctionType] = set()
+        self._names: set[str] = set()
+        # The global generators are each worker's own, and what asks the system has no state to copy.
+        self._kinds: tuple[type, ...] = (random.Random,)
+        self._spared = [getattr(random, "_inst", None)]
+        numpy: Any = sys.modules.get("numpy.random")
+        torch: Any = sys.modules.get("torch")
+        if hasattr(numpy, "Generator"):  # or it is in the middle of being imported
+            self._kinds += (numpy.Generator, numpy.RandomState)
+            self._spared.append(getattr(numpy.mtrand, "_rand", None))
+        if hasattr(torch, "default_generator"):
+            self._kinds += (torch.Generator,)
+            self._spared.append(torch.default_generator)
+        for work in works:
+            self._look(getattr(work, "__name__", type(work).__name__), work, is_work=True)
+        of_cfg = cfg if isinstance(cfg, Mapping) else _attributes(cfg)
+        for name in self._names & of_cfg.keys():
+            self._look(f"cfg.{name}", of_cfg[name])
+
+    def _look(self, name: str, value: Any, *, is_work: bool = False) -> None:
+        """Look at what is called ``name``, and at what it refers to."""
+        kind = type(value)  # isinstance would ask proxies, which may raise
+        if issubclass(kind, types.BuiltinMethodType):  # draw = rng.random
+            value, kind = value.__self__, type(value.__self__)
+        if issubclass(kind, self._kinds):
+            if not issubclass(kind, random.SystemRandom) and not any(value is one for one in self._spared):
+                self.found.add(repr(name))
+        elif issubclass(kind, types.FunctionType):
+            if value not in self._seen and len(self._seen) < _MOST and (is_work or not _is_installed(value)):
+                self._seen.add(value)
+                self._names.update(*(code.co_names for code in _codes(value.__code__)))
+                for other, of in _references(value):
+                    self._look(other, of)
+        elif issubclass(kind, functools.partial):
+            for of in (value.func, *value.args, *value.keywords.values()):
+                self._look(name, of, is_work=is_work)
+        elif issubclass(kind, types.MethodType):
+            self._look(name, value.__func__, is_work=is_work)
+            self._look(name, value.__self__)
+        elif not issubclass(kind, type | types.ModuleType):
+            for other, of in _attributes(value).items():
+                if issubclass(type(of), self._kinds):
+                    self._look(f"{name}.{other}", of)
+            if callable(value) and issubclass(type(kind.__call__), types.FunctionType):
+                self._look(name, kind.__call__)
+
+
+def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function finds by name: globals, what modules among them have, closures, defaults."""
+    for code in _codes(function.__code__):
+        # Its names are those of attributes, too: only an instruction says that one is a global's.
+        for name in {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}:
+            value = function.__globals__.get(name)
+            yield name, value
+            if issubclass(type(value), types.ModuleType):
+                for attribute in vars(value).keys() & code.co_names:
+                    yield f"{name}.{attribute}", vars(value)[attribute]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # there is nothing in it yet
+            yield name, cell.cell_contents
+    yield from (function.__kwdefaults__ or {}).items()
+    for value in function.__defaults__ or ():
+        yield "a default argument", value
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    try:
+        return dict(vars(value))
+    except Exception:  # noqa: BLE001 - it has none, or is a proxy of what is not there
+        return {}
+
+
+def _is_installed(function: types.FunctionType) -> bool:
+    """Whether it is of the standard library or an installed package, whose state is its own affair."""
+    file = function.__code__.co_filename
+    return "site-packages" in file or file.startswith((_STANDARD, "<frozen"))

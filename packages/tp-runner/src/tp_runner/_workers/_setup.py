@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from tp_runner._options import Settings
-from tp_runner._workers._identity import WorkerInfo
+from tp_runner._workers._item import WorkerInfo
 from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
 from tp_runner.errors import NotPicklableError
 

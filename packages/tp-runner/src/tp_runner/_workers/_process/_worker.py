@@ -14,8 +14,7 @@ from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import Timing, dumps_ending
-from tp_runner._workers._identity import become
-from tp_runner._workers._item import Task, work_here
+from tp_runner._workers._item import Task, become, work_here
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._definitions import remember_program
@@ -28,9 +27,8 @@ from tp_runner._workers._process._shared_memory import (
     StoredProgram,
     load_program,
 )
-from tp_runner._workers._program import ClassProgram
 from tp_runner._workers._setup import Setup, limit_torch, prepare
-from tp_runner._workers._work import ENDING, IDLE, end_work, run_chunk
+from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
 
 __all__ = ["Descriptors", "WorkerProcess", "die_with_parent", "main"]
 

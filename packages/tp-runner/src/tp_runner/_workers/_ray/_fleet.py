@@ -25,15 +25,16 @@ from tp_runner._workers._fleet import (
     loads_ending,
 )
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program
-from tp_runner._workers._ray._placement import (
+from tp_runner._workers._ray._worker import (
+    RayWorker,
     Scaling,
     actor_options,
     import_ray,
     needs_of,
+    packed,
     require_room,
     reserve,
 )
-from tp_runner._workers._ray._worker import RayWorker, packed
 from tp_runner._workers._setup import Setup, handle_records
 
 __all__ = ["RayFleet"]

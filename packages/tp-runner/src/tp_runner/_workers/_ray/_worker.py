@@ -1,20 +1,193 @@
-"""What runs in each actor on a Ray cluster: the work, and log records that go back with its results."""
+"""Actors on a Ray cluster: their places, how many there are, and what runs in each."""
 
+import importlib
 import logging
 import pickle
 import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from tp_core.errors import ConfigError
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import dumps_ending
-from tp_runner._workers._identity import become
-from tp_runner._workers._item import Task, work_here
+from tp_runner._workers._item import Task, become, work_here
 from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
-from tp_runner._workers._ray._placement import import_ray
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import end_work, run_chunk
 
-__all__ = ["Answer", "RayWorker", "packed"]
+# -- Where actors go, and how many ------------------------------------------------------------
+
+Needs = dict[str, float]
+
+
+def import_ray() -> Any:
+    """Import Ray, which is an extra.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
+        raise ConfigError(msg) from error
+
+
+def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
+    """Return what a worker takes of its node, by Ray's names."""
+    needs = {"CPU": 1.0, "GPU": 1.0 if device.startswith("cuda") else 0.0}
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return needs | {names.get(name, name): n for name, n in resources.items()}
+
+
+def actor_options(
+    ray: Any, needs: Needs, group: Any, index: int, env: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """Return what Ray is told of an actor: what it takes, its place in a group, its variables."""
+    rest = {name: n for name, n in needs.items() if name not in {"CPU", "GPU", "memory"}}
+    options: dict[str, Any] = {
+        "num_cpus": needs["CPU"],
+        "num_gpus": needs["GPU"],
+        "memory": needs.get("memory"),
+        "resources": rest,
+    }
+    if group is not None:
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
+    if known := {name: value for name, value in env.items() if value is not None}:
+        options["runtime_env"] = {"env_vars": known}  # what is None the worker itself removes
+    return options
+
+
+def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], placement: str | None) -> None:
+    """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
+
+    An actor that fits nowhere would be waited for without an end.
+
+    Args:
+        nodes: What Ray says of each node.
+        workers: What each worker takes, by Ray's names.
+        placement: How they are to be placed.
+
+    Raises:
+        ConfigError: There is no room for one of them.
+    """
+    left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
+    if placement == "strict_pack":
+        tried = [_placed([node], workers) for node in left or [{}]]
+        n_placed, needs = max(tried, key=lambda found: found[0])
+    else:
+        n_placed, needs = _placed(left, workers, once=placement == "strict_spread")
+    if n_placed < len(workers):
+        wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
+        how = f" placed by {placement!r}" if placement else ""
+        msg = (
+            f"the cluster has room for {n_placed} of {len(workers)} actors{how}, and none for another one "
+            f"with {wanted}; ask for fewer devices or other resources=, or add nodes first"
+        )
+        raise ConfigError(msg)
+
+
+def _placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
+    """Return how many workers find a place, and what the first one takes that finds none."""
+    left = [dict(node) for node in nodes]
+    for n_placed, needs in enumerate(workers):
+        node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
+        if node is None:
+            return n_placed, needs
+        for name, k in needs.items():
+            node[name] = node.get(name, 0.0) - k
+        if once:
+            left.remove(node)
+    return len(workers), {}
+
+
+def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float | None) -> Any:
+    """Hold a place for every worker: a placement group, which Ray moves when a node is lost.
+
+    Raises:
+        ConfigError: A worker takes nothing, or there was no place for all of them in time.
+    """
+    bundles = [{name: k for name, k in needs.items() if k} for needs in workers]
+    if not all(bundles):
+        msg = f"placement={placement!r} holds what workers take, and resources= lets one take nothing"
+        raise ConfigError(msg)
+    group = ray.util.placement_group(bundles, strategy=placement.upper())
+    began = time.monotonic()
+    while not group.wait(1):  # in turns, so that an interrupt is seen
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            ray.util.remove_placement_group(group)
+            msg = (
+                f"the cluster had no place for {len(bundles)} workers placed by {placement!r} after "
+                f"start_timeout_s={timeout_s}; others may hold them"
+            )
+            raise ConfigError(msg)
+    return group
+
+
+GROW_S = 1.0
+"""After so long with every worker busy there is one more."""
+BREATH_S = 0.1
+"""For so long a worker may be between two items, and still counts as busy."""
+IDLE_S = 10.0
+"""After so long without anything to do a worker beyond the fewest ends."""
+
+
+class Scaling:
+    """Says when another worker is worth starting, and which one has nothing to do.
+
+    Args:
+        fewest: How many workers there are at least.
+        most: How many at most.
+    """
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self.fewest = fewest
+        self._most = most
+        self._busy_since: float | None = None
+        self._free_since: float | None = None  # since when not all of them have something to do
+        self._idle_since: dict[int, float] = {}
+
+    @property
+    def interval_s(self) -> float | None:
+        """How often to look; ``None`` where there is nothing to decide."""
+        return GROW_S if self.fewest < self._most else None
+
+    def grown(self, running: Collection[int], busy: Collection[int], lost: Collection[int]) -> int | None:
+        """Return the number of a worker to start now, if another one is wanted.
+
+        Args:
+            running: The workers there are, those that are starting among them.
+            busy: Those that have something to do.
+            lost: Those that died and are not to be started again.
+        """
+        now = time.monotonic()
+        if len(busy) == len(running):
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = now
+        if self._free_since is not None and now - self._free_since >= BREATH_S:
+            self._busy_since = None
+            return None
+        if self._busy_since is None:
+            self._busy_since = now
+        if now - self._busy_since < GROW_S:
+            return None
+        self._busy_since = None
+        return next((n for n in range(self._most) if n not in running and n not in lost), None)
+
+    def idle(self, ready: Collection[int], busy: Collection[int]) -> list[int]:
+        """Return the workers that have had nothing to do for long, and are more than the fewest."""
+        now = time.monotonic()
+        self._idle_since = {n: self._idle_since.get(n, now) for n in ready if n not in busy}
+        late = [n for n, since in self._idle_since.items() if n >= self.fewest and now - since >= IDLE_S]
+        for n in late:
+            del self._idle_since[n]
+        return late
+
+
+# -- The actor --------------------------------------------------------------------------------
 
 Answer = tuple[bytes, bool, tuple[float, float, float], list[logging.LogRecord]]
 """What the work on a chunk comes to: the pickled results, whether some are failures, when it began,

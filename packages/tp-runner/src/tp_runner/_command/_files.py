@@ -1,0 +1,521 @@
+"""The files of `tp run`: items that are read, the journal of what is done, tables and pictures of results."""
+
+import contextlib
+import csv
+import glob
+import gzip
+import hashlib
+import importlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from tp_core.errors import ConfigError, StateError
+from tp_core.internal import Ownership, file_meant, showing_system_errors, sync_folder, write_atomically
+
+from tp_runner._workers._process._wire import write_all
+
+# -- Input ------------------------------------------------------------------------------------
+
+FORMATS = ("auto", "jsonl", "lines", "csv", "parquet", "files", "images")
+IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "lines"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An item and where it came from.
+
+    Attributes:
+        source: The file.
+        line: The number of the line or row in it, from 1; 0 for a whole file.
+        digest: What tells it from another item that may take its place.
+        item: The parsed JSON value, the line without its end, the row as a dictionary, or the file's path.
+    """
+
+    source: str
+    line: int
+    digest: str
+    item: Any
+
+
+class Source(NamedTuple):
+    """A file, or standard input, and what it is read as."""
+
+    path: Path | None
+    kind: str
+
+
+def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[Source]:
+    """Return what files, patterns and directories name, each once, in an order that is always the same.
+
+    Outputs may lie among the files of patterns and directories; they are passed over.
+
+    Raises:
+        ConfigError: An input does not exist, is the output too, or needs a package that is not installed.
+    """
+    found: dict[str, Source] = {}
+    hidden = [path.resolve() for path in outputs]
+    for name in inputs:
+        if name == "-":
+            if form == "parquet":
+                msg = "--format parquet needs a file that can be searched; write standard input to one first"
+                raise ConfigError(msg)
+            found[name] = Source(None, "lines" if form == "auto" else form)
+            continue
+        for path in _expand(name):
+            real, is_named = path.resolve(), path == Path(name)
+            kind = _kind_of(path, form, is_listed=Path(name).is_dir())
+            if any(real == output or output in real.parents for output in hidden):
+                if is_named:
+                    msg = f"--input {name} is the output too, which would take its place; name another output"
+                    raise ConfigError(msg)
+            elif is_named or kind != "images" or path.suffix.lower() in IMAGES:
+                found.setdefault(str(real), Source(path, kind))
+    for kind, module in (("parquet", "pyarrow.parquet"), ("images", "PIL.Image")):
+        if any(source.kind == kind for source in found.values()):
+            import_extra(module)
+    return list(found.values())
+
+
+def read(sources: Iterable[Source]) -> Iterator[Record]:
+    """Yield the items of files.
+
+    Raises:
+        ConfigError: A file cannot be read as what it is said to be.
+    """
+    for path, kind in sources:
+        try:
+            yield from _parsed(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
+        except ConfigError:
+            raise
+        except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:  # ValueError: pyarrow's, too
+            msg = f"{path or 'standard input'} cannot be read as {kind}: {type(error).__name__}: {error}"
+            raise ConfigError(msg) from error
+
+
+def _kind_of(path: Path, form: str, *, is_listed: bool) -> str:
+    if form != "auto":
+        return form
+    return _BY_SUFFIX.get(_without_gz(path).suffix, "files" if is_listed else "lines")
+
+
+def _without_gz(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == ".gz" else path
+
+
+def _records_of(path: Path, kind: str) -> Iterator[Record]:
+    if kind in {"files", "images"}:
+        yield Record(str(path), 0, _stamp(path), str(path))
+    elif kind == "parquet":
+        yield from _rows_of_parquet(path)
+    else:
+        open_text: Any = open if _without_gz(path) == path else gzip.open
+        # Spreadsheets write a mark of the byte order at the beginning.
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+            yield from _parsed(file, str(path), kind)
+
+
+def _expand(name: str) -> list[Path]:
+    path = Path(name)
+    if not name:
+        msg = "--input is empty; give a file, a pattern, a directory (. is this one), or - for standard input"
+        raise ConfigError(msg)
+    if path.is_dir():
+        files = sorted(child for child in path.rglob("*") if child.is_file())
+        return [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
+    if path.exists():
+        return [path]
+    found = sorted(Path(match) for match in glob.glob(name, recursive=True))  # noqa: PTH207 - it may be absolute
+    if not found:
+        msg = f"no file, directory or pattern {name!r}; nothing matches it{file_meant(path)}"
+        raise ConfigError(msg)
+    return [path for path in found if path.is_file()]
+
+
+def _parsed(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
+    if kind == "csv":
+        csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
+        for number, row in enumerate(csv.DictReader(lines), 1):
+            if None in row:
+                msg = f"row {number} of {source} has more values than there are columns: {row[None]!r}"
+                raise ConfigError(msg)
+            yield Record(source, number, _digest(repr(row)), row)
+        return
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\r\n")
+        if not text.strip():
+            continue
+        try:
+            item = json.loads(text) if kind == "jsonl" else text
+        except ValueError as error:
+            msg = f"line {number} of {source} is not JSON: {error}"
+            raise ConfigError(msg) from error
+        yield Record(source, number, _digest(text), item)
+
+
+def _rows_of_parquet(path: Path) -> Iterator[Record]:
+    stamp, batches = _stamp(path), import_extra("pyarrow.parquet").ParquetFile(path).iter_batches(1024)
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        yield Record(str(path), number, stamp, row)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _stamp(path: Path) -> str:
+    """Return what changes when a file is written anew; its bytes would take as long as the work."""
+    status = path.stat()
+    return _digest(f"{status.st_size} {status.st_mtime_ns}")
+
+
+def import_extra(name: str) -> Any:
+    """Import a module that the extra ``files`` brings.
+
+    Raises:
+        ConfigError: The module is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        msg = f"this kind of file needs {name.partition('.')[0]}; pip install tp-runner[files]"
+        raise ConfigError(msg) from error
+
+
+# -- The journal ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Say of an error of the system in the block that it is about an output; a closed pipe is none.
+
+    Raises:
+        StateError: The block raised an ``OSError``.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        msg = f"{path} cannot be written: {error}; called again, the command goes on with what is there"
+        raise StateError(msg) from error
+
+
+@contextlib.contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Have a file of results to this process alone: two that append would do the same items twice.
+
+    Raises:
+        ConfigError: Another process writes to it.
+        StateError: Its folder or its lock cannot be made.
+    """
+    if str(path) == "-":
+        yield
+        return
+    with saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ownership = Ownership(path)
+    with ownership:
+        yield
+
+
+class _Line(NamedTuple):
+    """What a line of the file says, beside the result itself."""
+
+    key: tuple[str, int]
+    digest: str | None
+    is_done: bool
+
+
+class Journal:
+    """One JSON object on each line: source, line, a digest of the item, and result or error.
+
+    The results are the record of what is done, so the two can never contradict each other. A line
+    that an interruption cut off, and those of items that failed, are removed when the file is opened
+    again: such items are still to be done. An item that is another one now is done again, and its old line
+    removed at the end. With ``-`` results go to standard output, and nothing is done before.
+
+    Attributes:
+        n_before: How many items were done before.
+        n_again: How many had failed before, and are tried again.
+        n_replaced: How many were done before, and are others now.
+        n_now: How many lines were written.
+        n_failed: How many of those are errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.n_before = 0
+        self.n_again = 0
+        self.n_replaced = 0
+        self.n_now = 0
+        self.n_failed = 0
+        self._path = path
+        self._done: dict[tuple[str, int], str | None] = {}
+        self._has_stale = False
+
+    def __enter__(self) -> Self:
+        if str(self._path) == "-":
+            self._fd = os.dup(1)
+            return self
+        with saving(self._path):
+            self._fd = self._open()
+            try:
+                self._read_back()
+            except BaseException:
+                os.close(self._fd)
+                raise
+            self.n_before = len(self._done)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        if self._has_stale:
+            self._keep(lambda line: line.digest in {None, self._done.get(line.key, line.digest)})
+
+    def _read_back(self) -> None:
+        """Take note of what is done; leave only that in the file."""
+        end = 0
+        with self._path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    break
+                line = self._parsed(text, number)
+                if line.is_done:
+                    self._has_stale |= line.key in self._done
+                    self._done[line.key] = line.digest
+                else:
+                    self.n_again += 1
+                end += len(text)
+        os.truncate(self._fd, end)
+        if self.n_again:
+            self._keep(lambda line: line.is_done)
+            os.close(self._fd)
+            self._fd = self._open()  # another file has the name now
+
+    def _open(self) -> int:
+        """Open the file to append to it, and no link, which a stranger may have put there."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        return os.open(self._path, flags, 0o666)
+
+    def _keep(self, is_kept: Callable[[_Line], bool]) -> None:
+        """Leave only some lines in the file, in one step."""
+
+        def write(part: Path) -> None:
+            with self._path.open("rb") as file, part.open("wb") as new:
+                new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parsed(text, i)))
+
+        write_atomically(write, self._path)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted, for ``tp run --json``."""
+        return {
+            "done_before": self.n_before,
+            "done_now": self.n_now,
+            "tried_again": self.n_again,
+            "replaced": self.n_replaced,
+            "failed": self.n_failed,
+        }
+
+    def has(self, record: Record) -> bool:
+        """Whether the result of a record is in the file."""
+        key = _key(record.source, record.line)
+        if key not in self._done:
+            return False
+        if self._done[key] in {None, record.digest}:
+            return True
+        self.n_replaced += 1
+        return False
+
+    def write(self, record: Record, result: Any, *, keep_going: bool) -> None:
+        """Add the result of a record, or the error in its place.
+
+        Raises:
+            StateError: The result cannot be written as JSON, and nothing is to stand in its place.
+        """
+        entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
+        if isinstance(result, BaseException):
+            line = json.dumps({**entry, "error": _described(result)})
+            self.n_failed += 1
+        else:
+            try:
+                line = json.dumps({**entry, "result": result}, default=_plain, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                msg = (
+                    f"the result of line {record.line} of {record.source} cannot be written as JSON: "
+                    f"{error}; return finite numbers, text, lists, dictionaries, tensors or arrays, or "
+                    "give --keep-going to have this stand in its place"
+                )
+                if not keep_going:
+                    raise StateError(msg) from error
+                self.write(record, StateError(msg), keep_going=True)
+                return
+        # One write of a whole line: a line is there or it is not, even if this process is killed.
+        with saving(self._path):
+            write_all(self._fd, line.encode() + b"\n")
+        self.n_now += 1
+        key = _key(record.source, record.line)
+        if key in self._done:
+            self._done[key] = record.digest
+            self._has_stale = True
+
+    def _parsed(self, text: bytes, number: int) -> _Line:
+        try:
+            entry = json.loads(text)
+            key = _key(entry["source"], entry["line"])
+            return _Line(key, entry.get("input"), "error" not in entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"line {number} of {self._path} was not written by this command; take another file"
+            raise StateError(msg) from error
+
+
+def _key(source: str, line: int) -> tuple[str, int]:
+    """Return what an item is known by, however its file is spelled."""
+    return os.path.realpath(source), line
+
+
+def _described(error: BaseException) -> dict[str, str]:
+    """Return the type and the message of what the work raised, and where."""
+    cause = error.__cause__ or error
+    return {
+        "type": getattr(error, "type_name", "") or type(error).__name__,
+        "message": str(cause).partition("\n\nTraceback in the worker")[0],
+        "traceback": getattr(error, "remote_traceback", ""),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return tensors, arrays and their scalars as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    msg = f"{type(value).__name__} is not a JSON value"
+    raise TypeError(msg)
+
+
+# -- Tables and pictures ----------------------------------------------------------------------
+
+_WRITTEN = {".csv", ".parquet"}
+
+
+def journal_of(output: Path) -> Path:
+    """Return where results are kept line by line: the output itself, or a hidden file beside or in it."""
+    if str(output) == "-" or output.suffix in {".jsonl", ".ndjson"}:
+        return Path(os.path.realpath(output)) if output.is_symlink() else output  # a link that the user made
+    if is_folder(output):
+        return output / ".tp-run.jsonl"
+    if output.suffix in _WRITTEN:
+        return output.with_name(f".{output.name}.jsonl")
+    msg = f"--output {output} must end in .jsonl, .csv or .parquet, be a folder for images, or - alone"
+    raise ConfigError(msg)
+
+
+def is_folder(output: Path) -> bool:
+    """Whether results go into files of a folder."""
+    return output.is_dir() or (not output.suffix and str(output) != "-")
+
+
+def write_table(journal: Path, output: Path) -> None:
+    """Write the journal as the table that was asked for, whole or not at all.
+
+    A dictionary's entries are columns, any other result is the column ``result``.
+
+    Raises:
+        StateError: Results of one column are of types that no column of Parquet can have together.
+    """
+    if output.suffix not in _WRITTEN or journal == output:
+        return
+    write = _write_csv if output.suffix == ".csv" else _write_parquet
+    write_atomically(partial(write, journal), output)
+
+
+def _write_csv(journal: Path, part: Path) -> None:
+    with part.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, _columns(_rows(journal)))
+        writer.writeheader()
+        writer.writerows(_rows(journal))
+
+
+def _write_parquet(journal: Path, part: Path) -> None:
+    pyarrow, rows = import_extra("pyarrow"), list(_rows(journal))
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's are these, too
+        msg = f"the results do not fit into the columns of a table: {error}; they are all in {journal}"
+        raise StateError(msg) from error
+    import_extra("pyarrow.parquet").write_table(table, part)
+
+
+def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(["source", "line", *(name for row in rows for name in row)]))
+
+
+def _rows(journal: Path) -> Iterator[dict[str, Any]]:
+    with journal.open(encoding="utf-8") as file:
+        for line in file:
+            entry = json.loads(line)
+            row = {"source": entry["source"], "line": entry["line"]}
+            if "error" in entry:
+                row["error"] = f"{entry['error']['type']}: {entry['error']['message']}"
+            elif isinstance(entry["result"], dict):
+                row |= entry["result"]
+            else:
+                row["result"] = entry["result"]
+            yield row
+
+
+def with_images(
+    work: Callable[[Any], Any], *, reads: bool, folder: Path | None, batched: bool
+) -> Callable[[Any], Any]:
+    """Wrap work on pictures as work on the paths of their files.
+
+    Args:
+        work: What is applied to an item, or to a batch.
+        reads: Whether it gets pictures, as ``PIL.Image`` in RGB, instead of paths.
+        folder: Where results, which are pictures then, are written; the new result is the file's path.
+        batched: Whether an item is a list of them.
+    """
+
+    def one(path: str) -> Any:
+        return _open(path) if reads else path
+
+    def wrapped(item: Any) -> Any:
+        if not batched:
+            result = work(one(item))
+            return result if folder is None else _save(result, folder, item)
+        results = work([one(path) for path in item])
+        if folder is None:
+            return results
+        return [_save(result, folder, path) for result, path in zip(results, item, strict=True)]
+
+    return wrapped
+
+
+def _open(path: str) -> Any:
+    with import_extra("PIL.Image").open(path) as image:
+        return image.convert("RGB")
+
+
+def _save(picture: Any, folder: Path, source: str) -> str:
+    """Write a picture, or an array of bytes of (height, width, 3) or (height, width), as PNG."""
+    if not hasattr(picture, "save"):
+        array = picture.numpy() if hasattr(picture, "numpy") else picture
+        picture = import_extra("PIL.Image").fromarray(array)
+    name = source if source.endswith(".png") else f"{source}.png"
+    path = folder.joinpath(*(part for part in Path(name).parts if part not in {"/", ".."}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not by write_atomically, which looks through the folder each time: here it has all results.
+    kept = path.with_name(f".{path.name}.kept")
+    kept.unlink(missing_ok=True)  # left by a process that was killed, or a link that somebody made
+    with showing_system_errors(path), kept.open("xb") as file:
+        picture.save(file, format="PNG")
+        file.flush()
+        os.fsync(file.fileno())
+    kept.replace(path)
+    sync_folder(path.parent)
+    return str(path)
