@@ -8,7 +8,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Engine, Pool, Verdict, registry
 from tp_core.testing import EngineConformance
 from tp_runner import _plugin
-from tp_runner._registered import InlineEngine, ProcessEngine, ThreadEngine
+from tp_runner._engines import InlineEngine, ProcessEngine, ThreadEngine
 
 
 class TestFork(EngineConformance):

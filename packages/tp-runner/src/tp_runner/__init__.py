@@ -18,7 +18,6 @@ The way of an item, and the files that it passes::
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
         InlineFleet, ThreadFleet             _thread
-        RayFleet                             _ray/
         ProcessFleet                         _process/_fleet, _handle
             Codec.encode                     _codec: into shared memory, large buffers beside the pickle;
                                              _definitions: what of the main module a worker is told
@@ -38,7 +37,9 @@ The way of an item, and the files that it passes::
         v
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _map
 
-``tp run`` is in ``tp_runner._command``; easycore's spellings are in ``tp_runner.compat``.
+Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
+(``tp run``) by public names, and ``_ray``, whose ``RayFleet`` stands beside those above, by
+:mod:`tp_runner.internal`. easycore's spellings are in ``tp_runner.compat``.
 """
 
 import sys

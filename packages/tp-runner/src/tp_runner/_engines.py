@@ -1,112 +1,187 @@
-"""The engines of this package, and opening a pool on one of them or on a plugin's.
-
-Nothing here imports torch; :mod:`tp_runner._plugin` shows the same engines to tp_core's registry.
-"""
+"""The engines of this package, finding those of others, and opening a pool on one of them."""
 
 import contextlib
 import dataclasses
-import importlib
 import os
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
+from tp_core.plugins import Engine, Verdict
 
 from tp_runner._batching import refuse_async
-from tp_runner._devices import require_processes
-from tp_runner._options import Settings, make_settings
+from tp_runner._devices import require_processes, resolve
+from tp_runner._options import START_TIMEOUT_S, Settings, make_settings
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._stream import OpenRun, ResultStream
+from tp_runner._workers._fleet import Fleet
+from tp_runner._workers._item import warn_of_copied_generators
 
-__all__ = ["ENGINES", "EngineSpec", "PoolFactory", "has_copies", "open_pool"]
+if TYPE_CHECKING:  # nothing here imports torch: runners on the CPU need none
+    import torch
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """One engine of this package.
+class FleetEngine(Engine):
+    """An engine whose workers are a :class:`Fleet`: scheduling, retries and statistics are this package's.
 
     Attributes:
-        name: What users call it.
-        fleet: Where its fleet's class is, as ``module:class``; imported when it is used.
         score: How well it fits, from 0 to 100, where nobody has asked for one.
         summary: What its workers are, in a sentence.
         remedy: What fits better, if something does.
         unfit: The options that mean nothing to it, and why.
+        is_remote: Whether its workers may be on other machines, whose devices nobody can see here.
+        copies_work: Whether each worker has a copy of what the work refers to.
+        start_timeout_s: How many seconds a start may take by default; ``None`` for any number.
     """
 
-    name: str
-    fleet: str
-    score: int
-    summary: str
-    remedy: str = ""
-    unfit: Mapping[str, str] = field(default_factory=dict)
+    score: ClassVar[int]
+    summary: ClassVar[str]
+    remedy: ClassVar[str] = ""
+    unfit: ClassVar[Mapping[str, str]] = {}
+    is_remote: ClassVar[bool] = False
+    copies_work: ClassVar[bool] = False
+    start_timeout_s: ClassVar[float | None] = START_TIMEOUT_S
+
+    @abstractmethod
+    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        """Return the workers, which are not started yet; what they need is imported here."""
+
+    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
+        """Fit for any devices, better or worse."""
+        del devices
+        return Verdict.fits(self.score, self.summary, remedy=self.remedy)
+
+    def open(
+        self, worker: Any, devices: "Sequence[torch.device]", *, options: Mapping[str, Any]
+    ) -> RunnerPool:
+        """Start one worker per device; ``worker(device)`` returns what is applied to each item."""
+        names = tuple(str(device) for device in devices)
+        return self.open_pool(worker, names, self.make_settings(len(names), options))
+
+    def make_settings(self, n_workers: int, options: Mapping[str, Any]) -> Settings:
+        """Check options that were given by name; fill in the rest.
+
+        Raises:
+            ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
+        """
+        return make_settings(self.name, n_workers, options, self.unfit, start_timeout_s=self.start_timeout_s)
+
+    def open_pool(
+        self, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
+    ) -> RunnerPool:
+        """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
+        settings = dataclasses.replace(settings, entropy=int.from_bytes(os.urandom(8)))
+        return RunnerPool(self.make_fleet(program, devices, settings), settings, wait=wait)
 
 
-_RAY_ONLY = "only Ray places workers by them"
-_PROCESSES_ONLY = "only processes are replaced"
-_RAY = dict.fromkeys(("min_workers", "placement", "resources"), _RAY_ONLY)
+_RAY = dict.fromkeys(("min_workers", "placement", "resources"), "only Ray places workers by them")
+_NOT_REPLACED = dict.fromkeys(
+    ("max_items_per_worker", "max_memory_per_worker"), "only processes are replaced"
+)
 _SURROUNDINGS = ("cpus", "env")
-_NOT_REPLACED = {"max_items_per_worker": _PROCESSES_ONLY, "max_memory_per_worker": _PROCESSES_ONLY}
 
-ENGINES = {
-    spec.name: spec
-    for spec in (
-        EngineSpec(
-            "inline",
-            "tp_runner._workers._thread:InlineFleet",
-            10,
-            "one item after the other, in the caller's thread",
-            unfit=_RAY
-            | _NOT_REPLACED
-            | dict.fromkeys(_SURROUNDINGS, "there is no worker; it is the caller's own process")
-            | {
-                "log_level": "there is no worker",
-                "max_restarts": "there is no worker",
-                "max_wait_s": "the input is read in the caller's thread",
-                "preload": "there is no worker",
-                "start_method": "there is no worker",
-                "start_timeout_s": "the caller's own thread cannot be stopped",
-                "threads": "there is no worker",
-                "timeout_s": "the caller's own thread cannot be stopped",
-            },
+
+class InlineEngine(FleetEngine):
+    """The caller's own thread."""
+
+    name = "inline"
+    score = 10
+    summary = "one item after the other, in the caller's thread"
+    unfit: ClassVar[Mapping[str, str]] = {
+        **_RAY,
+        **_NOT_REPLACED,
+        **dict.fromkeys(_SURROUNDINGS, "there is no worker; it is the caller's own process"),
+        **dict.fromkeys(
+            ("log_level", "max_restarts", "preload", "start_method", "threads"), "there is no worker"
         ),
-        EngineSpec(
-            "process",
-            "tp_runner._workers._process._fleet:ProcessFleet",
-            80,
-            "one process for each device",
-            unfit=_RAY,
-        ),
-        EngineSpec(
-            "ray",
-            "tp_runner._workers._ray._fleet:RayFleet",
-            20,
-            "one actor on a Ray cluster for each device",
-            unfit=_NOT_REPLACED
-            | dict.fromkeys(("preload", "start_method"), "Ray starts the workers")
-            | {"cpus": "Ray places the workers; resources={'num_cpus': 2} says how many cores one takes"},
-        ),
-        EngineSpec(
-            "thread",
-            "tp_runner._workers._thread:ThreadFleet",
-            40,
-            "one thread for each device; they share one interpreter",
-            remedy="engine='process' for work in Python",
-            unfit=_RAY
-            | _NOT_REPLACED
-            | dict.fromkeys(_SURROUNDINGS, "threads share those of their process")
-            | {
-                "log_level": "records of threads are the parent's own",
-                "max_restarts": "threads do not die",
-                "preload": "threads share what is imported",
-                "start_method": "threads are not started by one",
-                "threads": "they all share the process's own setting",
-                "timeout_s": "a thread cannot be stopped",
-            },
-        ),
-    )
+        **dict.fromkeys(("start_timeout_s", "timeout_s"), "the caller's own thread cannot be stopped"),
+        "max_wait_s": "the input is read in the caller's thread",
+    }
+
+    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        """Return workers in name only."""
+        from tp_runner._workers._thread import InlineFleet
+
+        return InlineFleet(program, devices, settings)
+
+
+class ThreadEngine(FleetEngine):
+    """Worker threads of this process."""
+
+    name = "thread"
+    score = 40
+    summary = "one thread for each device; they share one interpreter"
+    remedy = "engine='process' for work in Python"
+    unfit: ClassVar[Mapping[str, str]] = {
+        **_RAY,
+        **_NOT_REPLACED,
+        **dict.fromkeys(_SURROUNDINGS, "threads share those of their process"),
+        "log_level": "records of threads are the parent's own",
+        "max_restarts": "threads do not die",
+        "preload": "threads share what is imported",
+        "start_method": "threads are not started by one",
+        "threads": "they all share the process's own setting",
+        "timeout_s": "a thread cannot be stopped",
+    }
+
+    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        """Return threads."""
+        from tp_runner._workers._thread import ThreadFleet
+
+        return ThreadFleet(program, devices, settings)
+
+
+class ProcessEngine(FleetEngine):
+    """Worker processes on this machine."""
+
+    name = "process"
+    score = 80
+    summary = "one process for each device"
+    unfit: ClassVar[Mapping[str, str]] = _RAY
+    copies_work = True
+
+    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        """Return processes.
+
+        Raises:
+            ConfigError: This is Windows.
+        """
+        require_processes()
+        from tp_runner._workers._process._fleet import ProcessFleet  # Windows lacks what it imports
+
+        return ProcessFleet(program, devices, settings)
+
+
+ENGINES: dict[str, FleetEngine] = {
+    engine.name: engine for engine in (InlineEngine(), ProcessEngine(), ThreadEngine())
 }
+
+
+def find_engine(name: str) -> Engine:
+    """Return the engine of a name: one of this package, or what the registry knows.
+
+    Raises:
+        ConfigError: No engine is called so.
+    """
+    if name in ENGINES:  # the registry would look for plugins, which takes longer than to start threads
+        return ENGINES[name]
+    from tp_core.plugins import registry
+
+    for contribution in registry.engines():
+        if contribution.item.name == name:
+            engine: Engine = contribution.item
+            return engine
+    registry.require(name)
+    known = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
+    msg = f"no engine is called {name!r}; installed: {known or 'none'}"
+    raise ConfigError(msg)
+
+
+def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> tuple[str, ...]:
+    """Return one device for each worker of an engine, as :func:`resolve` does."""
+    is_remote = getattr(find_engine(engine), "is_remote", False)
+    return resolve(devices, n_workers=n_workers, elsewhere=is_remote)
 
 
 class PoolFactory:
@@ -118,6 +193,9 @@ class PoolFactory:
         devices: One for each worker.
         options: What was given by name.
 
+    Attributes:
+        has_copies: Whether there are several workers, each with a copy of what the work refers to.
+
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
     """
@@ -125,64 +203,30 @@ class PoolFactory:
     def __init__(
         self, engine: str, program: Any, devices: tuple[str, ...], options: Mapping[str, Any]
     ) -> None:
-        self._engine = engine
+        self._engine = find_engine(engine)
         self._program = program
         self._devices = devices
         self._options = options
-        self._settings: Settings | None = None
-        if engine in ENGINES:
-            self._settings = make_settings(engine, len(devices), options, ENGINES[engine].unfit)
-        else:
-            self._plugin_engine = _find_engine(engine)
+        self.has_copies = len(devices) > 1 and getattr(self._engine, "copies_work", False)
+        if isinstance(self._engine, FleetEngine):
+            self._settings = self._engine.make_settings(len(devices), options)
         for work in program.works:
             refuse_async(work)
-        if has_copies(engine, devices):
-            from tp_runner._workers._item import warn_of_copied_generators
-
-            warn_of_copied_generators(
-                [*program.works, options.get("collate")], getattr(program, "cfg", None), stacklevel=3
-            )
+        if self.has_copies:
+            works = [*program.works, options.get("collate")]
+            warn_of_copied_generators(works, getattr(program, "cfg", None), stacklevel=3)
 
     def open(self, *, wait: bool = True) -> Any:
         """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
-        if self._settings is not None:
-            return open_pool(ENGINES[self._engine], self._program, self._devices, self._settings, wait=wait)
+        if isinstance(self._engine, FleetEngine):
+            return self._engine.open_pool(self._program, self._devices, self._settings, wait=wait)
         import torch
 
         devices = [torch.device(device) for device in self._devices]
         given = {name: value for name, value in self._options.items() if value is not None}
         ordered = given.pop("ordered", True)
-        pool = self._plugin_engine.open(self._program, devices, options=given)
-        return PluginPoolAdapter(pool, self._engine, ordered=ordered)
-
-
-def has_copies(engine: str, devices: tuple[str, ...]) -> bool:
-    """Whether there are several workers, each with a copy of what the work refers to."""
-    return len(devices) > 1 and engine in {"process", "ray"}
-
-
-def open_pool(
-    spec: EngineSpec, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
-) -> RunnerPool:
-    """Start workers on an engine of this package."""
-    if spec.name == "process":
-        require_processes()
-    settings = dataclasses.replace(settings, entropy=int.from_bytes(os.urandom(8)))
-    module, _, name = spec.fleet.partition(":")
-    fleet = getattr(importlib.import_module(module), name)
-    return RunnerPool(fleet(program, devices, settings), settings, wait=wait)
-
-
-def _find_engine(name: str) -> Any:
-    from tp_core.plugins import registry
-
-    for contribution in registry.engines():
-        if contribution.item.name == name:
-            return contribution.item
-    registry.require(name)
-    known = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
-    msg = f"no engine is called {name!r}; installed: {known or 'none'}"
-    raise ConfigError(msg)
+        pool = self._engine.open(self._program, devices, options=given)
+        return PluginPoolAdapter(pool, self._engine.name, ordered=ordered)
 
 
 class PluginPoolAdapter:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 from tp_core.errors import ConfigError, DeviceError
 
 from tp_runner._batching import refuse_async
-from tp_runner._devices import resolve
-from tp_runner._engines import PoolFactory, has_copies
+from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle, in_turn
 from tp_runner._workers._item import warn_of_copied_generators
@@ -73,13 +72,14 @@ class Executor(concurrent.futures.Executor):
         if isinstance(max_workers, int) and max_workers < 1:
             msg = f"max_workers must be greater than 0, got {max_workers!r}"
             raise DeviceError(msg)
-        names = resolve(devices, n_workers=max_workers, elsewhere=engine == "ray")
+        names = worker_devices(engine, devices, max_workers)
         if engine == "process" and options.get("max_restarts") is None:
             options["max_restarts"] = MAX_RESTARTS
         self.n_workers = len(names)
-        self._has_copies = has_copies(engine, names)
         self._looked_at: Any = None  # the code of the function that was submitted last
-        self._pool = PoolFactory(engine, _Program(initializer, initargs), names, options).open()
+        factory = PoolFactory(engine, _Program(initializer, initargs), names, options)
+        self._has_copies = factory.has_copies
+        self._pool = factory.open()
 
     def submit(
         self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, Unpac
 from tp_core.errors import TpError
 from tp_core.internal import shows_progress
 
-from tp_runner._devices import resolve
-from tp_runner._engines import PoolFactory
+from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import ItemOptions, RunnerOptions
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, length_of
@@ -303,7 +302,7 @@ def map(
     factory = PoolFactory(
         engine,
         FunctionProgram(function, init),
-        resolve(devices, n_workers=n_workers, elsewhere=engine == "ray"),
+        worker_devices(engine, devices, n_workers),
         {**options, "ordered": ordered, "queue_scale": queue_scale},
     )
     opened: list[OpenRun] = []

@@ -15,8 +15,6 @@ from tp_core.internal import available_cores, did_you_mean
 from tp_runner._batching import Batching
 from tp_runner._devices import cores_of_workers
 
-__all__ = ["END_TIMEOUT_S", "START_METHODS", "ItemOptions", "RunnerOptions", "Settings", "make_settings"]
-
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0
 _LIMITS = ("start_timeout_s", "end_timeout_s")
@@ -154,7 +152,12 @@ class Settings:
 
 
 def make_settings(
-    engine: str, n_workers: int, options: Mapping[str, Any], unfit: Mapping[str, str]
+    engine: str,
+    n_workers: int,
+    options: Mapping[str, Any],
+    unfit: Mapping[str, str],
+    *,
+    start_timeout_s: float | None = START_TIMEOUT_S,
 ) -> Settings:
     """Check options that were given by name; fill in the rest.
 
@@ -163,6 +166,7 @@ def make_settings(
         n_workers: How many workers there are.
         options: What was given.
         unfit: Which options mean nothing to this engine, and why.
+        start_timeout_s: How many seconds a start may take where nothing else is given.
 
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
@@ -183,7 +187,7 @@ def make_settings(
         "threads": _default_threads(n_workers, given),
         "log_level": logging.getLogger().getEffectiveLevel(),
         **({"start_method": "spawn"} if sys.platform == "darwin" and not given.get("preload") else {}),
-        **({} if engine == "ray" else {"start_timeout_s": START_TIMEOUT_S}),
+        **({} if start_timeout_s is None else {"start_timeout_s": start_timeout_s}),
         **given,
     }
     _check_choice(values, "start_method", START_METHODS)

@@ -11,8 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import shows_progress
 
 from tp_runner._batching import Batching
-from tp_runner._devices import resolve
-from tp_runner._engines import PoolFactory
+from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, in_turn
@@ -76,14 +75,11 @@ class Pipeline:
         self._ordered = ordered
         self._progress = shows_progress(progress)
         self._options = options
-        self._devices = self._resolved(devices, n_workers)
+        self._devices = worker_devices(self._engine, devices, n_workers)
         self._stages: list[Stage] = []
         self._stats: list[StageStats] = []
         self._pools: dict[int, RunnerPool] = {}  # of each stage
         self._lock = threading.Lock()
-
-    def _resolved(self, devices: Any, n_workers: int | None) -> tuple[str, ...]:
-        return resolve(devices, n_workers=n_workers, elsewhere=self._engine == "ray")
 
     # -- stages --------------------------------------------------------------------------------
 
@@ -146,7 +142,11 @@ class Pipeline:
         n_workers: int | None,
         name: str,
     ) -> Self:
-        own = None if devices is None and n_workers is None else self._resolved(devices, n_workers)
+        own = (
+            None
+            if devices is None and n_workers is None
+            else worker_devices(self._engine, devices, n_workers)
+        )
         name = name or getattr(function, "__name__", type(function).__name__)
         longer = copy.copy(self)
         longer._stages = [*self._stages, Stage(name, kind, function, init, batching, own)]

@@ -1,4 +1,4 @@
-"""What this package brings to the registry: its engines and the ``run`` command."""
+"""Bring the engines and the ``run`` command of this package to the registry."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +13,10 @@ tp_contract = 1
 @hookimpl
 def tp_engines() -> Iterable[Any]:
     """Bring ``process``, ``thread``, ``inline`` and ``ray``."""
-    from tp_runner._registered import InlineEngine, ProcessEngine, RayEngine, ThreadEngine
+    from tp_runner._engines import ENGINES
+    from tp_runner._ray._fleet import RayEngine
 
-    return [InlineEngine(), ProcessEngine(), RayEngine(), ThreadEngine()]
+    return [*ENGINES.values(), RayEngine()]
 
 
 @hookimpl

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 from tp_core.internal import shows_progress
 
 from tp_runner._cfg import copy_cfg
-from tp_runner._devices import resolve
-from tp_runner._engines import PoolFactory
+from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle
 from tp_runner._stats import RunnerStats
@@ -79,7 +78,7 @@ class _Runner:
         self._factory = PoolFactory(
             engine,
             ClassProgram(type(self), self._cfg),
-            resolve(devices, n_workers=n_workers, elsewhere=engine == "ray"),
+            worker_devices(engine, devices, n_workers),
             {**options, "queue_scale": queue_scale, "ordered": self._ordered},
         )
         self.activate()

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tp_core import resolve_devices
 from tp_core.errors import ConfigError, TpError
 from tp_core.internal import check_process_count, did_you_mean, file_meant, raised_where
 
+from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner._command._files import (
     FORMATS,
     Journal,
@@ -29,8 +31,6 @@ from tp_runner._command._files import (
     with_images,
     write_table,
 )
-from tp_runner._devices import resolve
-from tp_runner._runner import OrderedRunner, UnorderedRunner
 from tp_runner.errors import ItemError
 
 __all__ = ["app"]
@@ -231,8 +231,9 @@ def _load(name: str) -> type[OrderedRunner]:
         msg = f"no runner {name!r}: {error}{did_you_mean(attribute, own)}"
         raise ConfigError(msg) from error
     if isinstance(found, type) and issubclass(found, OrderedRunner | UnorderedRunner):
-        # Results are written in the order of the items, which is what makes resuming simple.
-        return found if issubclass(found, OrderedRunner) else type("Run", (found,), {"_ordered": True})
+        # Results are written in the order of the items, which is what makes resuming simple: the base that
+        # comes first says so.
+        return found if issubclass(found, OrderedRunner) else type("Run", (OrderedRunner, found), {})
     if callable(found) and not isinstance(found, type):
         work = staticmethod(lambda device, cfg, item: found(item))  # noqa: ARG005 - the runner's protocol
         return type("Run", (OrderedRunner,), {"producer_work": work})
@@ -254,8 +255,8 @@ def _of_images(
 
 def _devices(text: str) -> Any:
     if text == "auto":  # the accelerators, or a CPU worker for each core
-        devices = resolve("auto")
-        return None if devices == ("cpu",) else devices
+        devices = [str(device) for device in resolve_devices("auto")]
+        return None if devices == ["cpu"] else devices
     if text.isdigit():
         check_process_count("--devices", int(text))
         return int(text)

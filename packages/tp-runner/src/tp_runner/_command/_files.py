@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, Self
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership, file_meant, showing_system_errors, sync_folder, write_atomically
 
-from tp_runner._workers._process._wire import write_all
-
 # -- Input ------------------------------------------------------------------------------------
 
 FORMATS = ("auto", "jsonl", "lines", "csv", "parquet", "files", "images")
@@ -358,7 +356,9 @@ class Journal:
                 return
         # One write of a whole line: a line is there or it is not, even if this process is killed.
         with saving(self._path):
-            write_all(self._fd, line.encode() + b"\n")
+            rest = memoryview(line.encode() + b"\n")
+            while rest:  # a pipe, or a disk that is full, may take a part
+                rest = rest[os.write(self._fd, rest) :]
         self.n_now += 1
         key = _key(record.source, record.line)
         if key in self._done:

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError, TpError
+from tp_core.plugins import Pool
 
 from tp_runner._options import Settings
 from tp_runner._scheduling._run import Run
@@ -171,7 +172,7 @@ def _copy_of(error: BaseException) -> BaseException:
 # -- The pool ---------------------------------------------------------------------------------
 
 
-class RunnerPool:
+class RunnerPool(Pool):
     """A fleet of workers, and the runs that take turns on it.
 
     Args:
@@ -196,11 +197,8 @@ class RunnerPool:
         self._lock = self._scheduler.lock
         watch(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(timeout_s=None if kind is None else 0.0)
+    def __exit__(self, *raised: object) -> None:
+        self.close(timeout_s=None if raised[0] is None else 0.0)
 
     # -- runs ----------------------------------------------------------------------------------
 

@@ -1,31 +1,19 @@
 """Workers that are actors on a Ray cluster: one for each device, placed by the resources it needs."""
 
 import contextlib
+import importlib.util
 import logging
 import math
 import pickle
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
+from tp_core.plugins import Verdict
 
-from tp_runner._options import Settings
-from tp_runner._workers._failure import INIT, RESULT, Failure
-from tp_runner._workers._fleet import (
-    Chunk,
-    Died,
-    Done,
-    Event,
-    Fleet,
-    Ready,
-    Timing,
-    failure_of_death,
-    loads_ending,
-)
-from tp_runner._workers._pickling import USERS_ERRORS, dump_program
-from tp_runner._workers._ray._worker import (
+from tp_runner._ray._worker import (
     RayWorker,
     Scaling,
     actor_options,
@@ -35,9 +23,29 @@ from tp_runner._workers._ray._worker import (
     require_room,
     reserve,
 )
-from tp_runner._workers._setup import Setup, handle_records
+from tp_runner.internal import (
+    INIT,
+    RESULT,
+    USERS_ERRORS,
+    Chunk,
+    Died,
+    Done,
+    Event,
+    Failure,
+    Fleet,
+    FleetEngine,
+    Ready,
+    Settings,
+    Setup,
+    Timing,
+    dump_program,
+    failure_of_death,
+    handle_records,
+    loads_ending,
+)
 
-__all__ = ["RayFleet"]
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("tp_runner")
 
@@ -46,6 +54,36 @@ GRACE_S = 20.0
 
 WAKE_S = 0.02
 """Ray's wait cannot be ended from another thread, so a longer one is made of such short ones."""
+
+
+class RayEngine(FleetEngine):
+    """Actors on a Ray cluster."""
+
+    name = "ray"
+    score = 20
+    summary = "one actor on a Ray cluster for each device"
+    unfit: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_items_per_worker", "max_memory_per_worker"), "only processes are replaced"),
+        **dict.fromkeys(("preload", "start_method"), "Ray starts the workers"),
+        "cpus": "Ray places the workers; resources={'num_cpus': 2} says how many cores one takes",
+    }
+    is_remote = True
+    copies_work = True
+    start_timeout_s = None  # an actor may wait for its place for any time
+
+    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
+        """Fit where Ray is installed; never better than processes for one machine."""
+        if importlib.util.find_spec("ray") is None:
+            return Verdict.unfit("ray is not installed", remedy="pip install tp-runner[ray]")
+        return super().assess(devices)
+
+    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        """Return actors.
+
+        Raises:
+            ConfigError: Ray is not installed.
+        """
+        return RayFleet(program, devices, settings)
 
 
 class RayFleet(Fleet):

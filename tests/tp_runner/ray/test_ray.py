@@ -22,8 +22,8 @@ from tp_runner import (
     WorkerError,
     worker,
 )
-from tp_runner._registered import RayEngine
-from tp_runner._workers._ray import _worker
+from tp_runner._ray import _worker
+from tp_runner._ray._fleet import RayEngine
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]

@@ -2,8 +2,8 @@
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_runner._workers._ray import _worker
-from tp_runner._workers._ray._worker import Scaling, needs_of, require_room
+from tp_runner._ray import _worker
+from tp_runner._ray._worker import Scaling, needs_of, require_room
 
 CPU = {"CPU": 1.0, "GPU": 0.0}
 

@@ -9,12 +9,23 @@ from typing import Any
 
 from tp_core.errors import ConfigError
 
-from tp_runner._workers._failure import END, INIT, ITEM, Failure
-from tp_runner._workers._fleet import dumps_ending
-from tp_runner._workers._item import Task, become, work_here
-from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
-from tp_runner._workers._setup import Setup, limit_torch, prepare
-from tp_runner._workers._work import end_work, run_chunk
+from tp_runner.internal import (
+    END,
+    INIT,
+    ITEM,
+    USERS_ERRORS,
+    Failure,
+    Setup,
+    Task,
+    become,
+    dumps_ending,
+    end_work,
+    limit_torch,
+    pack_what_can_be,
+    prepare,
+    run_chunk,
+    work_here,
+)
 
 # -- Where actors go, and how many ------------------------------------------------------------
 

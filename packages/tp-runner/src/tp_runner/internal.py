@@ -1,0 +1,57 @@
+"""What engines in distributions of their own share with this package; no promise to others.
+
+A :class:`FleetEngine` makes a :class:`Fleet`, and this package's scheduler does the rest: order, retries,
+timeouts, restarts, statistics. The engine ``ray`` is one; of this package it imports these names alone.
+"""
+
+from tp_runner._engines import FleetEngine
+from tp_runner._options import Settings
+from tp_runner._workers._failure import END, INIT, ITEM, RESULT, Failure
+from tp_runner._workers._fleet import (
+    Chunk,
+    Died,
+    Done,
+    Event,
+    Fleet,
+    Ready,
+    Timing,
+    dumps_ending,
+    failure_of_death,
+    loads_ending,
+)
+from tp_runner._workers._item import Task, become, work_here
+from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_what_can_be
+from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare
+from tp_runner._workers._work import end_work, run_chunk
+
+__all__ = [
+    "END",
+    "INIT",
+    "ITEM",
+    "RESULT",
+    "USERS_ERRORS",
+    "Chunk",
+    "Died",
+    "Done",
+    "Event",
+    "Failure",
+    "Fleet",
+    "FleetEngine",
+    "Ready",
+    "Settings",
+    "Setup",
+    "Task",
+    "Timing",
+    "become",
+    "dump_program",
+    "dumps_ending",
+    "end_work",
+    "failure_of_death",
+    "handle_records",
+    "limit_torch",
+    "loads_ending",
+    "pack_what_can_be",
+    "prepare",
+    "run_chunk",
+    "work_here",
+]
