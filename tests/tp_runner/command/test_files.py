@@ -9,7 +9,6 @@ import os
 import pytest
 from PIL import Image
 from tp_core.errors import ConfigError, StateError
-from tp_runner._command import _files
 from tp_runner._command._command import app
 from tp_runner._command._files import Journal, Record, find, read, write_table
 from typer.testing import CliRunner
@@ -209,10 +208,8 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(_files, "write_all", full)
     out = tmp_path / "out.jsonl"
-    with (
-        pytest.raises(StateError, match=r"out.jsonl cannot be written: .*No space left"),
-        Journal(out) as file,
-    ):
-        file.write(Record("lines.txt", 1, "0", "a"), 1, keep_going=False)
+    with Journal(out) as file, monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StateError, match=r"out.jsonl cannot be written: .*No space left"):
+            file.write(Record("lines.txt", 1, "0", "a"), 1, keep_going=False)

@@ -46,28 +46,28 @@ def clock(monkeypatch):
 
 def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
     scaling = Scaling(1, 3)
-    assert scaling.grown({0}, {0}, set()) is None
+    assert scaling.worker_to_start({0}, {0}, set()) is None
     for clock[0] in 0.7, 0.9:
-        assert scaling.grown({0}, set(), set()) is None  # it was idle meanwhile
+        assert scaling.worker_to_start({0}, set(), set()) is None  # it was idle meanwhile
     clock[0] = 1.1
-    assert scaling.grown({0}, {0}, set()) is None
+    assert scaling.worker_to_start({0}, {0}, set()) is None
     clock[0] = 2.2
-    assert scaling.grown({0}, {0}, {1}) == 2  # not the one that died and stays dead
+    assert scaling.worker_to_start({0}, {0}, {1}) == 2  # not the one that died and stays dead
     for clock[0] in 2.3, 2.5, 4.0:
-        assert scaling.grown({0, 2}, {0}, {1}) is None  # the new one is starting
+        assert scaling.worker_to_start({0, 2}, {0}, {1}) is None  # the new one is starting
     clock[0] = 9.0
-    assert scaling.grown({0, 2}, {0, 2}, {1}) is None
+    assert scaling.worker_to_start({0, 2}, {0, 2}, {1}) is None
     clock[0] = 10.0
-    assert scaling.grown({0, 2}, {0, 2}, {1}) is None  # there are no more
+    assert scaling.worker_to_start({0, 2}, {0, 2}, {1}) is None  # there are no more
 
 
 def test_a_worker_between_two_items_counts_as_busy(clock):
     scaling = Scaling(1, 2)
     started = None
     while started is None and clock[0] < 5.0:
-        assert scaling.grown({0}, {0}, set()) is None
+        assert scaling.worker_to_start({0}, {0}, set()) is None
         clock[0] += 0.05
-        started = scaling.grown({0}, set(), set())  # its result was just taken
+        started = scaling.worker_to_start({0}, set(), set())  # its result was just taken
         clock[0] += 0.001
     assert started == 1
     assert clock[0] == pytest.approx(1.0, abs=0.1)
@@ -75,10 +75,12 @@ def test_a_worker_between_two_items_counts_as_busy(clock):
 
 def test_those_beyond_the_fewest_go_when_they_have_had_nothing_to_do(clock):
     scaling = Scaling(1, 3)
-    assert scaling.idle({0, 1, 2}, {1}) == []
+    assert scaling.idle_workers({0, 1, 2}, {1}) == []
     clock[0] = 9.0
-    assert scaling.idle({0, 1, 2}, set()) == []
+    assert scaling.idle_workers({0, 1, 2}, set()) == []
     clock[0] = 10.0
-    assert scaling.idle({0, 1, 2}, set()) == [2]  # never the first; the other one was busy a while ago
+    assert scaling.idle_workers({0, 1, 2}, set()) == [
+        2
+    ]  # never the first; the other one was busy a while ago
     clock[0] = 19.0
-    assert scaling.idle({0, 1}, set()) == [1]
+    assert scaling.idle_workers({0, 1}, set()) == [1]

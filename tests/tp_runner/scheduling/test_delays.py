@@ -6,7 +6,7 @@ from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner._options import Settings
 from tp_runner._scheduling import _run
-from tp_runner._scheduling._retries import Death, Line, Split, after_death, after_failures
+from tp_runner._scheduling._retries import Death, RetryQueue, Split, after_death, after_failures
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._fleet import Chunk, Died
 
@@ -96,18 +96,18 @@ def test_an_item_that_took_too_long_rests_and_those_beside_it_do_not():
 
 def test_a_line_gives_what_has_rested_in_the_order_of_its_time():
     clock = Clock()
-    line = Line(clock.monotonic)
+    line = RetryQueue(clock.monotonic)
     first, second, third = (Chunk(seq, 0, [seq], 1) for seq in (1, 2, 3))
     line.append(first, 4.0)
     line.append(second, 2.0)
     line.append(third)
     assert [line.take(), line.take()] == [third, None]
-    assert line.due_in() == 2.0
+    assert line.seconds_until_due() == 2.0
     clock.now = 2.0
     assert [line.take(), line.take()] == [second, None]
     line.hurry()
     assert [line.take(), line.take()] == [first, None]
-    assert line.due_in() is None
+    assert line.seconds_until_due() is None
 
 
 @pytest.mark.parametrize("kind", [OrderedRunner, UnorderedRunner])

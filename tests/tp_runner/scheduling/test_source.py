@@ -48,4 +48,4 @@ def test_an_incomplete_batch_is_due_in_time_that_began_just_when_the_last_one_wa
     racing.later = [1]
     feeder._buffer = racing
     assert feeder.take(4, whole=4) == [1, 1, 1, 1]
-    assert 0 < feeder.due_in() <= 100.0
+    assert 0 < feeder.seconds_until_due() <= 100.0

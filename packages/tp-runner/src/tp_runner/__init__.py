@@ -20,7 +20,7 @@ The way of an item, and the files that it passes::
         InlineFleet, ThreadFleet             _thread
         ProcessFleet                         _process/_fleet, _handle
             Codec.encode                     _codec: into shared memory, large buffers beside the pickle;
-                                             _definitions: what of the main module a worker is told
+                                             _definitions: classes and functions of the main module
             Request -> pipe, shared memory   _wire, _shared_memory
                |  ^
                |  ^                          _spawn, _forkserver: how the process came to be; _setup

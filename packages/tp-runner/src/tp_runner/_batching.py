@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from tp_core.errors import ConfigError
 
-__all__ = ["NOT_AWAITED", "Batching", "collate", "refuse_async", "separate"]
-
 NOT_AWAITED = (
     "{name} is async: workers call it, and nobody awaits what it returns; give a function that runs it, such "
     "as lambda item: asyncio.run({name}(item)), or with batch= one that gathers many at a time"
@@ -33,7 +31,7 @@ def refuse_async(function: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How items are put together.
+    """The size of a batch, and how its items are joined.
 
     Attributes:
         size: The most items of one batch; the last one may have fewer.
@@ -72,7 +70,7 @@ class Batching:
             return Batching, (self.size,)
         import cloudpickle
 
-        return Batching, (self.size, _Travelled(cloudpickle.dumps(self.collate)))
+        return Batching, (self.size, _PickledFunction(cloudpickle.dumps(self.collate)))
 
     def join(self, items: list[Any]) -> Any:
         """Make a batch of ``items``."""
@@ -83,8 +81,8 @@ class Batching:
         return separate(answer, n_items)
 
 
-class _Travelled:
-    """A function of the program in a worker: loaded by its first call, whose failure is an item's."""
+class _PickledFunction:
+    """A pickled function, loaded by its first call: a failure to load it is then a failure of an item."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

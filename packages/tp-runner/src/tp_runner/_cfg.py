@@ -9,11 +9,9 @@ from typing import Any
 
 from tp_core.errors import ConfigError
 
-__all__ = ["CfgNode", "copy_cfg"]
-
 
 class CfgNode(dict[str, Any]):
-    """A dictionary whose keys are attributes too; nested mappings become nodes.
+    """A dictionary with its keys as attributes too; nested mappings become nodes.
 
     Raises:
         AttributeError: An attribute is read that is not a key; the message names those that are.
@@ -28,7 +26,7 @@ class CfgNode(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         for key, value in dict(*args, **kwargs).items():
-            self[key] = _node(value)
+            self[key] = _to_node(value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -55,12 +53,12 @@ class CfgNode(dict[str, Any]):
         return CfgNode, (dict(self),)
 
 
-def _node(value: Any) -> Any:
+def _to_node(value: Any) -> Any:
     return CfgNode(value) if type(value) in {dict, types.MappingProxyType} else value
 
 
 def copy_cfg(cfg: Any) -> Any:
-    """Return a copy of a configuration whose attributes can be read, and new ones be set.
+    """Return a copy of a configuration with attributes that can be read, and new ones be set.
 
     An object that takes new attributes is copied as it is; a mapping, a frozen or slotted
     dataclass and a named tuple become a :class:`CfgNode`.
@@ -71,21 +69,21 @@ def copy_cfg(cfg: Any) -> Any:
     if cfg is None:
         return CfgNode()
     if isinstance(cfg, CfgNode):
-        return _copied(cfg)
+        return _deep_copy(cfg)
     if isinstance(cfg, Mapping):
-        return CfgNode(_copied(dict(cfg)))
+        return CfgNode(_deep_copy(dict(cfg)))
     if _is_namespace(cfg):
-        return _copied(cfg)
+        return _deep_copy(cfg)
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         frozen = type(cfg).__dataclass_params__.frozen  # type: ignore[attr-defined]  # it has them
         if hasattr(cfg, "__dict__") and not frozen:
-            return _copied(cfg)
+            return _deep_copy(cfg)
         fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-        return CfgNode(_copied(fields))
+        return CfgNode(_deep_copy(fields))
     if hasattr(cfg, "_asdict"):
-        return CfgNode(_copied(cfg._asdict()))
+        return CfgNode(_deep_copy(cfg._asdict()))
     if hasattr(cfg, "__dict__") and not isinstance(cfg, type) and not callable(cfg):
-        return _copied(cfg)
+        return _deep_copy(cfg)
     msg = (
         f"cfg must be a mapping, a namespace, a dataclass or None, got {type(cfg).__name__}: "
         f"{cfg!r}; wrap it: cfg={{'value': ...}}"
@@ -100,20 +98,20 @@ def _is_namespace(value: Any) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     """Copy a value deeply, save for what processes can only inherit, such as multiprocessing's locks."""
     try:
         return copy.deepcopy(value)
     except RuntimeError:  # what such objects raise; it may be a part of the value alone
         if isinstance(value, dict):
             mapping = CfgNode() if isinstance(value, CfgNode) else copy.copy(value)
-            mapping.update({key: _copied(part) for key, part in value.items()})
+            mapping.update({key: _deep_copy(part) for key, part in value.items()})
             return mapping
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)(_copied(part) for part in value)
+            return type(value)(_deep_copy(part) for part in value)
         if _is_namespace(value) or dataclasses.is_dataclass(value):
             new = copy.copy(value)
             for name, part in vars(value).items():
-                object.__setattr__(new, name, _copied(part))
+                object.__setattr__(new, name, _deep_copy(part))
             return new
         return value

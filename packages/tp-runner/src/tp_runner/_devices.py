@@ -1,4 +1,4 @@
-"""Which devices and cores the workers are on, and where there can be any; CPU workers need no torch."""
+"""Resolve the devices and cores of workers; CPU workers need no torch."""
 
 import itertools
 import os
@@ -9,8 +9,6 @@ from typing import Any
 
 from tp_core.errors import ConfigError, DeviceError
 from tp_core.internal import available_cores
-
-__all__ = ["cores_of_workers", "require_processes", "resolve", "warn_of_platform"]
 
 
 def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = False) -> tuple[str, ...]:
@@ -32,11 +30,11 @@ def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = Fal
                 "devices; give one of them"
             )
             raise DeviceError(msg)
-        return ("cpu",) * _checked("n_workers", n_workers)
+        return ("cpu",) * _check_count("n_workers", n_workers)
     if devices is None:
         return ("cpu",) * available_cores()
     if isinstance(devices, int) and not isinstance(devices, bool):
-        return ("cpu",) * _checked("devices as a number of CPU workers", devices)
+        return ("cpu",) * _check_count("devices as a number of CPU workers", devices)
     if isinstance(devices, str) and devices.isdigit():
         msg = (
             f"devices={devices!r} could be CPU workers or accelerators; give n_workers={devices} for "
@@ -62,7 +60,7 @@ def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = Fal
     return tuple(str(device) for device in resolve_devices(devices))
 
 
-def _checked(name: str, count: Any) -> int:
+def _check_count(name: str, count: Any) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         msg = f"{name} must be a whole number of at least 1, got {count!r}"
         raise DeviceError(msg)
@@ -93,10 +91,10 @@ def cores_of_workers(cpus: Any, n_workers: int) -> tuple[tuple[int, ...], ...]:
     if len(cpus) != n_workers:
         msg = f"cpus={cpus!r} has cores for {len(cpus)} workers, and there are {n_workers}; give each its own"
         raise ConfigError(msg)
-    return tuple(_cores(worker, own, there) for worker, own in enumerate(cpus))
+    return tuple(_check_cores(worker, own, there) for worker, own in enumerate(cpus))
 
 
-def _cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
+def _check_cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
     cores = tuple(own) if isinstance(own, Collection) and not isinstance(own, str | bytes) else (own,)
     if not cores or not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
         msg = f"cpus must have at least one core, by its number, for worker {worker}, got {own!r}"

@@ -9,14 +9,13 @@ from tp_core.errors import ConfigError, DeviceError
 from tp_runner._batching import refuse_async
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
-from tp_runner._scheduling._source import MapStyle, in_turn
+from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._workers._item import warn_of_copied_generators
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
 
-__all__ = ["Executor"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +75,7 @@ class Executor(concurrent.futures.Executor):
         if engine == "process" and options.get("max_restarts") is None:
             options["max_restarts"] = MAX_RESTARTS
         self.n_workers = len(names)
-        self._looked_at: Any = None  # the code of the function that was submitted last
+        self._checked_code: Any = None  # the code of the function that was submitted last
         factory = PoolFactory(engine, _Program(initializer, initargs), names, options)
         self._has_copies = factory.has_copies
         self._pool = factory.open()
@@ -93,8 +92,8 @@ class Executor(concurrent.futures.Executor):
             ConfigError: ``fn`` is an ``async def``, which no worker awaits.
         """
         code = getattr(fn, "__code__", fn)
-        if code is not self._looked_at:  # it is one for many calls, as a rule
-            self._looked_at = code
+        if code is not self._checked_code:  # it is one for many calls, as a rule
+            self._checked_code = code
             refuse_async(fn)
             if self._has_copies:
                 warn_of_copied_generators([fn], stacklevel=2)
@@ -127,7 +126,7 @@ class Executor(concurrent.futures.Executor):
         if chunksize < 1:
             msg = f"chunksize must be at least 1, got {chunksize!r}"
             raise ConfigError(msg)
-        return super().map(fn, *(in_turn(items) for items in iterables), timeout=timeout)
+        return super().map(fn, *(as_iterable(items) for items in iterables), timeout=timeout)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the workers when everything that was submitted is done.

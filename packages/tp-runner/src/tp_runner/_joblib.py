@@ -2,8 +2,6 @@
 
 from tp_core.errors import ConfigError
 
-__all__ = ["register_joblib"]
-
 
 def register_joblib() -> None:
     """Make ``joblib.parallel_config("tp")`` run joblib's work, scikit-learn's too, on our workers.

@@ -15,11 +15,9 @@ from tp_core.internal import available_cores
 
 from tp_runner._executor import Executor
 
-__all__ = ["TpBackend"]
-
 # What joblib hands to every backend: how to map large arguments, which travel through shared memory here,
 # and what it looks at itself.
-_OF_JOBLIB = {"context", "max_nbytes", "mmap_mode", "prefer", "require", "temp_folder", "verbose"}
+_JOBLIB_OPTIONS = {"context", "max_nbytes", "mmap_mode", "prefer", "require", "temp_folder", "verbose"}
 
 
 class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
@@ -57,7 +55,7 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel, self._options = parallel, options
         given = {"threads": self.inner_max_num_threads, **self.backend_kwargs}
-        given |= {name: v for name, v in options.items() if name not in _OF_JOBLIB and v is not None}
+        given |= {name: v for name, v in options.items() if name not in _JOBLIB_OPTIONS and v is not None}
         self._executor = Executor(n_workers, **given)
         return n_workers
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _END_S = 5.0
 
 
-class _Begun(NamedTuple):
+class _OpenStream(NamedTuple):
     executor: ThreadPoolExecutor
     chunks: Generator[list[Any], None, None]
     cancel: Callable[[float | None], None]
@@ -54,7 +54,7 @@ class AsyncResultStream(AsyncIterator[Any]):
         self._items = items
         self._progress = progress
         self._ready: deque[Any] = deque()
-        self._begun: _Begun | None = None
+        self._open: _OpenStream | None = None
         self._has_ended = False
         self._fetching = asyncio.Lock()
         self._error: BaseException | None = None
@@ -91,16 +91,16 @@ class AsyncResultStream(AsyncIterator[Any]):
 
     async def _next_results(self) -> list[Any] | None:
         """Return neighboring results, or ``None`` at the end."""
-        if self._begun is None:
-            self._begun = self._begin()
-        step = self._begun.executor.submit(next, self._begun.chunks, None)
+        if self._open is None:
+            self._open = self._begin()
+        step = self._open.executor.submit(next, self._open.chunks, None)
         result = asyncio.wrap_future(step)
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
-            self._begun.cancel(None)
+            self._open.cancel(None)
             result.add_done_callback(_forget_error)
-            await _settled(step, result)
+            await _await_step(step, result)
             self._end_with(RunCancelledError("the task that waited for this stream was cancelled"))
             raise
         except BaseException as error:
@@ -113,21 +113,21 @@ class AsyncResultStream(AsyncIterator[Any]):
         self._raised_in.add(asyncio.current_task())
         self._end()
 
-    def _begin(self) -> _Begun:
+    def _begin(self) -> _OpenStream:
         items, loop = self._items, asyncio.get_running_loop()
-        source = _pulled(items, loop) if isinstance(items, AsyncIterable) else items
+        source = _iterate_async(items, loop) if isinstance(items, AsyncIterable) else items
         run = self._pool.open_run(source)
         chunks = run.chunks
         if self._progress:
             from tp_runner._progress import with_progress
 
             chunks = with_progress(chunks, length_of(items), self._pool)
-        return _Begun(ThreadPoolExecutor(1, thread_name_prefix="tp-runner-async"), chunks, run.cancel)
+        return _OpenStream(ThreadPoolExecutor(1, thread_name_prefix="tp-runner-async"), chunks, run.cancel)
 
     def _end(self) -> None:
         self._has_ended = True
         self._ready.clear()
-        begun, self._begun = self._begun, None
+        begun, self._open = self._open, None
         if begun is None:
             return
         try:
@@ -144,7 +144,7 @@ def _forget_error(result: "asyncio.Future[Any]") -> None:
         result.exception()
 
 
-async def _settled(step: "Future[Any]", result: "asyncio.Future[Any]") -> None:
+async def _await_step(step: "Future[Any]", result: "asyncio.Future[Any]") -> None:
     """Wait until a call that was cancelled has noticed it, whatever else is cancelled meanwhile."""
     with contextlib.suppress(TpError):
         try:
@@ -153,7 +153,7 @@ async def _settled(step: "Future[Any]", result: "asyncio.Future[Any]") -> None:
             wait([step], _END_S)
 
 
-def _pulled(items: AsyncIterable[Any], loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
+def _iterate_async(items: AsyncIterable[Any], loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
     """Yield the items of an asynchronous iterator, from another thread than its loop's."""
     iterator = aiter(items)
 
@@ -322,7 +322,7 @@ def map(
         finally:
             pool.close(timeout_s=timeout_s)
 
-    steps = cast("Generator[list[Any], None, None]", _emptied(chunks()))
+    steps = cast("Generator[list[Any], None, None]", _clear_on_close(chunks()))
 
     def cancel(kill_after_s: float | None) -> None:
         nonlocal is_cancelled
@@ -344,7 +344,7 @@ def map(
     return ResultStream(OpenRun(steps, end, cancel, stats))
 
 
-def _emptied(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _clear_on_close(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:
     """Yield the lists; when closed early, empty the one that was given last."""
     given: list[Any] = []
     try:

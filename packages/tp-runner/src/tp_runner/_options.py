@@ -99,13 +99,13 @@ class RunnerOptions(ItemOptions, total=False):
     on_error: Literal["raise", "return"] | None
 
 
-_OF_OTHERS = {
+_NAMES_ELSEWHERE = {
     **dict.fromkeys(("maxtasksperchild", "max_tasks_per_child", "worker_lifespan"), "max_items_per_worker"),
     "cpu_ids": "cpus",
     "mp_context": "start_method",
     "task_timeout": "timeout_s",
 }
-"""What other libraries call our options."""
+"""Names of options in other libraries, and ours for them."""
 
 OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
 
@@ -173,7 +173,7 @@ def make_settings(
     """
     for name, value in options.items():
         if name not in OPTIONS:
-            meant = _OF_OTHERS.get(name)
+            meant = _NAMES_ELSEWHERE.get(name)
             hint = f"; it is {meant!r} here" if meant else did_you_mean(name, OPTIONS)
             msg = f"unknown option {name!r} of engine {engine!r}{hint}; there are: {', '.join(OPTIONS)}"
             raise ConfigError(msg)
@@ -213,8 +213,8 @@ def make_settings(
     _check_env(given)
     if "cpus" in given:
         values["cpus"] = cores_of_workers(given["cpus"], n_workers)
-    values["log_level"] = _log_level(values["log_level"])
-    values["preload"] = _preload(given.get("preload", ()), given.get("start_method"))
+    values["log_level"] = _check_log_level(values["log_level"])
+    values["preload"] = _check_preload(given.get("preload", ()), given.get("start_method"))
     _check_resources(given.get("resources", {}))
     return Settings(**values, batching=batching)
 
@@ -262,7 +262,7 @@ def _check_positive(values: Mapping[str, Any], name: str) -> None:
         raise ConfigError(msg)
 
 
-def _log_level(value: Any) -> int:
+def _check_log_level(value: Any) -> int:
     levels = logging.getLevelNamesMapping()
     if isinstance(value, str) and value in levels:
         return levels[value]
@@ -272,7 +272,7 @@ def _log_level(value: Any) -> int:
     return value
 
 
-def _preload(names: Any, start_method: str | None) -> tuple[str, ...]:
+def _check_preload(names: Any, start_method: str | None) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         msg = f"preload must be names of modules, such as ['transformers'], got {names!r}"
         raise ConfigError(msg)
@@ -280,13 +280,13 @@ def _preload(names: Any, start_method: str | None) -> tuple[str, ...]:
         msg = f"preload={names!r} is what the fork server imports, and start_method={start_method!r} has none"
         raise ConfigError(msg)
     for name in names:
-        if name not in sys.modules and not _is_there(name):
+        if name not in sys.modules and not _module_exists(name):
             msg = f"preload names the module {name!r}, and there is none of this name"
             raise ConfigError(msg)
     return tuple(names)
 
 
-def _is_there(module: str) -> bool:
+def _module_exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it would be in

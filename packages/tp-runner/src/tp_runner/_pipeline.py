@@ -14,7 +14,7 @@ from tp_runner._batching import Batching
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._pool import RunnerPool
-from tp_runner._scheduling._source import MapStyle, in_turn
+from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._stats import StageStats
 from tp_runner._stream import Interruption, OpenRun, ResultStream
 from tp_runner._workers._work import FILTER, FLAT_MAP, MAP, Stage, StagesProgram
@@ -23,8 +23,6 @@ from tp_runner.errors import ItemError
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
     from tp_core.internal import Progress
-
-__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -106,7 +104,7 @@ class Pipeline:
             n_workers: How many CPU workers of its own, in place of ``devices``.
             name: What it is called; by default like the function.
         """
-        return self._with(MAP, function, init, Batching.of(batch, collate), devices, n_workers, name)
+        return self._add_stage(MAP, function, init, Batching.of(batch, collate), devices, n_workers, name)
 
     def flat_map(
         self,
@@ -118,7 +116,7 @@ class Pipeline:
         name: str = "",
     ) -> Self:
         """Return this pipeline with a stage that gives any number of results for an item; see :meth:`map`."""
-        return self._with(FLAT_MAP, function, init, None, devices, n_workers, name)
+        return self._add_stage(FLAT_MAP, function, init, None, devices, n_workers, name)
 
     def filter(
         self,
@@ -130,9 +128,9 @@ class Pipeline:
         name: str = "",
     ) -> Self:
         """Return this pipeline with a stage that passes on items the function is true of; see :meth:`map`."""
-        return self._with(FILTER, function, init, None, devices, n_workers, name)
+        return self._add_stage(FILTER, function, init, None, devices, n_workers, name)
 
-    def _with(
+    def _add_stage(
         self,
         kind: str,
         function: Callable[..., Any],
@@ -174,7 +172,7 @@ class Pipeline:
             for stage in self._stages
         ]
         chunks: Iterator[list[Any]] = iter(())
-        taken: Iterable[Any] = in_turn(items)
+        taken: Iterable[Any] = as_iterable(items)
         for place, stage in enumerate(self._stages):
             chunks = self._results(place, stage, taken, runs, stats[place])
             taken = itertools.chain.from_iterable(chunks)
@@ -225,16 +223,16 @@ class Pipeline:
                 given: list[Any] = []
                 for answer in answers:
                     if isinstance(answer, ItemError):
-                        answer.add_note(_note(stage))
+                        answer.add_note(_stage_note(stage))
                         given.append(answer)
                     else:
                         given += answer
                 stats.given += len(given)
                 yield given
         except ItemError as error:
-            notes = {_note(stage) for stage in self._stages}
+            notes = {_stage_note(stage) for stage in self._stages}
             if notes.isdisjoint(getattr(error, "__notes__", ())):  # it passes the later stages, too
-                error.add_note(_note(stage))
+                error.add_note(_stage_note(stage))
             raise
 
     # -- life ----------------------------------------------------------------------------------
@@ -287,7 +285,7 @@ class Pipeline:
 
 def _payloads(place: int, stage: Stage, items: Iterable[Any], stats: StageStats) -> Iterator[tuple[int, Any]]:
     """Yield what travels to the workers of a stage."""
-    iterator = iter(in_turn(items))
+    iterator = iter(as_iterable(items))
     if stage.batching is None:
         for item in iterator:
             stats.taken += 1
@@ -298,5 +296,5 @@ def _payloads(place: int, stage: Stage, items: Iterable[Any], stats: StageStats)
         yield place, part
 
 
-def _note(stage: Stage) -> str:
+def _stage_note(stage: Stage) -> str:
     return f"in the stage {stage.name!r} of the pipeline"

@@ -5,8 +5,6 @@ from typing import Any
 
 from tp_core.plugins import Command, hookimpl
 
-__all__ = ["tp_commands", "tp_contract", "tp_engines"]
-
 tp_contract = 1
 
 

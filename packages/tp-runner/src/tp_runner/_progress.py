@@ -1,4 +1,4 @@
-"""How far a stream is: items, rate, time left, how busy the workers are; on a terminal or in a notebook."""
+"""Progress of a stream on a terminal or in a notebook: items, rate, time left, how busy the workers are."""
 
 import contextlib
 import io
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool
     from tp_runner._stats import StageStats
 
-__all__ = ["with_progress", "with_table"]
 
 PERIOD_S = 0.1
 NOTEBOOK_PERIOD_S = 0.5

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from tp_runner._scheduling._pool import RunnerPool
 
-__all__ = ["OrderedRunner", "UnorderedRunner"]
-
 
 class _Runner:
     """A stream of items through one stateful worker for each device.

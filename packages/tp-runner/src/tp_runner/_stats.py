@@ -1,4 +1,4 @@
-"""What the workers did: time, items, bytes, and when."""
+"""Statistics of workers: items, seconds, and a timeline."""
 
 import collections
 import os
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tp_runner._workers._fleet import Timing
-
-__all__ = ["RunnerStats", "StageStats", "StatsCollector", "WorkerStats"]
 
 MOST_EVENTS = 200_000
 BARS = " ▁▂▃▄▅▆▇█"
@@ -147,7 +145,7 @@ class StatsCollector:
         self._counts[worker].deaths += 1
 
     def snapshot(self, where: Callable[[int], str]) -> RunnerStats:
-        """Return the figures of this moment; ``where`` tells which machine a worker is on."""
+        """Return the figures of this moment; ``where`` returns the machine of a worker."""
         workers = tuple(
             WorkerStats(
                 worker,

@@ -14,8 +14,6 @@ from tp_core.errors import TpError
 
 from tp_runner.errors import RunCancelledError, RunnerClosedError
 
-__all__ = ["FORKED", "Interruption", "OpenRun", "ResultStream"]
-
 R_co = TypeVar("R_co", covariant=True)
 
 FORKED = (
@@ -25,7 +23,7 @@ FORKED = (
 
 
 class OpenRun(NamedTuple):
-    """What a run gives to its consumer.
+    """The consumer's side of a run.
 
     Attributes:
         chunks: Neighboring results, list by list.

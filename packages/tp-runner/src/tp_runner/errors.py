@@ -1,4 +1,4 @@
-"""What a runner raises on purpose.
+"""The errors of runners.
 
 ::
 
@@ -125,12 +125,12 @@ def make_error(
         and not issubclass(original_type, StopIteration | StopAsyncIteration)
     ):
         with contextlib.suppress(Exception):  # a layout, a metaclass or a user's code may be against it
-            error: ItemError = _cached_of_both(kind, original_type)(message, **details)
+            error: ItemError = _combined_class(kind, original_type)(message, **details)
             return error
     return kind(message, **details)
 
 
-def _of_both(kind: Any, original_type: Any) -> Any:
+def _make_combined_class(kind: Any, original_type: Any) -> Any:
     builtin: Any = next(base for base in original_type.__mro__ if base.__module__ == "builtins")
 
     def new(cls: type[ItemError], *args: Any, **_: Any) -> ItemError:
@@ -153,7 +153,7 @@ def _of_both(kind: Any, original_type: Any) -> Any:
     return type(kind.__name__, (kind, original_type), members)
 
 
-_cached_of_both: Callable[..., Any] = functools.lru_cache(maxsize=256)(_of_both)
+_combined_class: Callable[..., Any] = functools.lru_cache(maxsize=256)(_make_combined_class)
 
 
 def copy_attributes(original: BaseException, error: ItemError) -> None:

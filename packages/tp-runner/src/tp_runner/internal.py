@@ -1,4 +1,4 @@
-"""What engines in distributions of their own share with this package; no promise to others.
+"""Names for engines in distributions of their own; they may change with any version.
 
 A :class:`FleetEngine` makes a :class:`Fleet`, and this package's scheduler does the rest: order, retries,
 timeouts, restarts, statistics. The engine ``ray`` is one; of this package it imports these names alone.
@@ -15,12 +15,12 @@ from tp_runner._workers._fleet import (
     Fleet,
     Ready,
     Timing,
-    dumps_ending,
+    dumps_exit_result,
     failure_of_death,
-    loads_ending,
+    loads_exit_result,
 )
-from tp_runner._workers._item import Task, become, work_here
-from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_what_can_be
+from tp_runner._workers._item import Task, become_worker, set_current_task
+from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
 from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare
 from tp_runner._workers._work import end_work, run_chunk
 
@@ -42,16 +42,16 @@ __all__ = [
     "Setup",
     "Task",
     "Timing",
-    "become",
+    "become_worker",
     "dump_program",
-    "dumps_ending",
+    "dumps_exit_result",
     "end_work",
     "failure_of_death",
     "handle_records",
     "limit_torch",
-    "loads_ending",
-    "pack_what_can_be",
+    "loads_exit_result",
+    "pack_results",
     "prepare",
     "run_chunk",
-    "work_here",
+    "set_current_task",
 ]

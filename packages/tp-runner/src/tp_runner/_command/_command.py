@@ -33,8 +33,6 @@ from tp_runner._command._files import (
 )
 from tp_runner.errors import ItemError
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -102,7 +100,7 @@ def run(
     with contextlib.redirect_stdout(sys.stderr):
         kind = _load(runner)
     if form == "images" or folder is not None:
-        kind = _of_images(kind, reads=form == "images", folder=folder, batched=batch is not None)
+        kind = _image_runner(kind, reads=form == "images", folder=folder, batched=batch is not None)
     file = journal_of(output)
     sources = find([*inputs, *(more or [])], form, outputs=[output, file])
     if output.suffix == ".parquet":
@@ -113,8 +111,8 @@ def run(
     with owned(file):
         with (
             Journal(file) as journal,
-            _kept_stdout() if as_json or is_stdout else contextlib.nullcontext(),
-            _telling_where(journal, records, output),
+            _reserve_stdout() if as_json or is_stdout else contextlib.nullcontext(),
+            _report_failure(journal, records, output),
         ):
 
             def items() -> Any:
@@ -151,7 +149,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _kept_stdout() -> Iterator[None]:
+def _reserve_stdout() -> Iterator[None]:
     """Keep standard output for the command: what runners print goes to stderr, from workers, too."""
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -164,7 +162,7 @@ def _kept_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling_where(journal: Journal, records: Sequence[Record], output: Path) -> Iterator[None]:
+def _report_failure(journal: Journal, records: Sequence[Record], output: Path) -> Iterator[None]:
     """Say of a run that is ended by an error what is done, and which line it was.
 
     Raises:
@@ -241,7 +239,7 @@ def _load(name: str) -> type[OrderedRunner]:
     raise ConfigError(msg)
 
 
-def _of_images(
+def _image_runner(
     kind: type[OrderedRunner], *, reads: bool, folder: Path | None, batched: bool
 ) -> type[OrderedRunner]:
     """Return a runner like another one, which gets or makes pictures where this one has files."""

@@ -33,7 +33,7 @@ class Record:
     Attributes:
         source: The file.
         line: The number of the line or row in it, from 1; 0 for a whole file.
-        digest: What tells it from another item that may take its place.
+        digest: Changes when another item takes its place.
         item: The parsed JSON value, the line without its end, the row as a dictionary, or the file's path.
     """
 
@@ -90,7 +90,7 @@ def read(sources: Iterable[Source]) -> Iterator[Record]:
     """
     for path, kind in sources:
         try:
-            yield from _parsed(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
+            yield from _parse(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
         except ConfigError:
             raise
         except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:  # ValueError: pyarrow's, too
@@ -117,7 +117,7 @@ def _records_of(path: Path, kind: str) -> Iterator[Record]:
         open_text: Any = open if _without_gz(path) == path else gzip.open
         # Spreadsheets write a mark of the byte order at the beginning.
         with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
-            yield from _parsed(file, str(path), kind)
+            yield from _parse(file, str(path), kind)
 
 
 def _expand(name: str) -> list[Path]:
@@ -137,7 +137,7 @@ def _expand(name: str) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _parsed(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
+def _parse(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
     if kind == "csv":
         csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
         for number, row in enumerate(csv.DictReader(lines), 1):
@@ -225,7 +225,7 @@ def owned(path: Path) -> Iterator[None]:
 
 
 class _Line(NamedTuple):
-    """What a line of the file says, beside the result itself."""
+    """A line of the file, without the result itself."""
 
     key: tuple[str, int]
     digest: str | None
@@ -284,7 +284,7 @@ class Journal:
             for number, text in enumerate(file, 1):
                 if not text.endswith(b"\n"):
                     break
-                line = self._parsed(text, number)
+                line = self._parse(text, number)
                 if line.is_done:
                     self._has_stale |= line.key in self._done
                     self._done[line.key] = line.digest
@@ -307,7 +307,7 @@ class Journal:
 
         def write(part: Path) -> None:
             with self._path.open("rb") as file, part.open("wb") as new:
-                new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parsed(text, i)))
+                new.writelines(text for i, text in enumerate(file, 1) if is_kept(self._parse(text, i)))
 
         write_atomically(write, self._path)
 
@@ -322,7 +322,7 @@ class Journal:
         }
 
     def has(self, record: Record) -> bool:
-        """Whether the result of a record is in the file."""
+        """Return whether the result of a record is in the file."""
         key = _key(record.source, record.line)
         if key not in self._done:
             return False
@@ -339,11 +339,11 @@ class Journal:
         """
         entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
         if isinstance(result, BaseException):
-            line = json.dumps({**entry, "error": _described(result)})
+            line = json.dumps({**entry, "error": _error_entry(result)})
             self.n_failed += 1
         else:
             try:
-                line = json.dumps({**entry, "result": result}, default=_plain, allow_nan=False)
+                line = json.dumps({**entry, "result": result}, default=_to_plain, allow_nan=False)
             except (TypeError, ValueError) as error:
                 msg = (
                     f"the result of line {record.line} of {record.source} cannot be written as JSON: "
@@ -365,7 +365,7 @@ class Journal:
             self._done[key] = record.digest
             self._has_stale = True
 
-    def _parsed(self, text: bytes, number: int) -> _Line:
+    def _parse(self, text: bytes, number: int) -> _Line:
         try:
             entry = json.loads(text)
             key = _key(entry["source"], entry["line"])
@@ -380,7 +380,7 @@ def _key(source: str, line: int) -> tuple[str, int]:
     return os.path.realpath(source), line
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _error_entry(error: BaseException) -> dict[str, str]:
     """Return the type and the message of what the work raised, and where."""
     cause = error.__cause__ or error
     return {
@@ -390,7 +390,7 @@ def _described(error: BaseException) -> dict[str, str]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return tensors, arrays and their scalars as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -416,7 +416,7 @@ def journal_of(output: Path) -> Path:
 
 
 def is_folder(output: Path) -> bool:
-    """Whether results go into files of a folder."""
+    """Return whether results go into files of a folder."""
     return output.is_dir() or (not output.suffix and str(output) != "-")
 
 

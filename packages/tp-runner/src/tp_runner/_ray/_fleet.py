@@ -41,7 +41,7 @@ from tp_runner.internal import (
     dump_program,
     failure_of_death,
     handle_records,
-    loads_ending,
+    loads_exit_result,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class RayFleet(Fleet):
 
     With ``min_workers`` there are more of them only while all are busy.
 
-    An actor does not tell when it begins with an item. Where items are timed it gets one at a time,
+    An actor does not report when it begins an item. Where items are timed it gets one at a time,
     or one batch, and the time counts from its being sent.
     """
 
@@ -111,7 +111,7 @@ class RayFleet(Fleet):
         self._starting: dict[Any, int] = {}
         self._deadlines: dict[int, float] = {}
         self._inflight: dict[Any, tuple[int, int, int]] = {}
-        self._begun: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
+        self._started_at: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
         self._woken = threading.Event()
         self._group: Any = None  # the places that are held for all of them
         self._nodes: dict[int, str] = {}
@@ -175,27 +175,29 @@ class RayFleet(Fleet):
         """Start another worker, or let some go, as there is work for them."""
         busy = {worker for worker, _, _ in self._inflight.values()}
         leaving = {worker for worker, _ in self._leaving.values()}
-        new = self._scaling.grown(self._actors, busy, self._lost | leaving)
+        new = self._scaling.worker_to_start(self._actors, busy, self._lost | leaving)
         if new is not None:
             self._launch(new)
             self._deadlines[new] = math.inf  # the others do without it while the cluster has no place
         ready = [worker for worker in self._actors if self.ready(worker)]
-        for worker in self._scaling.idle(ready, busy):
+        for worker in self._scaling.idle_workers(ready, busy):
             actor = self._actors.pop(worker)
             self._leaving[actor.end.remote()] = worker, actor
         for reference in self._ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
             worker, actor = self._leaving.pop(reference)
-            for _, failure in self._ended(worker, reference):  # nobody asked for its end, to be told of it
+            for _, failure in self._finish_worker(
+                worker, reference
+            ):  # nobody waits for its end, so nobody could catch an error
                 _log.warning("worker %d had nothing to do, and its end failed: %s", worker, failure.summary)
             self._ray.kill(actor)
 
-    def _ended(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
+    def _finish_worker(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
         """Note what the orderly end of a worker returned; return why it failed, if it did."""
         failure = returned = b""
         with contextlib.suppress(self._ray.exceptions.RayError):
             failure, returned, records = self._ray.get(reference)
             handle_records(records)
-        self._endings[worker].append(loads_ending(returned))
+        self._endings[worker].append(loads_exit_result(returned))
         return [(worker, pickle.loads(failure))] if failure else []
 
     def revive(self, worker: int) -> None:
@@ -218,10 +220,10 @@ class RayFleet(Fleet):
         place = chunk.start, chunk.run, chunk.sent - 1
         reference = self._actors[worker].work.remote(items, len(chunk.items), place)
         self._inflight[reference] = worker, chunk.seq, len(chunk.items)
-        self._begun[worker] = chunk.seq, time.monotonic()
+        self._started_at[worker] = chunk.seq, time.monotonic()
 
     def started(self, worker: int) -> tuple[int, float] | None:
-        return self._begun.get(worker)
+        return self._started_at.get(worker)
 
     def kill(self, worker: int) -> None:
         self._ray.kill(self._actors[worker])
@@ -294,7 +296,7 @@ class RayFleet(Fleet):
             self._on_death(worker, events)
             return
         del self._inflight[reference]
-        self._begun.pop(worker, None)
+        self._started_at.pop(worker, None)
         handle_records(records)
         try:
             results = pickle.loads(data)
@@ -313,7 +315,7 @@ class RayFleet(Fleet):
         for reference, _ in mine:
             del self._inflight[reference]
         current = (mine[0][1][1], 0) if mine else None
-        _, began = self._begun.pop(worker, (0, 0.0))
+        _, began = self._started_at.pop(worker, (0, 0.0))
         events.append(Died(worker, None, current, began=began, was_ready=was_ready))
 
     def wake(self) -> None:
@@ -328,7 +330,7 @@ class RayFleet(Fleet):
         self._actors.clear()
         self._starting.clear()
         self._inflight.clear()
-        self._begun.clear()
+        self._started_at.clear()
 
     def close(self, *, timeout_s: float) -> None:
         actors = {worker: actor for worker, actor in self._actors.items() if self.ready(worker)}
@@ -339,7 +341,7 @@ class RayFleet(Fleet):
             done, late = self._ray.wait(list(ends), num_returns=len(ends), timeout=timeout_s)
             self.warn_not_ended((ends[reference] for reference in late), timeout_s)
             for reference in done:
-                failures += self._ended(ends[reference], reference)
+                failures += self._finish_worker(ends[reference], reference)
                 _, leaving = self._leaving.pop(reference, (0, None))
                 self._ray.kill(leaving or self._actors.pop(ends[reference]))
         if self._ray.is_initialized():

@@ -17,14 +17,14 @@ from tp_runner.internal import (
     Failure,
     Setup,
     Task,
-    become,
-    dumps_ending,
+    become_worker,
+    dumps_exit_result,
     end_work,
     limit_torch,
-    pack_what_can_be,
+    pack_results,
     prepare,
     run_chunk,
-    work_here,
+    set_current_task,
 )
 
 # -- Where actors go, and how many ------------------------------------------------------------
@@ -55,7 +55,7 @@ def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
 def actor_options(
     ray: Any, needs: Needs, group: Any, index: int, env: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """Return what Ray is told of an actor: what it takes, its place in a group, its variables."""
+    """Return Ray's options of an actor: its resources, its place in a group, its environment."""
     rest = {name: n for name, n in needs.items() if name not in {"CPU", "GPU", "memory"}}
     options: dict[str, Any] = {
         "num_cpus": needs["CPU"],
@@ -86,10 +86,10 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
     """
     left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
     if placement == "strict_pack":
-        tried = [_placed([node], workers) for node in left or [{}]]
+        tried = [_count_placed([node], workers) for node in left or [{}]]
         n_placed, needs = max(tried, key=lambda found: found[0])
     else:
-        n_placed, needs = _placed(left, workers, once=placement == "strict_spread")
+        n_placed, needs = _count_placed(left, workers, once=placement == "strict_spread")
     if n_placed < len(workers):
         wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
         how = f" placed by {placement!r}" if placement else ""
@@ -100,7 +100,7 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
         raise ConfigError(msg)
 
 
-def _placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
+def _count_placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
     """Return how many workers find a place, and what the first one takes that finds none."""
     left = [dict(node) for node in nodes]
     for n_placed, needs in enumerate(workers):
@@ -165,7 +165,9 @@ class Scaling:
         """How often to look; ``None`` where there is nothing to decide."""
         return GROW_S if self.fewest < self._most else None
 
-    def grown(self, running: Collection[int], busy: Collection[int], lost: Collection[int]) -> int | None:
+    def worker_to_start(
+        self, running: Collection[int], busy: Collection[int], lost: Collection[int]
+    ) -> int | None:
         """Return the number of a worker to start now, if another one is wanted.
 
         Args:
@@ -188,7 +190,7 @@ class Scaling:
         self._busy_since = None
         return next((n for n in range(self._most) if n not in running and n not in lost), None)
 
-    def idle(self, ready: Collection[int], busy: Collection[int]) -> list[int]:
+    def idle_workers(self, ready: Collection[int], busy: Collection[int]) -> list[int]:
         """Return the workers that have had nothing to do for long, and are more than the fewest."""
         now = time.monotonic()
         self._idle_since = {n: self._idle_since.get(n, now) for n in ready if n not in busy}
@@ -213,7 +215,7 @@ class RayWorker:
         self._records: list[logging.LogRecord] = []
         self._work: Any = None
         self._task = Task(setup.settings, [0, 0, 0], ())
-        work_here(self._task, of_process=True)
+        set_current_task(self._task, of_process=True)
         self._waiting = time.monotonic()
 
     def ready(self) -> tuple[bytes, list[logging.LogRecord], str]:
@@ -224,12 +226,12 @@ class RayWorker:
             prepare(self._setup, self._records.append)
             program = pickle.loads(self._setup.program)
             limit_torch(self._setup.threads)  # it may have been imported just now
-            become(self._setup.info)
+            become_worker(self._setup.info)
             self._work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, INIT), 5)
         node = ray.get_runtime_context().get_node_id()
-        return failure, self._taken_records(), f"node {node[:8]} ({ray.util.get_node_ip_address()})"
+        return failure, self._take_records(), f"node {node[:8]} ({ray.util.get_node_ip_address()})"
 
     def work(self, data: bytes, n_items: int, place: tuple[int, int, int]) -> Answer:
         """Work on a chunk; ``place`` is that of its first item, its run, and how often it was sent before."""
@@ -243,20 +245,20 @@ class RayWorker:
             self._task.begin(*place)
             results, failed = run_chunk(self._work, items, self._task)
         worked_s = time.monotonic() - began
-        data, _, unpicklable = pack_what_can_be(results, packed)
+        data, _, unpicklable = pack_results(results, packed)
         self._waiting = time.monotonic()
-        return data, failed or unpicklable, (began, waited_s, worked_s), self._taken_records()
+        return data, failed or unpicklable, (began, waited_s, worked_s), self._take_records()
 
     def end(self) -> tuple[bytes, bytes, list[logging.LogRecord]]:
         """End the program; return its failure, if there is one, what it returned, and log records."""
         failure = returned = b""
         try:
-            returned = dumps_ending(end_work(self._work))
+            returned = dumps_exit_result(end_work(self._work))
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, END), 5)
-        return failure, returned, self._taken_records()
+        return failure, returned, self._take_records()
 
-    def _taken_records(self) -> list[logging.LogRecord]:
+    def _take_records(self) -> list[logging.LogRecord]:
         records = self._records[:]
         del self._records[: len(records)]  # in place: the handler keeps this very list
         return records

@@ -1,1 +1,1 @@
-"""Which item goes to which worker when, and what happens to its result."""
+"""Assign items to workers, retry them, and put their results in order."""

@@ -60,7 +60,7 @@ def fail(ticket: Ticket, error: BaseException) -> None:
 
 
 class Submissions(Source):
-    """The input of a run that ends when it is told to; its items are submitted.
+    """The input of a run whose items are submitted one by one, until somebody ends it.
 
     Items are put in line and taken by those who hold the pool's lock.
 
@@ -75,7 +75,7 @@ class Submissions(Source):
 
     def __init__(self, max_wait_s: float | None) -> None:
         self._max_wait_s = max_wait_s or 0.0
-        self._line: collections.deque[tuple[Any, Ticket]] = collections.deque()
+        self._pending: collections.deque[tuple[Any, Ticket]] = collections.deque()
         self._open: dict[int, Ticket] = {}
         self._n_taken = 0
         self._oldest = 0.0
@@ -87,37 +87,37 @@ class Submissions(Source):
     def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":
         """Put an item in line."""
         future: Future[Any] = Future()
-        if not self._line:
+        if not self._pending:
             self._oldest = time.monotonic()
-        self._line.append((item, Ticket(future, raise_original)))
+        self._pending.append((item, Ticket(future, raise_original)))
         return future
 
     def has_open(self) -> bool:
-        """Whether a future that was given out is not done yet."""
-        return bool(self._line or self._open)
+        """Return whether a future that was given out is not done yet."""
+        return bool(self._pending or self._open)
 
-    def has_line(self) -> bool:
-        """Whether an item is still waiting to be handed out."""
-        return bool(self._line)
+    def has_pending(self) -> bool:
+        """Return whether an item is still waiting to be handed out."""
+        return bool(self._pending)
 
     def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
-        n_there = min(len(self._line), n_items)
-        if n_there % whole and not self.is_finishing and self.due_in():
+        n_there = min(len(self._pending), n_items)
+        if n_there % whole and not self.is_finishing and self.seconds_until_due():
             n_there -= n_there % whole
         items: list[Any] = []
-        while self._line and len(items) < n_there:
-            item, ticket = self._line.popleft()
+        while self._pending and len(items) < n_there:
+            item, ticket = self._pending.popleft()
             if ticket.future.set_running_or_notify_cancel():
                 self._open[self._n_taken] = ticket
                 self._n_taken += 1
                 items.append(item)
         if items:
             self._oldest = time.monotonic()
-        self.exhausted = self.is_finishing and not self._line
+        self.exhausted = self.is_finishing and not self._pending
         return items
 
-    def due_in(self) -> float | None:
-        if not self._line or not self._max_wait_s:
+    def seconds_until_due(self) -> float | None:
+        if not self._pending or not self._max_wait_s:
             return None
         return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
 
@@ -146,17 +146,17 @@ class Submissions(Source):
     def abandon(self, error: BaseException) -> None:
         """End; who waits gets ``error``, each a copy: raising an exception writes on it."""
         self.is_finishing = self.exhausted = True
-        while self._line:
-            _, ticket = self._line.popleft()
+        while self._pending:
+            _, ticket = self._pending.popleft()
             if ticket.future.set_running_or_notify_cancel():
                 fail(ticket, _copy_of(error))
         while self._open:
             _, ticket = self._open.popitem()
             fail(ticket, _copy_of(error))
 
-    def cancel_line(self) -> None:
+    def cancel_pending(self) -> None:
         """Cancel what no worker has been given yet."""
-        for _, ticket in self._line:
+        for _, ticket in self._pending:
             ticket.future.cancel()
 
     def join(self) -> None:
@@ -292,7 +292,7 @@ class RunnerPool(Pool):
             RunnerClosedError: The pool is closed.
         """
         if self.fleet.direct:
-            return self._done_at_once(item, raise_original=raise_original)
+            return self._submit_inline(item, raise_original=raise_original)
         self._require_owner()
         with self._lock:
             self._require_open()
@@ -313,9 +313,9 @@ class RunnerPool(Pool):
         """Cancel the futures of items that no worker has been given yet."""
         with self._lock:
             if self._submissions is not None:
-                self._submissions.cancel_line()
+                self._submissions.cancel_pending()
 
-    def _done_at_once(self, item: Any, *, raise_original: bool) -> "Future[Any]":
+    def _submit_inline(self, item: Any, *, raise_original: bool) -> "Future[Any]":
         future: Future[Any] = Future()
         ticket = Ticket(future, raise_original)
         source = open_source([item], self.fleet.wake, direct=True, max_wait_s=None)
@@ -357,7 +357,7 @@ class RunnerPool(Pool):
         Raises:
             ConfigError: The pool was opened without ``timeline=True``.
         """
-        self._kept_timeline().write_timeline(path)
+        self._timeline_collector().write_timeline(path)
 
     def draw_timeline(self, width: int = 72) -> str:
         """Return a picture in text of how busy each worker was when.
@@ -365,9 +365,9 @@ class RunnerPool(Pool):
         Raises:
             ConfigError: The pool was opened without ``timeline=True``.
         """
-        return self._kept_timeline().draw_timeline(width)
+        return self._timeline_collector().draw_timeline(width)
 
-    def _kept_timeline(self) -> StatsCollector:
+    def _timeline_collector(self) -> StatsCollector:
         if not self.settings.timeline:
             msg = "nothing was kept for a timeline; open the runner with timeline=True"
             raise ConfigError(msg)
@@ -428,7 +428,7 @@ class RunnerPool(Pool):
         with self._lock:
             submissions.is_finishing = True
             submissions.hurry()
-            submissions.exhausted = not submissions.has_line()
+            submissions.exhausted = not submissions.has_pending()
             self._scheduler.is_paused = False
             self._scheduler.dispatch()
             self._scheduler.wake_all()

@@ -1,4 +1,4 @@
-"""What becomes of a chunk that did not come back whole: facts in, a decision out; and what goes out when."""
+"""The policy for chunks that did not come back whole: facts in, a decision out; and the queue of retries."""
 
 import collections
 import heapq
@@ -15,23 +15,7 @@ from tp_runner._workers._failure import (
     failure_to_error,
 )
 from tp_runner._workers._fleet import Chunk, Died, failure_of_death
-from tp_runner._workers._pickling import shortened, why_not_picklable
-
-__all__ = [
-    "MOST_FAILED_STARTS",
-    "Death",
-    "Decision",
-    "Finish",
-    "Line",
-    "Part",
-    "Resend",
-    "Split",
-    "after_death",
-    "after_failures",
-    "after_pickling_error",
-    "death_failure",
-    "outcome_of",
-]
+from tp_runner._workers._pickling import explain_not_picklable, short_repr
 
 MOST_DEATHS = 3
 """An item that was being worked on in so many deaths is not tried again."""
@@ -127,7 +111,7 @@ def after_pickling_error(chunk: Chunk, error: BaseException) -> Decision:
         return Split(_singles(range(len(chunk.items)), chunk.attempts))
     failure = Failure.of(error, ITEM)
     failure.traceback = ""
-    failure.summary = why_not_picklable(chunk.items[0], "item", error)
+    failure.summary = explain_not_picklable(chunk.items[0], "item", error)
     return Finish([failure])
 
 
@@ -196,7 +180,7 @@ def outcome_of(
             problem = failure_to_error(
                 result,
                 index=chunk.start + place,
-                item=shortened(chunk.items[place]),
+                item=short_repr(chunk.items[place]),
                 device=devices[result.worker],
                 worker=result.worker,
             )
@@ -218,11 +202,11 @@ def _delay_s(chunk: Chunk, settings: Settings) -> float:
     return settings.retry_delay_s * min(2.0**chunk.attempts, MOST_DELAYS)
 
 
-class Line:
+class RetryQueue:
     """Chunks that are to be handed out again: some at once, others when they have rested.
 
     Args:
-        clock: Tells the time, in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -244,7 +228,7 @@ class Line:
             self._ready.append(heapq.heappop(self._resting)[2])
         return self._ready.popleft() if self._ready else None
 
-    def due_in(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Return in how many seconds the next one has rested; ``None`` if none does."""
         return max(0.0, self._resting[0][0] - self._clock()) if self._resting else None
 

@@ -13,8 +13,8 @@ from tp_runner._scheduling._retries import (
     Death,
     Decision,
     Finish,
-    Line,
     Part,
+    RetryQueue,
     Split,
     after_death,
     after_failures,
@@ -72,7 +72,7 @@ class Chunking:
         self._consumer_s += seconds
 
     def waits_for_consumer(self) -> bool:
-        """Whether most of the time goes by in the consumer, so that workers have time to spare."""
+        """Return whether most of the time goes by in the consumer, so that workers have time to spare."""
         return self._consumer_s > 0.5 * (time.monotonic() - self._since)
 
     def learn(self, n_items: int, worked_s: float, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class Chunking:
             cached = MOST_BYTES / self.bytes_per_item
             wanted = min(wanted, max(cached, min(4 * cached, FEW)))
         if wanted < self.size:
-            self.size = self._rounded(wanted)
+            self.size = self._round_size(wanted)
         elif n_items >= self.size:
             self._grow(wanted)
 
@@ -93,11 +93,11 @@ class Chunking:
         now = time.monotonic()
         elapsed = now - self._since
         if self._consumer_s < SLOW_CONSUMER * elapsed:
-            self.size = self._rounded(min(2 * self.size, wanted))
+            self.size = self._round_size(min(2 * self.size, wanted))
         if elapsed > 0.1:
             self._since, self._consumer_s = now - elapsed / 2, self._consumer_s / 2
 
-    def _rounded(self, size: float) -> int:
+    def _round_size(self, size: float) -> int:
         whole = self._whole
         return max(whole, int(size) - int(size) % whole)
 
@@ -108,10 +108,10 @@ class Chunking:
         fair = max(remaining // (2 * n_workers), 1)
         if self._item_s:
             fair = max(fair, int(FLOOR_S / self._item_s))
-        return min(self.size, self._rounded(fair))
+        return min(self.size, self._round_size(fair))
 
     def is_long(self) -> bool:
-        """Whether a chunk takes long, or nobody knows yet."""
+        """Return whether a chunk takes long, or nobody knows yet."""
         expected_s = self._item_s * self.size
         return not expected_s or expected_s > LONG_S
 
@@ -120,12 +120,12 @@ class Chunking:
         if self.is_long():
             # Unless the caller comes by so rarely that workers would wait for it.
             return 2 if self.waits_for_consumer() or self._may_wait(remaining, n_workers) else 1
-        # What is on its way shall fit into the processors' caches.
+        # Chunks on their way should fit into the processors' caches.
         is_large = self.bytes_per_item * self.size > MOST_BYTES / 2
         return 2 if is_large or self._item_s * self.size > TARGET_S / 4 else 3
 
     def _may_wait(self, remaining: int | None, n_workers: int) -> bool:
-        """Whether a chunk may wait behind one that takes long, and nobody ends later for it."""
+        """Return whether a chunk may wait behind one that takes long, and nobody ends later for it."""
         if remaining is None or remaining < FAR_FROM_END * n_workers * self.size:
             return False
         return 0 < self._item_s * self.size < JOURNEY_MATTERS_S
@@ -166,13 +166,13 @@ class Bounds:
             most = min(most, max(1, self._limit // (2 * fleet.size)))
         self.chunking = Chunking(whole=self.whole, most=max(most, self.whole))
 
-    def into(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Count a new chunk, whose size in bytes nobody knows yet, as a rule."""
         self._n_items += len(chunk.items)
         self.nbytes += chunk.nbytes
         self.n_chunks += 1
 
-    def out(self, chunk: Chunk) -> Chunk:
+    def remove(self, chunk: Chunk) -> Chunk:
         """Count a chunk no more."""
         self._n_items -= len(chunk.items)
         self.n_chunks -= 1
@@ -184,7 +184,7 @@ class Bounds:
         return self.chunking.credits(remaining, self._n_workers)
 
     def room(self, remaining: int | None, most: int | None) -> int:
-        """Return how many items the next chunk may have; 0 if there shall be none now.
+        """Return how many items the next chunk may have; 0 for no chunk now.
 
         Args:
             remaining: How many the input still has, if that is known.
@@ -252,7 +252,7 @@ class Assignments:
         if own == self._loads[worker]:
             return own < most
         # Behind chunks of other runs only where those are short, and as good as their word: who waits
-        # for a result shall not wait for somebody else's long item while another worker is free.
+        # for a result must not wait for somebody else's long item while another worker is free.
         is_late = time.monotonic() - self._since[worker] > LATE_S
         return own < most and own_long == self._n_long[worker] and not is_late
 
@@ -269,23 +269,23 @@ class Assignments:
             self._since[worker] = time.monotonic()
         self._count(worker, chunk, 1)
 
-    def arrived(self, done: Done) -> Chunk | None:
+    def take_finished(self, done: Done) -> Chunk | None:
         """Return the chunk that has come back; ``None`` if nobody knows it any more."""
         if done.seq not in self._inflight:
             return None
         self._since[done.worker] = time.monotonic()
-        return self._taken_back(done.seq)
+        return self._remove(done.seq)
 
-    def lost(self, worker: int) -> list[Chunk]:
+    def take_from(self, worker: int) -> list[Chunk]:
         """Return the chunks that a dead worker had been given, in that order."""
         seqs = [seq for seq, (other, _) in self._inflight.items() if other == worker]
-        return [self._taken_back(seq) for seq in seqs]
+        return [self._remove(seq) for seq in seqs]
 
-    def all_lost(self) -> list[Chunk]:
+    def take_all(self) -> list[Chunk]:
         """Return every chunk that is with a worker, in the order in which they were given."""
-        return [self._taken_back(seq) for seq in list(self._inflight)]
+        return [self._remove(seq) for seq in list(self._inflight)]
 
-    def _taken_back(self, seq: int) -> Chunk:
+    def _remove(self, seq: int) -> Chunk:
         worker, chunk = self._inflight.pop(seq)
         self._count(worker, chunk, -1)
         return chunk
@@ -307,7 +307,7 @@ class Assignments:
         """Return the workers that have chunks of a run."""
         return [worker for worker in range(len(self._loads)) if (worker, run) in self._counts]
 
-    def at_work(self, runs: Container[int]) -> set[int]:
+    def busy_with(self, runs: Container[int]) -> set[int]:
         """Return the workers that are at work on one of some runs: each does first what it got first."""
         first: dict[int, int] = {}
         for worker, chunk in self._inflight.values():
@@ -315,7 +315,7 @@ class Assignments:
         return {worker for worker, run in first.items() if run in runs}
 
     def any_alive(self) -> bool:
-        """Whether there is a worker left."""
+        """Return whether there is a worker left."""
         return any(self._fleet.alive(worker) for worker in range(self._fleet.size))
 
 
@@ -406,7 +406,7 @@ class Run:
         self._ordered = ordered
         self._numbered = numbered
         self._on_error = on_error
-        self.again = Line(time.monotonic)
+        self.again = RetryQueue(time.monotonic)
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
         self._bounds = Bounds(settings, fleet)
@@ -420,7 +420,7 @@ class Run:
             raise self._ended_by
 
     def is_over(self) -> bool:
-        """Whether everything was given; raises what ended the run otherwise.
+        """Return whether everything was given; raises what ended the run otherwise.
 
         Raises:
             Exception: What the input raised, or why no worker is left.
@@ -434,13 +434,13 @@ class Run:
         return self.source.exhausted
 
     def has_finished(self) -> bool:
-        """Whether a chunk may be given."""
+        """Return whether a chunk may be given."""
         if not self._queue:
             return False
         return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
 
     def awaits_results(self) -> bool:
-        """Whether something is on its way, or may still come from the input."""
+        """Return whether something is on its way, or may still come from the input."""
         return bool(self._bounds.n_chunks or not self.source.exhausted)
 
     def next_finished(self) -> Chunk | None:
@@ -458,8 +458,8 @@ class Run:
             good = next((c for c in queue if not c.failed), None)
             if good is not None:
                 queue.remove(good)
-                return self._bounds.out(good)
-        return self._bounds.out(queue.popleft())
+                return self._bounds.remove(good)
+        return self._bounds.remove(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
         """Return what to give for a finished chunk, and what to raise after it."""
@@ -499,7 +499,7 @@ class Run:
         chunk = Chunk(self._assignments.next_seq(), self._next_index, items, self.number)
         chunk.is_long = self.chunking.is_long()
         self._next_index += len(items)
-        self._bounds.into(chunk)
+        self._bounds.add(chunk)
         if self._ordered:
             self._queue.append(chunk)
         return chunk
@@ -583,23 +583,25 @@ class Run:
             isinstance(result, Failure) and i not in again for i, result in enumerate(split.results or ())
         )
         for part in split.parts:
-            self._go_on(replace(self._piece(chunk, part), parent=whole, offset=base + part.start), part)
+            self._send_or_fail(
+                replace(self._piece(chunk, part), parent=whole, offset=base + part.start), part
+            )
 
     def _scatter(self, chunk: Chunk, split: Split) -> None:
         """Make chunks of their own of all parts: where there is no order, none waits for another one."""
-        self._bounds.out(chunk)
+        self._bounds.remove(chunk)
         at = 0
         for part in (*split.parts, Part(len(chunk.items), len(chunk.items))):
             if at < part.start and split.results is not None:
                 results = split.results[at : part.start]
                 done = self._piece(chunk, Part(at, part.start))
                 done.nbytes = chunk.nbytes * len(results) // len(chunk.items)
-                self._bounds.into(done)
+                self._bounds.add(done)
                 self._finish(done, results, failed=any(isinstance(result, Failure) for result in results))
             if part.start < part.stop:
                 piece = self._piece(chunk, part)
-                self._bounds.into(piece)
-                self._go_on(piece, part)
+                self._bounds.add(piece)
+                self._send_or_fail(piece, part)
             at = part.stop
 
     def _piece(self, chunk: Chunk, part: Part) -> Chunk:
@@ -608,7 +610,7 @@ class Run:
         piece.attempts, piece.deaths = part.attempts, part.deaths
         return piece
 
-    def _go_on(self, piece: Chunk, part: Part) -> None:
+    def _send_or_fail(self, piece: Chunk, part: Part) -> None:
         if part.failure is None:
             self.again.append(piece, part.delay_s)
         else:

@@ -1,7 +1,7 @@
-"""What whoever waits for results does for all runs of a pool: hands out chunks, takes in answers.
+"""Hand out chunks and take in answers, for all runs of a pool: done by the threads that wait for results.
 
 There is no thread that schedules. One of those who wait sleeps on the workers' pipes, with the lock open; the
-others wait for its word.
+others wait for its notice.
 """
 
 import collections
@@ -21,8 +21,6 @@ from tp_runner._stats import StatsCollector
 from tp_runner._stream import Interruption
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death
 from tp_runner._workers._pickling import USERS_ERRORS
-
-__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -122,7 +120,7 @@ class Scheduler:
         numbers = {run.number for run in runs}
         deadline = time.monotonic() + kill_after_s
         with self.lock:
-            while busy := self._assignments.at_work(numbers):
+            while busy := self._assignments.busy_with(numbers):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     for worker in busy.difference(self._late):
@@ -198,7 +196,7 @@ class Scheduler:
         Returns:
             What a signal handler raised meanwhile, which has disturbed nothing.
         """
-        timeout_s = min((s for s in (self._due_in(), most_s) if s is not None), default=None)
+        timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
         interrupted: BaseException | None = None
         others, me = self._waiter, threading.get_ident()
         is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
@@ -243,7 +241,7 @@ class Scheduler:
         runs = {run.number: run for run in self.runs}
         for event in events:
             if isinstance(event, Done):
-                chunk = self._assignments.arrived(event)
+                chunk = self._assignments.take_finished(event)
                 if chunk is not None:
                     self._recycling.on_done(event.worker)
                     self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
@@ -254,18 +252,18 @@ class Scheduler:
         self.wake_all()
 
     def _on_death(self, died: Died) -> None:
-        """Start a dead worker again, if that is allowed; tell the runs."""
+        """Start a dead worker again, if that is allowed; hand its chunks to their runs."""
         worker = died.worker
         self._recycling.on_end(worker)
         if died.is_retired and died.failure is None:
             self.fleet.revive(worker)
             return
-        chunks = self._assignments.lost(worker)
+        chunks = self._assignments.take_from(worker)
         self.collector.died(worker)
         began = self._late.pop(worker, None)
         if died.failure is not None:  # it was started again, and its start raised
             for run in self.runs:
-                run.on_failed_start(_of(run, chunks), died, died.failure)
+                run.on_failed_start(_chunks_of(run, chunks), died, died.failure)
             return
         is_revived = began is not None or self._takes_restart(died)
         if is_revived:
@@ -281,22 +279,26 @@ class Scheduler:
             held=(),
         )
         for run in self.runs:
-            run.on_worker_death(_of(run, chunks), death)
+            run.on_worker_death(_chunks_of(run, chunks), death)
             if not died.was_ready and death.any_alive and not self.settings.max_restarts:
-                # It held nothing, maybe; with fewer workers than were asked for nobody shall go on unknowing.
+                # Maybe it held nothing; but no run may lose workers that were asked for unnoticed.
                 run.on_failed_start([], died, failure_of_death(died))
 
     def _takes_restart(self, died: Died) -> bool:
-        """Whether a dead worker may be started again, which is one restart less then."""
+        """Return whether a dead worker may be started again, which is one restart less then."""
         worker = died.worker
         self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
         may = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
         self._restarts_left -= may
         return may
 
-    def _due_in(self) -> float | None:
+    def _seconds_until_due(self) -> float | None:
         """Return in how many seconds somebody must look, whatever happens."""
-        waits = [wait for run in self.runs for wait in (run.source.due_in(), run.again.due_in())]
+        waits = [
+            wait
+            for run in self.runs
+            for wait in (run.source.seconds_until_due(), run.again.seconds_until_due())
+        ]
         limit = self.settings.timeout_s
         if limit is not None and (busy := self._assignments.busy()):
             now = time.monotonic()
@@ -324,9 +326,9 @@ class Scheduler:
         with self.lock:
             self.fleet.reset()
             self._late.clear()
-            chunks = self._assignments.all_lost()
+            chunks = self._assignments.take_all()
             for run in self.runs:
-                for chunk in _of(run, chunks):
+                for chunk in _chunks_of(run, chunks):
                     run.again.append(chunk)
             self._needs_start = True
             self.wake_all()
@@ -343,5 +345,5 @@ class Scheduler:
             self.fleet.close(timeout_s=timeout_s)
 
 
-def _of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
+def _chunks_of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.run == run.number]

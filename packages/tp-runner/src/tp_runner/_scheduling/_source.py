@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Direct", "Feeder", "MapStyle", "Source", "in_turn", "length_of", "open_source"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -60,7 +58,7 @@ class Source(abc.ABC):
         What does not make up a whole is returned when no more will come, or in good time.
         """
 
-    def due_in(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Return in how many seconds an incomplete batch must go; ``None`` if there is none."""
         return None
 
@@ -139,7 +137,7 @@ class Feeder(Source):
             self.remaining = max(0, self.remaining - n_taken)
         return items
 
-    def due_in(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         if self._max_wait_s is None or not self._buffer:
             return None
         if self._oldest is None:  # one came just when the last one was taken, and nobody noted it
@@ -147,7 +145,7 @@ class Feeder(Source):
         return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
 
     def _overdue(self) -> bool:
-        return self.due_in() == 0.0
+        return self.seconds_until_due() == 0.0
 
     def _want(self, n_items: int) -> None:
         if self._wanted != n_items or len(self._buffer) < n_items:
@@ -198,13 +196,13 @@ def open_source(
     items: Iterable[Any], wake: Callable[[], None], *, direct: bool, max_wait_s: float | None
 ) -> Source:
     """Return what reads ``items``; ``direct`` forbids a thread."""
-    items = in_turn(items)
+    items = as_iterable(items)
     if direct or type(items) in _SIZED or type(items) in _INSTANT or _name(items) in _INSTANT_OF_OTHERS:
         return Direct(items)
     return Feeder(items, wake, max_wait_s)
 
 
-def in_turn(items: Any) -> Iterable[Any]:
+def as_iterable(items: Any) -> Iterable[Any]:
     """Return an iterable over items; a dataset without an iterator of its own is gone through by its length.
 
     Python would ask such a one for items until it raises IndexError, which most never do.

@@ -1,1 +1,1 @@
-"""What does the work: fleets of processes, threads or actors, and what runs in them."""
+"""Workers: fleets of processes or threads, and the code that runs in them."""

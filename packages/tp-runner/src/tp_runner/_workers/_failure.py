@@ -1,4 +1,4 @@
-"""What travels back in place of a result, and the exception that the caller gets for it."""
+"""A failure, which travels back in place of a result, and the exception that the caller gets for it."""
 
 import contextlib
 import itertools
@@ -17,20 +17,6 @@ from tp_runner.errors import (
     copy_attributes,
     make_error,
 )
-
-__all__ = [
-    "DIED",
-    "END",
-    "ENDING",
-    "INIT",
-    "ITEM",
-    "RAISED",
-    "RESULT",
-    "TIMEOUT",
-    "Failure",
-    "describe_exit",
-    "failure_to_error",
-]
 
 RAISED = "raised"  # the work raised
 ITEM = "item"  # the item cannot be pickled, or not be unpickled by the worker
@@ -111,7 +97,7 @@ class Failure:
         if self._exception is None and self._pickle:
             try:
                 chain = pickle.loads(self._pickle)
-                self._exception = _relinked(chain)
+                self._exception = _relink_chain(chain)
             except Exception:  # noqa: BLE001 - a user's __reduce__ may do anything
                 self._exception = None
             self._pickle = b""
@@ -120,8 +106,8 @@ class Failure:
     def __getstate__(self) -> tuple[Any, ...]:
         data, type_data = self._pickle, self._type_pickle
         if self._exception is not None:
-            data = _pickled(_chain_of(self._exception))
-            type_data = _pickled(_original_type(self._exception))
+            data = _try_pickle(_exception_chain(self._exception))
+            type_data = _try_pickle(_original_type(self._exception))
         known = self.kind, self.summary, self.traceback, self.exitcode, self.held, self.type_name
         return *known, data, type_data
 
@@ -152,7 +138,7 @@ class _Link(NamedTuple):
     trace: dict[str, Any] | None
 
 
-def _chain_of(error: BaseException) -> list[_Link]:
+def _exception_chain(error: BaseException) -> list[_Link]:
     """Return an exception and those below it."""
     chain: list[_Link] = []
     seen: set[int] = set()
@@ -161,13 +147,13 @@ def _chain_of(error: BaseException) -> list[_Link]:
         seen.add(id(current))
         is_cause = current.__cause__ is not None
         below = current.__cause__ if is_cause or current.__suppress_context__ else current.__context__
-        chain.append(_Link(_pickled(current), is_cause, _dumped_traceback(current.__traceback__)))
+        chain.append(_Link(_try_pickle(current), is_cause, _dump_traceback(current.__traceback__)))
         current = below
     return chain
 
 
-def _relinked(chain: list[_Link]) -> BaseException | None:
-    """Undo :func:`_chain_of`; those that cannot be rebuilt, and what is below them, are left out."""
+def _relink_chain(chain: list[_Link]) -> BaseException | None:
+    """Undo :func:`_exception_chain`; those that cannot be rebuilt, and what is below them, are left out."""
     found: list[tuple[BaseException, bool]] = []
     for data, is_cause, trace in chain:
         loaded = None
@@ -175,7 +161,7 @@ def _relinked(chain: list[_Link]) -> BaseException | None:
             loaded = pickle.loads(data) if data else None
         if not isinstance(loaded, BaseException):
             break
-        found.append((loaded.with_traceback(_loaded_traceback(trace)), is_cause))
+        found.append((loaded.with_traceback(_load_traceback(trace)), is_cause))
     for (above, is_cause), (below, _) in itertools.pairwise(found):
         if is_cause:
             above.__cause__ = below
@@ -184,7 +170,7 @@ def _relinked(chain: list[_Link]) -> BaseException | None:
     return found[0][0] if found else None
 
 
-def _dumped_traceback(trace: types.TracebackType | None) -> dict[str, Any] | None:
+def _dump_traceback(trace: types.TracebackType | None) -> dict[str, Any] | None:
     """Return a traceback as plain values; ``None`` where tblib is not installed: the text is always kept."""
     with contextlib.suppress(Exception):  # a frame may have anything in its names
         import tblib
@@ -193,7 +179,7 @@ def _dumped_traceback(trace: types.TracebackType | None) -> dict[str, Any] | Non
     return None
 
 
-def _loaded_traceback(trace: dict[str, Any] | None) -> types.TracebackType | None:
+def _load_traceback(trace: dict[str, Any] | None) -> types.TracebackType | None:
     with contextlib.suppress(Exception):  # as above
         import tblib
 
@@ -201,7 +187,7 @@ def _loaded_traceback(trace: dict[str, Any] | None) -> types.TracebackType | Non
     return None
 
 
-def _pickled(error: Any) -> bytes:
+def _try_pickle(error: Any) -> bytes:
     with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
         return pickle.dumps(error, 5)
     try:

@@ -12,22 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from tp_runner._workers._failure import DIED, ENDING, Failure, failure_to_error
-from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
+from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
 from tp_runner.errors import ItemError
-
-__all__ = [
-    "Chunk",
-    "Died",
-    "Done",
-    "Event",
-    "Fleet",
-    "Ready",
-    "Timing",
-    "dumps_ending",
-    "failure_of_death",
-    "loads_ending",
-    "watch",
-]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +89,7 @@ class Died(NamedTuple):
         current: The number of the chunk that it was working on, and the place in it.
         began: When it began with that item, by the monotonic clock.
         failure: Why it did not start, when it did not.
-        is_retired: Whether it was told to end.
+        is_retired: Whether the scheduler had asked it to end.
         how: How it ended, in words.
         was_ready: Whether it had come to take items.
     """
@@ -253,11 +239,11 @@ class Fleet(abc.ABC):
         return ""
 
     def ready(self, worker: int) -> bool:
-        """Whether a worker may be given chunks now."""
+        """Return whether a worker may be given chunks now."""
         return self.alive(worker)
 
     def alive(self, worker: int) -> bool:
-        """Whether a worker runs, or is about to."""
+        """Return whether a worker runs, or is about to."""
         del worker
         return True
 
@@ -270,7 +256,7 @@ def failure_of_death(died: Died) -> Failure:
     return failure
 
 
-def dumps_ending(returned: Any) -> bytes:
+def dumps_exit_result(returned: Any) -> bytes:
     """Pickle what the end of a worker returned, or why it cannot be pickled."""
     if returned is None:  # as a rule
         return b""
@@ -280,13 +266,13 @@ def dumps_ending(returned: Any) -> bytes:
         data: bytes = cloudpickle.dumps(returned, protocol=5)
     except USERS_ERRORS as error:
         failure = Failure.of(error, ENDING)
-        failure.summary = why_not_picklable(returned, "what it returned", error)
+        failure.summary = explain_not_picklable(returned, "what it returned", error)
         return pickle.dumps(failure, 5)
     return data
 
 
-def loads_ending(data: Any) -> Any:
-    """Undo :func:`dumps_ending`; return a :class:`Failure` where that is not possible."""
+def loads_exit_result(data: Any) -> Any:
+    """Undo :func:`dumps_exit_result`; return a :class:`Failure` where that is not possible."""
     try:
         return pickle.loads(data) if data else None
     except USERS_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Which worker and which item this code runs for, and the random numbers of each."""
+"""The worker and the item that this code runs for, and the random numbers of each."""
 
 import contextlib
 import dis
@@ -58,7 +58,7 @@ def worker() -> WorkerInfo | None:
     return getattr(_thread_local, "info", None) or _process_info
 
 
-def become(info: WorkerInfo) -> None:
+def become_worker(info: WorkerInfo) -> None:
     """Make this process a worker, and give it random numbers of its own.
 
     With a seed every worker begins with the same ones, so that a model that each of them makes is the
@@ -75,7 +75,7 @@ def become(info: WorkerInfo) -> None:
 
 
 @contextlib.contextmanager
-def acting_as(info: WorkerInfo) -> Iterator[None]:
+def worker_context(info: WorkerInfo) -> Iterator[None]:
     """Act as a worker in this thread for a while."""
     before = getattr(_thread_local, "info", None)
     _thread_local.info = info
@@ -86,7 +86,7 @@ def acting_as(info: WorkerInfo) -> Iterator[None]:
 
 
 def import_generators() -> None:
-    """Import those whose seeding is asked for: what is imported later would begin where it likes."""
+    """Import numpy and torch before they are seeded: imported later, they would begin with any state."""
     for name in ("numpy", "torch"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -228,7 +228,7 @@ class Task:
         self._item, self._is_at_work = None, False
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants the results of this chunk any more."""
+        """Return whether nobody wants the results of this chunk any more."""
         return self._run in self._cancelled
 
     def item(self) -> ItemInfo | None:
@@ -265,7 +265,7 @@ def item() -> ItemInfo | None:
     return None if task is None else task.item()
 
 
-def work_here(task: Task, *, of_process: bool = False) -> None:
+def set_current_task(task: Task, *, of_process: bool = False) -> None:
     """Have :func:`item` answer by a task in this thread, or in all threads of a worker process."""
     global _process_task  # noqa: PLW0603 - it is about the process
     if of_process:
@@ -275,7 +275,7 @@ def work_here(task: Task, *, of_process: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def at_work(task: Task) -> Iterator[None]:
+def task_context(task: Task) -> Iterator[None]:
     """Do so for a while, in a thread that is no worker, or one in the midst of another's item."""
     before = getattr(_thread_local, "task", None)
     _thread_local.task = task
@@ -299,7 +299,7 @@ def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklev
         cfg: What they find their values in, as attributes or keys.
         stacklevel: As for ``warnings.warn``, from the caller on.
     """
-    found = _Search(works, cfg).found
+    found = _GeneratorSearch(works, cfg).found
     if found:
         warnings.warn(
             f"the work draws from {', '.join(sorted(found))}: each worker process has a copy, and the copies "
@@ -309,22 +309,22 @@ def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklev
         )
 
 
-class _Search:
+class _GeneratorSearch:
     def __init__(self, works: Iterable[Any], cfg: Any) -> None:
         self.found: set[str] = set()
         self._seen: set[types.FunctionType] = set()
         self._names: set[str] = set()
         # The global generators are each worker's own, and what asks the system has no state to copy.
         self._kinds: tuple[type, ...] = (random.Random,)
-        self._spared = [getattr(random, "_inst", None)]
+        self._excluded = [getattr(random, "_inst", None)]
         numpy: Any = sys.modules.get("numpy.random")
         torch: Any = sys.modules.get("torch")
         if hasattr(numpy, "Generator"):  # or it is in the middle of being imported
             self._kinds += (numpy.Generator, numpy.RandomState)
-            self._spared.append(getattr(numpy.mtrand, "_rand", None))
+            self._excluded.append(getattr(numpy.mtrand, "_rand", None))
         if hasattr(torch, "default_generator"):
             self._kinds += (torch.Generator,)
-            self._spared.append(torch.default_generator)
+            self._excluded.append(torch.default_generator)
         for work in works:
             self._look(getattr(work, "__name__", type(work).__name__), work, is_work=True)
         of_cfg = cfg if isinstance(cfg, Mapping) else _attributes(cfg)
@@ -337,7 +337,7 @@ class _Search:
         if issubclass(kind, types.BuiltinMethodType):  # draw = rng.random
             value, kind = value.__self__, type(value.__self__)
         if issubclass(kind, self._kinds):
-            if not issubclass(kind, random.SystemRandom) and not any(value is one for one in self._spared):
+            if not issubclass(kind, random.SystemRandom) and not any(value is one for one in self._excluded):
                 self.found.add(repr(name))
         elif issubclass(kind, types.FunctionType):
             if value not in self._seen and len(self._seen) < _MOST and (is_work or not _is_installed(value)):
@@ -393,6 +393,6 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 
 def _is_installed(function: types.FunctionType) -> bool:
-    """Whether it is of the standard library or an installed package, whose state is its own affair."""
+    """Return whether a function is from the standard library or an installed package."""
     file = function.__code__.co_filename
     return "site-packages" in file or file.startswith((_STANDARD, "<frozen"))

@@ -12,17 +12,6 @@ from typing import Any
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner.errors import NotPicklableError
 
-__all__ = [
-    "LARGE",
-    "USERS_ERRORS",
-    "dump_program",
-    "dumps_apart",
-    "is_plain_memory",
-    "pack_what_can_be",
-    "shortened",
-    "why_not_picklable",
-]
-
 USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
 """What a user's ``__reduce__`` or ``__setstate__`` may raise; an interrupt is about the whole program."""
 
@@ -46,12 +35,12 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
         if buffers is None:
             data: bytes = cloudpickle.dumps(program, protocol=5)
         else:
-            data = dumps_apart(program, buffers)
+            data = dumps_out_of_band(program, buffers)
     except USERS_ERRORS as error:
         parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
         part = next((part for part in parts if not _can_be_pickled(part)), program)
         name = getattr(part, "__qualname__", type(part).__qualname__)
-        msg = f"{why_not_picklable(part, name, error)}; it must travel to the workers"
+        msg = f"{explain_not_picklable(part, name, error)}; it must travel to the workers"
         raise NotPicklableError(msg) from error
     finally:
         for module in modules:
@@ -68,7 +57,7 @@ def _modules_of(program: Any) -> list[types.ModuleType]:
 
 
 def _importable(module: types.ModuleType) -> bool:
-    """Whether a fresh interpreter with our ``sys.path`` would find this very module."""
+    """Return whether a fresh interpreter with our ``sys.path`` would find this very module."""
     ours = getattr(module, "__spec__", None)
     if ours is None or ours.origin in {None, "built-in", "frozen"}:
         return ours is not None
@@ -91,7 +80,7 @@ LARGE = 64 << 10
 """Buffers of at least so many bytes are kept apart."""
 
 
-def dumps_apart(obj: Any, buffers: list[memoryview]) -> bytes:
+def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
     """Pickle an object with cloudpickle; add its large buffers to ``buffers``, in order.
 
     ``pickle.loads`` undoes it, given buffers that can be written to. Tensors that share their memory
@@ -130,7 +119,7 @@ def _reducers_of_multiprocessing() -> dict[type, Any]:
 
 
 def is_plain_memory(tensor: Any) -> bool:
-    """Whether a tensor is nothing but values in the host's memory, which a view can stand for."""
+    """Return whether a tensor is nothing but values in the host's memory, which a view can stand for."""
     import torch
 
     return (
@@ -183,7 +172,7 @@ _DEEPEST = 12
 _MOST_CHILDREN = 1000
 
 
-def why_not_picklable(obj: Any, name: str, error: BaseException) -> str:
+def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:
     """Return a sentence on what inside ``obj`` cannot be pickled.
 
     Args:
@@ -212,7 +201,7 @@ def find_culprit(obj: Any, name: str) -> tuple[str, Any]:
     return path, culprit
 
 
-def pack_what_can_be(
+def pack_results(
     results: list[Any], packer: Callable[[Any], tuple[bytes, list[memoryview]]]
 ) -> tuple[bytes, list[memoryview], bool]:
     """Pack results; put a failure in the place of those that cannot be packed.
@@ -227,11 +216,11 @@ def pack_what_can_be(
             packer(result)
         except USERS_ERRORS as error:
             results[place] = Failure.of(error, RESULT)
-            results[place].summary = why_not_picklable(result, "result", error)
+            results[place].summary = explain_not_picklable(result, "result", error)
     return *packer(results), True
 
 
-def shortened(obj: Any, limit: int = 200) -> str:
+def short_repr(obj: Any, limit: int = 200) -> str:
     """Return the ``repr`` of an object, whatever it does, in at most ``limit`` characters."""
     try:
         text = repr(obj)
@@ -254,7 +243,7 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, staticmethod | classmethod):
         obj = obj.__func__
     if isinstance(obj, Mapping):
-        parts = [(f"[{shortened(key, 40)}]", value) for key, value in obj.items()]
+        parts = [(f"[{short_repr(key, 40)}]", value) for key, value in obj.items()]
     elif isinstance(obj, list | tuple):
         parts = [(f"[{place}]", value) for place, value in enumerate(obj)]
     elif callable(obj) and getattr(obj, "__closure__", None):

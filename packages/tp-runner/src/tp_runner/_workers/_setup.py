@@ -1,4 +1,4 @@
-"""What is set up in a worker process before the user's code runs: device, threads, logging."""
+"""Set up a worker process before the user's code runs: device, threads, logging, environment."""
 
 import contextlib
 import ctypes
@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from tp_runner._options import Settings
 from tp_runner._workers._item import WorkerInfo
-from tp_runner._workers._pickling import USERS_ERRORS, why_not_picklable
+from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
 from tp_runner.errors import NotPicklableError
-
-__all__ = ["RecordForwarder", "Setup", "depth", "handle_records", "limit_torch", "prepare", "with_changes"]
 
 
 def handle_records(records: Iterable[logging.LogRecord]) -> None:
@@ -60,7 +58,7 @@ _MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told before its first chunk.
+    """Everything that a worker needs before its first chunk.
 
     Attributes:
         program: What it runs, or its pickle.
@@ -78,12 +76,12 @@ class Setup:
 
     @property
     def info(self) -> WorkerInfo:
-        """What user code may know of it."""
+        """The part that user code can ask for."""
         return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
 
     @property
     def threads(self) -> int:
-        """How many threads it may compute with."""
+        """The number of threads that it may compute with."""
         settings = self.settings
         if settings.threads is None and settings.cpus is not None:
             return len(settings.cpus[self.worker])
@@ -102,12 +100,12 @@ class Setup:
             return pickle.dumps((surroundings, pickle.dumps(self, 5)), 5)
         except USERS_ERRORS as error:  # all else in it is plain, or bytes
             collate = self.settings.batching and self.settings.batching.collate
-            msg = f"{why_not_picklable(collate, 'collate', error)}; it must travel to the workers"
+            msg = f"{explain_not_picklable(collate, 'collate', error)}; it must travel to the workers"
             raise NotPicklableError(msg) from error
 
 
 class Surroundings(NamedTuple):
-    """What a program finds around it: a worker finds what its parent does.
+    """The state of a process that a worker takes over from its parent.
 
     Attributes:
         path: Where modules are looked for.
@@ -132,7 +130,7 @@ class Surroundings(NamedTuple):
         return cls(
             sys.path,
             os.getcwd(),  # noqa: PTH109 - a string travels lighter
-            with_changes(env),
+            changed_environ(env),
             sys.argv,
             getattr(sys.modules.get("__main__"), "__file__", None),
             None if process is None else bytes(process.current_process().authkey),
@@ -160,8 +158,8 @@ def depth() -> int:
     return int(value) if value.isdigit() else 0
 
 
-def with_changes(env: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment with some variables of others values, or without those that are ``None``."""
+def changed_environ(env: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment with some variables changed, and without those that are ``None``."""
     changed = {**os.environ, **env}
     return {name: value for name, value in changed.items() if value is not None}
 

@@ -16,11 +16,11 @@ from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Ti
 from tp_runner._workers._item import (
     Task,
     WorkerInfo,
-    acting_as,
-    at_work,
     keep_generators,
     seed_generators,
-    work_here,
+    set_current_task,
+    task_context,
+    worker_context,
 )
 from tp_runner._workers._work import end_work, run_chunk
 
@@ -87,7 +87,7 @@ class ThreadFleet(Fleet):
         inbox: "queue.SimpleQueue[Chunk | None]",
         returned: dict[int, Any],
     ) -> None:
-        with acting_as(WorkerInfo(worker, self.size, device, None)):
+        with worker_context(WorkerInfo(worker, self.size, device, None)):
             try:
                 work = self._program(device)
             except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
@@ -102,9 +102,9 @@ class ThreadFleet(Fleet):
                 self._events.put(Died(worker, None, failure=Failure.of(error, END)))
 
     def _serve(self, worker: int, work: Any, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
-        """Work on chunks until there shall be no more."""
+        """Work on chunks until ``None`` comes, or the fleet stops."""
         task = Task(self._settings, [0, 0, 0], self._cancelled, seeds_globals=False)
-        work_here(task)
+        set_current_task(task)
         waiting = time.monotonic()
         while (chunk := inbox.get()) is not None and not self._stopping:
             began = time.monotonic()
@@ -193,7 +193,7 @@ class InlineFleet(Fleet):
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - nobody dies
         for worker in range(len(self._works), self.size):
-            with acting_as(self._info(worker)), self._kept(self._settings.seed):
+            with worker_context(self._info(worker)), self._callers_generators(self._settings.seed):
                 try:
                     self._works.append(self._program(self.devices[worker]))
                 except Exception as error:
@@ -204,7 +204,7 @@ class InlineFleet(Fleet):
         return WorkerInfo(worker, self.size, self.devices[worker], self._settings.seed)
 
     @contextlib.contextmanager
-    def _kept(self, seed: int | None = None) -> Iterator[None]:
+    def _callers_generators(self, seed: int | None = None) -> Iterator[None]:
         """Leave the caller's generators as they were, where there is a seed; begin with ``seed``."""
         if self._settings.seed is None:
             yield
@@ -224,7 +224,7 @@ class InlineFleet(Fleet):
         worker, chunk = self._waiting.popleft()
         began = time.monotonic()
         self._task.begin(chunk.start, chunk.run, chunk.sent - 1)
-        with acting_as(self._info(worker)), self._kept(), at_work(self._task):
+        with worker_context(self._info(worker)), self._callers_generators(), task_context(self._task):
             results, failed = run_chunk(self._works[worker], chunk.items, self._task)
         timing = Timing(began, 0.0, time.monotonic() - began, 0.0)
         self._finished.append(Done(worker, chunk.seq, results, failed, timing))
@@ -248,7 +248,7 @@ class InlineFleet(Fleet):
             result = None
             try:
                 if timeout_s > 0:
-                    with acting_as(self._info(worker)), self._kept():
+                    with worker_context(self._info(worker)), self._callers_generators():
                         result = end_work(work)
             except Exception as error:  # noqa: BLE001 - raised when all have ended
                 failures.append((worker, Failure.of(error, END)))

@@ -1,4 +1,4 @@
-"""What workers run: programs of runner classes, functions and pipelines, and chunks of items by them."""
+"""The programs that workers run, made from runner classes, functions or stages; running a chunk of items."""
 
 import functools
 import signal
@@ -21,7 +21,7 @@ IDLE = -1
 """In the first word of a worker's board: no chunk is being worked on."""
 
 ENDING = -2
-"""There, too: the worker was told to end, and does."""
+"""There, too: the worker is ending, as it was asked to."""
 
 _UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
 
@@ -121,7 +121,7 @@ def _not_awaited(result: Any) -> TypeError:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether it is about this program: elsewhere an interrupt was raised by the work itself."""
+    """Return whether it is about this program: elsewhere an interrupt was raised by the work itself."""
     return (
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
@@ -226,7 +226,7 @@ class StagesProgram:
 
     def __call__(self, device: str) -> Callable[[tuple[int, Any]], list[Any]]:
         """Start: make the states."""
-        works = {place: _bound(stage, device) for place, stage in self._stages.items()}
+        works = {place: _stage_work(stage, device) for place, stage in self._stages.items()}
 
         def work(payload: tuple[int, Any]) -> list[Any]:
             place, item = payload
@@ -235,7 +235,7 @@ class StagesProgram:
         return work
 
 
-def _bound(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
+def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
     """Return what makes the list of results of an item, or of a list of items that are a batch."""
     function: Callable[[Any], Any] = stage.function
     if stage.init is not None:

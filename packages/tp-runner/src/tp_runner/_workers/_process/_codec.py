@@ -10,13 +10,11 @@ from typing import Any
 
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
-from tp_runner._workers._pickling import USERS_ERRORS, pack_what_can_be
+from tp_runner._workers._pickling import USERS_ERRORS, pack_results
 from tp_runner._workers._process import _wire
 from tp_runner._workers._process._definitions import Definitions, Told, key_in_worker
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
 from tp_runner._workers._process._wire import pack, pack_by_value, unpack
-
-__all__ = ["FAILED", "HELD", "THROUGH_PIPE", "Codec", "ReplyWriter"]
 
 # Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
 FAILED, HELD, THROUGH_PIPE = 1, 2, 4
@@ -103,7 +101,7 @@ class ReplyWriter:
         try:
             payload, buffers = self._pack(results)
         except USERS_ERRORS:  # a culprit is looked for
-            payload, buffers, unpicklable = pack_what_can_be(results, pack_by_value)
+            payload, buffers, unpicklable = pack_results(results, pack_by_value)
             failed = failed or unpicklable
         results.clear()
         held = None if lease is None else lease()

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Definitions", "Told", "find", "key_in_worker", "remember_program"]
-
 _told: dict[str, Any] = {}  # in a worker: what each key stands for
 _keys: dict[Any, str] = {}  # there, too: the keys of classes that came from the parent
 

@@ -21,7 +21,7 @@ from tp_runner._workers._fleet import (
     Ready,
     Timing,
     failure_of_death,
-    loads_ending,
+    loads_exit_result,
 )
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import HELD, Codec
@@ -31,8 +31,6 @@ from tp_runner._workers._process._shared_memory import Heartbeats, SharedMemoryP
 from tp_runner._workers._setup import handle_records
 from tp_runner._workers._work import ENDING, IDLE
 from tp_runner.errors import WorkerError
-
-__all__ = ["ProcessFleet"]
 
 GARBLED = (
     "bytes came from it that are no message, and it was ended: its work, or a library, has written to a "
@@ -290,7 +288,7 @@ class ProcessFleet(Fleet):
             handle.failure = _unpickled(blob)
         elif reply.kind == _wire.BYE:
             handle.left = True
-            handle.returned = loads_ending(blob)
+            handle.returned = loads_exit_result(blob)
         else:
             raise _wire.GarbledError
 

@@ -17,8 +17,6 @@ from typing import Any
 from tp_runner._workers._fleet import watch
 from tp_runner._workers._process._spawn import Process, bootstrap, end_with, spawn
 
-__all__ = ["ForkServer", "fork_by_server", "serve"]
-
 _STATUS = struct.Struct("<ii")
 ANSWER_S = 300.0
 """One that does not answer for so long, as when it was stopped, is no longer waited for."""
@@ -70,7 +68,7 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether it can start more workers, in this process."""
+        """Return whether it can start more workers, in this process."""
         return self._owner == os.getpid() and self._process.wait(0) is None
 
     def forget(self) -> None:

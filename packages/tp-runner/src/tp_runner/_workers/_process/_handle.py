@@ -12,8 +12,6 @@ from tp_runner._workers._process._spawn import Process, bootstrap, fork, spawn
 from tp_runner._workers._process._worker import Descriptors, WorkerProcess, die_with_parent, main
 from tp_runner._workers._setup import Setup
 
-__all__ = ["WorkerHandle"]
-
 
 class WorkerHandle:
     """Starts a worker process and talks to it.

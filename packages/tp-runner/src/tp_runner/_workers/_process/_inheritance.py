@@ -14,8 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-__all__ = ["close", "collect_descriptors", "inherited", "pipe", "pipes", "private", "take_over"]
-
 _passed: tuple[int, ...] = ()  # the descriptors that this worker was started with
 
 

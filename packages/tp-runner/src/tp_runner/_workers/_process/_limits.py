@@ -8,8 +8,6 @@ from tp_core.errors import ConfigError
 from tp_runner._options import Settings
 from tp_runner._workers._setup import depth
 
-__all__ = ["OomKills", "check_start", "private_memory"]
-
 DEEPEST = 10
 """Workers that start runners whose workers start runners ... are refused from here on."""
 
@@ -73,7 +71,7 @@ class OomKills:
         self._explained = _count_oom_kills()
 
     def explain_one(self) -> bool:
-        """Whether there was one more such kill than this has explained; it is explained then."""
+        """Return whether there was one more such kill than this has explained; it is explained then."""
         count = _count_oom_kills()
         if self._explained is None or count is None or count <= self._explained:
             return False

@@ -21,19 +21,6 @@ from tp_runner._workers._process._inheritance import collect_descriptors
 from tp_runner._workers._process._wire import align
 from tp_runner._workers._work import IDLE
 
-__all__ = [
-    "FIRST_CANCELLED",
-    "WORDS",
-    "Block",
-    "Heartbeats",
-    "MappedMemory",
-    "PackedProgram",
-    "SharedMemoryPool",
-    "StoredProgram",
-    "load_program",
-    "pack_program",
-]
-
 SMALLEST = 64 << 10
 INITIAL = 64 << 20
 
@@ -92,11 +79,11 @@ class SharedMemoryPool(MappedMemory):
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least ``nbytes``; the file grows when it must."""
         self._collect()
-        size = wanted = _rounded(nbytes)
+        size = wanted = _round_size(nbytes)
         while size <= 2 * wanted:
             if free := self._free.get(size):
                 return free.pop()
-            size = _rounded(size + 1)
+            size = _round_size(size + 1)
         block = Block(self._end, wanted)
         self._end += wanted
         if self._end > self.nbytes:
@@ -134,7 +121,7 @@ class SharedMemoryPool(MappedMemory):
         self._free.clear()
 
 
-def _rounded(nbytes: int) -> int:
+def _round_size(nbytes: int) -> int:
     """Return the next size that blocks have: an eighth of a power of two, many times."""
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return -(-nbytes // step) * step

@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tp_runner._workers._setup import with_changes
-
-__all__ = ["Process", "bootstrap", "end_with", "fork", "spawn"]
+from tp_runner._workers._setup import changed_environ
 
 
 class Process(abc.ABC):
@@ -122,7 +120,7 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
         [sys.executable, *_flags(), "-c", code],
         pass_fds=tuple(descriptors),
         stdin=subprocess.DEVNULL,
-        env=with_changes(env) if env else None,
+        env=changed_environ(env) if env else None,
     )
     process.returncode = 0  # this module waits for it; Popen shall neither wait nor complain
     return _Child(process.pid)

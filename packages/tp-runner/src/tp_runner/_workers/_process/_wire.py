@@ -20,35 +20,6 @@ from typing import Any, NamedTuple
 from tp_runner._workers._pickling import is_plain_memory
 from tp_runner._workers._process._definitions import find
 
-__all__ = [
-    "BYE",
-    "DONE",
-    "END",
-    "FAILED",
-    "INLINE",
-    "LOG",
-    "MAGIC",
-    "MOST_NBYTES",
-    "READY",
-    "RELEASE",
-    "REPLY",
-    "REQUEST",
-    "START",
-    "WORK",
-    "GarbledError",
-    "Reply",
-    "Request",
-    "align",
-    "encode_table",
-    "pack",
-    "pack_by_value",
-    "read_exactly",
-    "split_blob",
-    "table_nbytes",
-    "unpack",
-    "write_all",
-]
-
 REQUEST = struct.Struct("<BxxxIIIqqqqqqqqq")
 REPLY = struct.Struct("<BBxxIIIqqqdddd")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
-from tp_runner._workers._fleet import Timing, dumps_ending
-from tp_runner._workers._item import Task, become, work_here
+from tp_runner._workers._fleet import Timing, dumps_exit_result
+from tp_runner._workers._item import Task, become_worker, set_current_task
 from tp_runner._workers._process import _inheritance, _wire
 from tp_runner._workers._process._codec import ReplyWriter
 from tp_runner._workers._process._definitions import remember_program
@@ -29,8 +29,6 @@ from tp_runner._workers._process._shared_memory import (
 )
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
-
-__all__ = ["Descriptors", "WorkerProcess", "die_with_parent", "main"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class WorkerProcess:
                 )
                 remember_program()
                 limit_torch(self._setup.threads)  # it may have been imported just now
-            become(self._setup.info)
+            become_worker(self._setup.info)
             if isinstance(program, ClassProgram):
                 program.is_own = True  # a fork's memory is its own, too
             work = program(self._setup.device)
@@ -139,14 +137,14 @@ class WorkerProcess:
         except BaseException as error:  # noqa: BLE001 - as above
             self._replies.failure(Failure.of(error, END))
             return
-        self._replies.message(_wire.BYE, dumps_ending(returned))
+        self._replies.message(_wire.BYE, dumps_exit_result(returned))
 
     def _serve(self, work: Callable[[Any], Any]) -> None:
         """Work on chunks until the parent asks for an orderly end."""
         heartbeat, settings = self._heartbeat, self._setup.settings
         cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes meanwhile
         task = Task(settings, heartbeat, cancelled)
-        work_here(task, of_process=True)
+        set_current_task(task, of_process=True)
         replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
         lease: Any
         while True:
