@@ -18,10 +18,9 @@ The way of an item, and the files that it passes::
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
         InlineFleet, ThreadFleet             _thread
-        ProcessFleet                         _process/_fleet, _handle
-            Codec.encode                     _codec: into shared memory, large buffers beside the pickle;
-                                             _definitions: classes and functions of the main module
-            Request -> pipe, shared memory   _wire, _shared_memory
+        ProcessFleet, WorkerHandle           _process/_fleet
+            Codec.encode                     _codec: into shared memory, large buffers beside the pickle
+            Request -> pipe, shared memory   _wire (classes of the main module too), _shared_memory
                |  ^
                |  ^                          _spawn, _forkserver: how the process came to be; _setup
                v  |                          _shared_memory: what it runs, there once for all

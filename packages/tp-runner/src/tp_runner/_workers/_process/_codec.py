@@ -12,9 +12,8 @@ from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, pack_results
 from tp_runner._workers._process import _wire
-from tp_runner._workers._process._definitions import Definitions, Told, key_in_worker
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
-from tp_runner._workers._process._wire import pack, pack_by_value, unpack
+from tp_runner._workers._process._wire import Definitions, Told, key_in_worker, pack, pack_by_value, unpack
 
 # Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
 FAILED, HELD, THROUGH_PIPE = 1, 2, 4

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
 from tp_runner._workers._pickling import LARGE, dump_program
-from tp_runner._workers._process._inheritance import collect_descriptors
+from tp_runner._workers._process._spawn import collect_descriptors
 from tp_runner._workers._process._wire import align
 from tp_runner._workers._work import IDLE
 

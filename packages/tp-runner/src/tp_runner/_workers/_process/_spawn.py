@@ -1,17 +1,147 @@
-"""Starting worker processes by fork, spawn or a fork server, and learning how they ended."""
+"""Start worker processes by fork or spawn; what they inherit, how they end, what is refused before."""
 
 import abc
 import atexit
+import contextlib
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from tp_runner._workers._setup import changed_environ
+from tp_core.errors import ConfigError
+
+from tp_runner._options import Settings
+from tp_runner._workers._setup import changed_environ, depth
+
+# -- What a worker process inherits, and what it must not -------------------------------------
+#
+# Locks, values, queues and events of multiprocessing travel only to a process that is being started. While a
+# program is pickled, multiprocessing's own reducers are told that a process is being spawned; the descriptors
+# that they hand over are kept, and every worker gets them when it is started.
+#
+# A worker knows of its parent's death by the end of a pipe, and the parent of its worker's. Any process that
+# was forked meanwhile and still holds the other end would keep them from it: copies close such ends.
+
+_passed: tuple[int, ...] = ()  # the descriptors that this worker was started with
+
+
+class _PassedFd:
+    """A descriptor, by its place among those that a worker is started with."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        """Return a descriptor of its own, in the worker."""
+        return os.dup(_passed[self._place])
+
+
+class _Spawning:
+    """What multiprocessing's reducers ask for while a process is being spawned."""
+
+    DupFd = _PassedFd
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self._descriptors = descriptors
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Keep a duplicate of a descriptor for the workers; return its place."""
+        self._descriptors.append(os.dup(fd))
+        return len(self._descriptors) - 1
+
+
+@contextlib.contextmanager
+def collect_descriptors(descriptors: list[int]) -> Iterator[None]:
+    """Let multiprocessing's objects be pickled; add what workers must be started with to ``descriptors``."""
+    if "multiprocessing" not in sys.modules:  # then nobody has made one
+        yield
+        return
+    from multiprocessing import context
+
+    before = context.get_spawning_popen()
+    context.set_spawning_popen(_Spawning(descriptors))  # type: ignore[arg-type]  # as much as is asked of it
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(before)
+
+
+def take_over(descriptors: Sequence[int]) -> None:
+    """Note the descriptors that this worker was started with."""
+    global _passed  # noqa: PLW0603 - it is about the process
+    _passed = tuple(descriptors)
+    for fd in _passed:
+        os.set_inheritable(fd, False)
+
+
+_descriptors: set[int] = set()
+_lock = threading.Lock()
+_wanted = threading.local()
+
+
+def pipe() -> tuple[int, int]:
+    """Open a pipe both of whose ends are private from the first moment, whatever other threads fork."""
+    with _lock:
+        ends = os.pipe()
+        _descriptors.update(ends)
+    return ends
+
+
+def pipes(count: int) -> list[tuple[int, int]]:
+    """Open several such pipes, or none."""
+    opened: list[tuple[int, int]] = []
+    try:
+        for _ in range(count):
+            opened.append(pipe())
+    except OSError:
+        for ends in opened:
+            close(*ends)
+        raise
+    return opened
+
+
+def private(*descriptors: int) -> None:
+    """Have forked copies of this process close these descriptors at once."""
+    with _lock:
+        _descriptors.update(descriptors)
+
+
+def close(*descriptors: int) -> None:
+    """Close private descriptors."""
+    with _lock:
+        _descriptors.difference_update(descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def inherited(*descriptors: int) -> Iterator[None]:
+    """Let the copies that this thread forks meanwhile keep these descriptors."""
+    _wanted.descriptors = descriptors
+    try:
+        yield
+    finally:
+        _wanted.descriptors = ()
+
+
+def _after_in_child() -> None:
+    _lock.release()
+    keep = getattr(_wanted, "descriptors", ())
+    for descriptor in _descriptors.difference(keep):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
+
+
+# -- Processes --------------------------------------------------------------------------------
 
 
 class Process(abc.ABC):
@@ -144,3 +274,99 @@ def _flags() -> list[str]:
     if sys.flags.optimize:
         flags.append("-" + "O" * sys.flags.optimize)
     return flags
+
+
+# -- Limits: what is refused before a start, the memory of a process --------------------------
+
+DEEPEST = 10
+"""Workers that start runners whose workers start runners ... are refused from here on."""
+
+
+def check_start(devices: tuple[str, ...], settings: Settings) -> None:
+    """Refuse workers that would fail in ways that nobody understands.
+
+    Raises:
+        ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can tell how much
+            memory a worker holds.
+    """
+    _require_forkable(devices, settings)
+    if settings.max_memory_per_worker is not None and private_memory(os.getpid()) is None:
+        msg = (
+            f"max_memory_per_worker={settings.max_memory_per_worker} needs Linux's /proc, which says how "
+            "much a process holds; give max_items_per_worker here"
+        )
+        raise ConfigError(msg)
+    if depth() >= DEEPEST:
+        msg = (
+            f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
+            "starts runners at import time does that without an end: put it under "
+            "if __name__ == '__main__'"
+        )
+        raise ConfigError(msg)
+
+
+def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
+    if settings.start_method != "fork":
+        return
+    for kind in sorted({device.partition(":")[0] for device in devices} - {"cpu"}):
+        import torch
+
+        is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            name = kind.upper()
+            msg = (
+                f"start_method='fork' with {name} devices needs a parent that has not used {name}, and "
+                "this one has; take 'forkserver' or 'spawn'"
+            )
+            raise ConfigError(msg)
+
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def private_memory(pid: int) -> int | None:
+    """Return how many bytes a process holds that it shares with nobody; ``None`` where nobody can tell."""
+    try:
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+
+
+class OomKills:
+    """Tells of deaths whether the system has killed for want of memory: it counts, and names nobody."""
+
+    def __init__(self) -> None:
+        self._explained = _count_oom_kills()
+
+    def explain_one(self) -> bool:
+        """Return whether there was one more such kill than this has explained; it is explained then."""
+        count = _count_oom_kills()
+        if self._explained is None or count is None or count <= self._explained:
+            return False
+        self._explained += 1
+        return True
+
+
+def _count_oom_kills() -> int | None:
+    """Return how many processes of this one's control group were killed for want of memory so far."""
+    try:
+        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = _CGROUPS / controllers
+        # A container may see its own group as the root, and read the name that it has outside.
+        for folder in (mount / path.lstrip("/"), mount):
+            for name in ("memory.events", "memory.oom_control"):  # of version 2 and version 1
+                try:
+                    words = (folder / name).read_text().split()
+                except OSError:
+                    continue
+                if "oom_kill" in words:
+                    return int(words[words.index("oom_kill") + 1])
+    return None

@@ -15,10 +15,8 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import Timing, dumps_exit_result
 from tp_runner._workers._item import Task, become_worker, set_current_task
-from tp_runner._workers._process import _inheritance, _wire
+from tp_runner._workers._process import _spawn, _wire
 from tp_runner._workers._process._codec import ReplyWriter
-from tp_runner._workers._process._definitions import remember_program
-from tp_runner._workers._process._inheritance import take_over
 from tp_runner._workers._process._shared_memory import (
     FIRST_CANCELLED,
     WORDS,
@@ -27,6 +25,8 @@ from tp_runner._workers._process._shared_memory import (
     StoredProgram,
     load_program,
 )
+from tp_runner._workers._process._spawn import take_over
+from tp_runner._workers._process._wire import remember_program
 from tp_runner._workers._setup import Setup, limit_torch, prepare
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
 
@@ -98,7 +98,7 @@ class WorkerProcess:
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
         # A process that the user's code forks or starts must not hide this one's death from its parent.
         private = descriptors.requests, descriptors.replies, descriptors.life
-        _inheritance.private(*private)
+        _spawn.private(*private)
         for fd in (*private, descriptors.memory, descriptors.heartbeats):
             os.set_inheritable(fd, False)
         self._in = descriptors.requests
