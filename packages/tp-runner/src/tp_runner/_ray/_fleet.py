@@ -8,14 +8,18 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tp_core.errors import ConfigError
 from tp_core.plugins import Verdict
 
 from tp_runner._ray._worker import (
+    Answer,
+    ChunkPlace,
+    Ended,
     RayWorker,
     Scaling,
+    Started,
     actor_options,
     import_ray,
     needs_of,
@@ -37,7 +41,6 @@ from tp_runner.internal import (
     Ready,
     Settings,
     Setup,
-    Timing,
     dump_program,
     failure_of_death,
     handle_records,
@@ -86,6 +89,12 @@ class RayEngine(FleetEngine):
         return RayFleet(program, devices, settings)
 
 
+class _Sent(NamedTuple):
+    worker: int
+    seq: int
+    n_items: int
+
+
 class RayFleet(Fleet):
     """One actor for each device, in the cluster that this process is connected to.
 
@@ -110,7 +119,7 @@ class RayFleet(Fleet):
         self._actors: dict[int, Any] = {}
         self._starting: dict[Any, int] = {}
         self._deadlines: dict[int, float] = {}
-        self._inflight: dict[Any, tuple[int, int, int]] = {}
+        self._inflight: dict[Any, _Sent] = {}
         self._started_at: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
         self._woken = threading.Event()
         self._group: Any = None  # the places that are held for all of them
@@ -173,7 +182,7 @@ class RayFleet(Fleet):
 
     def _scale(self) -> None:
         """Start another worker, or let some go, as there is work for them."""
-        busy = {worker for worker, _, _ in self._inflight.values()}
+        busy = {sent.worker for sent in self._inflight.values()}
         leaving = {worker for worker, _ in self._leaving.values()}
         new = self._scaling.worker_to_start(self._actors, busy, self._lost | leaving)
         if new is not None:
@@ -193,12 +202,12 @@ class RayFleet(Fleet):
 
     def _finish_worker(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
         """Note what the orderly end of a worker returned; return why it failed, if it did."""
-        failure = returned = b""
+        ended = Ended(b"", b"", [])
         with contextlib.suppress(self._ray.exceptions.RayError):
-            failure, returned, records = self._ray.get(reference)
-            handle_records(records)
-        self._endings[worker].append(loads_exit_result(returned))
-        return [(worker, pickle.loads(failure))] if failure else []
+            ended = self._ray.get(reference)
+        handle_records(ended.records)
+        self._endings[worker].append(loads_exit_result(ended.returned))
+        return [(worker, pickle.loads(ended.failure))] if ended.failure else []
 
     def revive(self, worker: int) -> None:
         try:
@@ -217,9 +226,9 @@ class RayFleet(Fleet):
     def send(self, worker: int, chunk: Chunk) -> None:
         items, _ = packed(chunk.items)
         chunk.nbytes = len(items)
-        place = chunk.start, chunk.run, chunk.sent - 1
+        place = ChunkPlace(chunk.start, chunk.run, chunk.sent - 1)
         reference = self._actors[worker].work.remote(items, len(chunk.items), place)
-        self._inflight[reference] = worker, chunk.seq, len(chunk.items)
+        self._inflight[reference] = _Sent(worker, chunk.seq, len(chunk.items))
         self._started_at[worker] = chunk.seq, time.monotonic()
 
     def started(self, worker: int) -> tuple[int, float] | None:
@@ -272,37 +281,37 @@ class RayFleet(Fleet):
     def _take(self, reference: Any, events: list[Event]) -> None:
         if reference in self._starting:
             worker = self._starting.pop(reference)
-            failure = None
             try:
-                data, records, self._nodes[worker] = self._ray.get(reference)
-                failure = pickle.loads(data) if data else None
+                started: Started = self._ray.get(reference)
             except self._ray.exceptions.RayError:
                 self._on_death(worker, events, was_ready=False)
                 return
-            handle_records(records)
-            if failure is None:
-                events.append(Ready(worker))
-            else:
+            self._nodes[worker] = started.node
+            handle_records(started.records)
+            if started.failure:
                 self._actors.pop(worker, None)
-                events.append(Died(worker, None, failure=failure))
+                events.append(Died(worker, None, failure=pickle.loads(started.failure)))
+            else:
+                events.append(Ready(worker))
             return
-        entry = self._inflight.get(reference)
-        if entry is None:  # its worker's death was noticed by another one
+        sent = self._inflight.get(reference)
+        if sent is None:  # its worker's death was noticed by another one
             return
-        worker, seq, n_items = entry
         try:
-            data, failed, timing, records = self._ray.get(reference)
+            answer: Answer = self._ray.get(reference)
         except self._ray.exceptions.RayError:
-            self._on_death(worker, events)
+            self._on_death(sent.worker, events)
             return
         del self._inflight[reference]
-        self._started_at.pop(worker, None)
-        handle_records(records)
+        self._started_at.pop(sent.worker, None)
+        handle_records(answer.records)
+        failed = answer.has_failures
         try:
-            results = pickle.loads(data)
+            results = pickle.loads(answer.results)
         except USERS_ERRORS as error:
-            results, failed = [Failure.of(error, RESULT)] * n_items, True
-        events.append(Done(worker, seq, results, failed, Timing(*timing), len(data)))
+            results, failed = [Failure.of(error, RESULT)] * sent.n_items, True
+        nbytes = len(answer.results)
+        events.append(Done(sent.worker, sent.seq, results, failed, answer.timing, nbytes))
 
     def _on_death(self, worker: int, events: list[Event], *, was_ready: bool = True) -> None:
         if worker not in self._actors:
@@ -311,10 +320,11 @@ class RayFleet(Fleet):
         self._lost.add(worker)
         if was_ready:
             self._endings[worker].append(None)
-        mine = [(r, e) for r, e in self._inflight.items() if e[0] == worker]
-        for reference, _ in mine:
+        lost = {ref: sent for ref, sent in self._inflight.items() if sent.worker == worker}
+        for reference in lost:
             del self._inflight[reference]
-        current = (mine[0][1][1], 0) if mine else None
+        # The first one it was sent is the one it was at, as an actor takes them in turn.
+        current = next(((sent.seq, 0) for sent in lost.values()), None)
         _, began = self._started_at.pop(worker, (0, 0.0))
         events.append(Died(worker, None, current, began=began, was_ready=was_ready))
 

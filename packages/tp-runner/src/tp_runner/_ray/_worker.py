@@ -5,7 +5,7 @@ import logging
 import pickle
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError
 
@@ -17,6 +17,7 @@ from tp_runner.internal import (
     Failure,
     Setup,
     Task,
+    Timing,
     become_worker,
     dumps_exit_result,
     end_work,
@@ -202,9 +203,38 @@ class Scaling:
 
 # -- The actor --------------------------------------------------------------------------------
 
-Answer = tuple[bytes, bool, tuple[float, float, float], list[logging.LogRecord]]
-"""What the work on a chunk comes to: the pickled results, whether some are failures, when it began,
-how long the worker had waited for it and worked on it, and the log records up to now."""
+
+class ChunkPlace(NamedTuple):
+    """The place of a chunk's first item in the input, its run, and how often it was sent before."""
+
+    start: int
+    run: int
+    attempt: int
+
+
+class Started(NamedTuple):
+    """The answer of an actor that has started, or has not: then it has a pickled failure."""
+
+    failure: bytes
+    records: list[logging.LogRecord]
+    node: str
+
+
+class Answer(NamedTuple):
+    """The answer to a chunk: its pickled results, and the log records up to now."""
+
+    results: bytes
+    has_failures: bool
+    timing: Timing
+    records: list[logging.LogRecord]
+
+
+class Ended(NamedTuple):
+    """The answer of an actor that has ended: a pickled failure, or what the end returned."""
+
+    failure: bytes
+    returned: bytes
+    records: list[logging.LogRecord]
 
 
 class RayWorker:
@@ -218,8 +248,8 @@ class RayWorker:
         set_current_task(self._task, of_process=True)
         self._waiting = time.monotonic()
 
-    def ready(self) -> tuple[bytes, list[logging.LogRecord], str]:
-        """Start the program; return its failure, if there is one, log records, and where this is."""
+    def ready(self) -> Started:
+        """Start the program."""
         ray = import_ray()
         failure = b""
         try:
@@ -231,10 +261,11 @@ class RayWorker:
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, INIT), 5)
         node = ray.get_runtime_context().get_node_id()
-        return failure, self._take_records(), f"node {node[:8]} ({ray.util.get_node_ip_address()})"
+        where = f"node {node[:8]} ({ray.util.get_node_ip_address()})"
+        return Started(failure, self._take_records(), where)
 
-    def work(self, data: bytes, n_items: int, place: tuple[int, int, int]) -> Answer:
-        """Work on a chunk; ``place`` is that of its first item, its run, and how often it was sent before."""
+    def work(self, data: bytes, n_items: int, place: ChunkPlace) -> Answer:
+        """Work on a chunk."""
         began = time.monotonic()
         waited_s = began - self._waiting
         try:
@@ -247,16 +278,16 @@ class RayWorker:
         worked_s = time.monotonic() - began
         data, _, unpicklable = pack_results(results, packed)
         self._waiting = time.monotonic()
-        return data, failed or unpicklable, (began, waited_s, worked_s), self._take_records()
+        return Answer(data, failed or unpicklable, Timing(began, waited_s, worked_s), self._take_records())
 
-    def end(self) -> tuple[bytes, bytes, list[logging.LogRecord]]:
-        """End the program; return its failure, if there is one, what it returned, and log records."""
+    def end(self) -> Ended:
+        """End the program."""
         failure = returned = b""
         try:
             returned = dumps_exit_result(end_work(self._work))
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
             failure = pickle.dumps(Failure.of(error, END), 5)
-        return failure, returned, self._take_records()
+        return Ended(failure, returned, self._take_records())
 
     def _take_records(self) -> list[logging.LogRecord]:
         records = self._records[:]

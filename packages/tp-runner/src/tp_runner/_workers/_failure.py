@@ -103,19 +103,16 @@ class Failure:
             self._pickle = b""
         return self._exception
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        data, type_data = self._pickle, self._type_pickle
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self.__slots__}
         if self._exception is not None:
-            data = _try_pickle(_exception_chain(self._exception))
-            type_data = _try_pickle(_original_type(self._exception))
-        known = self.kind, self.summary, self.traceback, self.exitcode, self.held, self.type_name
-        return *known, data, type_data
+            state["_pickle"] = _try_pickle(_exception_chain(self._exception))
+            state["_type_pickle"] = _try_pickle(_original_type(self._exception))
+        return state | {"_exception": None, "worker": 0}
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.kind, self.summary, self.traceback, self.exitcode, self.held, self.type_name = state[:6]
-        self._pickle, self._type_pickle = state[6:]
-        self.worker = 0
-        self._exception = None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def _summary(error: BaseException) -> str:

@@ -61,19 +61,8 @@ class WorkerHandle:
         is_garbled: Whether bytes have come from it that are no message.
     """
 
-    def __init__(
-        self,
-        program: Any,
-        device: str,
-        worker: int,
-        settings: Settings,
-        *,
-        count: int,
-        passed: Sequence[int],
-        memory: int,
-        heartbeats: int,
-    ) -> None:
-        self.worker = worker
+    def __init__(self, setup: Setup, *, passed: Sequence[int], memory: int, heartbeats: int) -> None:
+        self.worker = setup.worker
         self.inflight: dict[int, Block] = {}
         self.held: dict[int, Block] = {}
         self.ready = False
@@ -91,7 +80,7 @@ class WorkerHandle:
         (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory, heartbeats)
         try:
-            self.process = self._start(program, device, settings, descriptors, count)
+            self.process = self._start(setup, descriptors)
         except BaseException:
             self.close()
             raise
@@ -99,10 +88,8 @@ class WorkerHandle:
             _spawn.close(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
-    def _start(
-        self, program: Any, device: str, settings: Settings, descriptors: Descriptors, count: int
-    ) -> Process:
-        setup = Setup(program, device, self.worker, count, settings)
+    def _start(self, setup: Setup, descriptors: Descriptors) -> Process:
+        settings = setup.settings
         if settings.start_method == "fork":
 
             def child() -> None:
@@ -279,15 +266,9 @@ class ProcessFleet(Fleet):
             OSError: The system starts none.
         """
         try:
+            setup = Setup(self._program, self.devices[worker], worker, self.size, self._settings)
             handle = WorkerHandle(
-                self._program,
-                self.devices[worker],
-                worker,
-                self._settings,
-                count=self.size,
-                passed=self._passed,
-                memory=self._memory.fd,
-                heartbeats=self._heartbeats.fd,
+                setup, passed=self._passed, memory=self._memory.fd, heartbeats=self._heartbeats.fd
             )
         except ConnectionError as error:  # it says all; a traceback would be this process's
             raise self.error(worker, Failure(INIT, str(error))) from error

@@ -143,6 +143,20 @@ FIRST_CANCELLED = 3
 _ROW = WORDS * 8
 
 
+class Heartbeat(NamedTuple):
+    """The state of a worker.
+
+    Attributes:
+        seq: The number of the chunk at work, ``IDLE`` or ``ENDING``.
+        place: The place of the item at work in that chunk.
+        began_ns: When the work on it began, by the monotonic clock; 0 between items.
+    """
+
+    seq: int
+    place: int
+    began_ns: int
+
+
 class Heartbeats:
     """One row of words for each worker, which the parent reads without asking.
 
@@ -161,10 +175,9 @@ class Heartbeats:
         whole = memoryview(mmap.mmap(fd, (worker + 1) * _ROW)).cast("q")
         return whole[worker * WORDS :]  # type: ignore[return-value]  # a memoryview of integers
 
-    def current(self, worker: int) -> tuple[int, int, int]:
-        """Return the sequence number, the place in that chunk and when work on it began."""
-        row = self._rows[worker]
-        return row[0], row[1], row[2]
+    def current(self, worker: int) -> Heartbeat:
+        """Return the state of a worker, dead or alive."""
+        return Heartbeat._make(self._rows[worker][:FIRST_CANCELLED])
 
     def cancel(self, worker: int, run: int) -> None:
         """Have a worker know that nobody wants the results of a run any more.
