@@ -67,9 +67,8 @@ MISTAKES = {
 def place(tmp_path_factory):
     """A folder with a run, an ended job, and files."""
     import torch
-    from tp_trainer._launch._jobs._status import Status
-    from tp_trainer._launch._jobs._store import create_job
-    from tp_trainer._launch._request import LaunchRequest
+    from tp_trainer._launch._jobs._store import Status, create_job
+    from tp_trainer._launch._plan import LaunchRequest
 
     folder = tmp_path_factory.mktemp("place")
     (folder / "things.py").write_text(THINGS)

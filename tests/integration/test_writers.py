@@ -23,7 +23,7 @@ from tp_core.internal import write_atomically
 from tp_trainer import Trainer
 from tp_trainer._checkpoint import verify
 from tp_trainer._launch._jobs._store import create_job, damaged_jobs, list_jobs
-from tp_trainer._launch._request import LaunchRequest
+from tp_trainer._launch._plan import LaunchRequest
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
 from tests.tp_trainer import small_run

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tp_core import testing
 from tp_core.cli._main import run
-from tp_trainer._launch._jobs._detach import stop
+from tp_trainer._launch._jobs._commands import stop_job
 from tp_trainer._launch._jobs._store import list_jobs
 
 _IN_TERMINAL = """
@@ -103,7 +103,7 @@ class Tp:
 
     def _end(self) -> None:
         for job in list_jobs():  # a test that failed half-way leaves its job running
-            stop(job, grace_s=0)
+            stop_job(job, grace_s=0)
         for process in self.started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):

@@ -9,7 +9,7 @@ from operator import add
 import pytest
 from tp_core.errors import ConfigError, RankFailedError
 from tp_trainer import launch
-from tp_trainer._launch import _function_rank
+from tp_trainer._launch import _function
 
 PROGRAM = """
 import os, sys, time
@@ -118,4 +118,4 @@ def test_without_cloudpickle_what_is_defined_in_main_is_refused(monkeypatch):
     own.__module__ = "__main__"
     with pytest.raises(ConfigError, match=r"own is defined in __main__.*'tp-trainer\[notebook\]'"):
         launch(own, 1)
-    assert _function_rank.dumps([add, "__main__"])  # by name, and a mere word
+    assert _function.dumps([add, "__main__"])  # by name, and a mere word

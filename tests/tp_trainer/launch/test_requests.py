@@ -2,12 +2,13 @@
 
 import json
 import socket
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from tp_core.errors import ConfigError
-from tp_trainer._launch._hosts._addresses import (
+from tp_trainer._launch._addresses import (
     Endpoint,
     address_towards,
     interface_of,
@@ -15,8 +16,8 @@ from tp_trainer._launch._hosts._addresses import (
     parse_endpoint,
     wait_for_endpoint,
 )
-from tp_trainer._launch._plan import make_plan
-from tp_trainer._launch._request import LaunchRequest, parse_rdzv_conf
+from tp_trainer._launch._jobs._store import read_request
+from tp_trainer._launch._plan import LaunchRequest, make_plan, parse_rdzv_conf
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def test_rdzv_conf_is_read():
 
 def test_a_request_survives_a_file():
     request = LaunchRequest(script="s.py", args=("-n", "5"), rdzv_conf={"timeout": "3"})
-    again = LaunchRequest.from_dict({**json.loads(json.dumps(request.to_dict())), "newer": 1})
+    again = read_request({**json.loads(json.dumps(asdict(request))), "newer": 1})
     assert again == request
 
 
@@ -171,8 +172,8 @@ class Clock:
 
 
 def test_waiting_for_nobody_is_said_and_ends(free_port, monkeypatch):
-    monkeypatch.setattr("tp_trainer._launch._hosts._addresses.time", Clock())
+    monkeypatch.setattr("tp_trainer._launch._addresses.time", Clock())
     said = []
     endpoint = Endpoint("127.0.0.1", free_port)
-    assert not wait_for_endpoint(endpoint, timeout_s=60.0, say=said.append, grace_s=3.0)
+    assert not wait_for_endpoint(endpoint, timeout_s=60.0, log=said.append, grace_s=3.0)
     assert said == [f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"]

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._run import LaunchRequest, run
+from tp_trainer._launch._plan import LaunchRequest
+from tp_trainer._launch._run import execute
 
 from tests.own_words import own_words
 
@@ -62,7 +63,7 @@ def test_a_module_runs_and_its_logs_stay_when_asked(tp, monkeypatch, capfd):
     monkeypatch.chdir(tp.cwd)
     tp.script("print('hello from', __name__)", name="some_module.py")
     request = LaunchRequest(script="some_module", module=True, nproc_per_node=1, log_dir="logs")
-    assert run(request) == 0
+    assert execute(request).status == 0
     assert capfd.readouterr().out == "[rank0] hello from __main__\n"
     (log,) = (tp.cwd / "logs").rglob("stdout.log")
     assert log.read_text() == "hello from __main__\n"
@@ -77,7 +78,7 @@ def test_a_restart_is_told_and_can_save_the_run(tp, capfd):
         """
     )
     request = LaunchRequest(script=str(tp.cwd / script), nproc_per_node=1, max_restarts=2)
-    assert run(request) == 0
+    assert execute(request).status == 0
     (said,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("tp launch:"))
     # On a busy machine torch may collect the process before its status is seen.
     assert re.fullmatch(r"tp launch: rank 0 failed( with exit code 3)?, restart 1 of 2", said)
@@ -86,5 +87,5 @@ def test_a_restart_is_told_and_can_save_the_run(tp, capfd):
 def test_run_is_the_same_for_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
-    assert run(LaunchRequest(script=str(script), nproc_per_node=1)) == 0
+    assert execute(LaunchRequest(script=str(script), nproc_per_node=1)).status == 0
     assert capfd.readouterr().out == "[rank0] ran\n"

@@ -59,21 +59,43 @@ def _train_app() -> Any:
     return train_app()
 
 
+def _launch_app() -> Any:
+    from tp_trainer._launch._cli import launch_app
+
+    return launch_app()
+
+
+def _jobs_app() -> Any:
+    from tp_trainer._launch._jobs._commands import jobs_app
+
+    return jobs_app()
+
+
+def _logs_app() -> Any:
+    from tp_trainer._launch._jobs._commands import logs_app
+
+    return logs_app()
+
+
+def _stop_app() -> Any:
+    from tp_trainer._launch._jobs._commands import stop_app
+
+    return stop_app()
+
+
 @hookimpl
 def tp_commands() -> Iterable[Command]:
     """Return the commands that start processes and look after those in the background."""
-    from tp_trainer import _launch
-
     return [
         Command(
             "launch",
             "Run a script in several processes, here or on several hosts.",
-            _launch.launch_app,
+            _launch_app,
         ),
         Command("train", "Run a function of a script with values from options and files.", _train_app),
-        Command("jobs", "List the jobs that `tp launch --detach` started.", _launch.jobs_app),
-        Command("logs", "Show what a background job has printed.", _launch.logs_app),
-        Command("stop", "End a background job.", _launch.stop_app),
+        Command("jobs", "List the jobs that `tp launch --detach` started.", _jobs_app),
+        Command("logs", "Show what a background job has printed.", _logs_app),
+        Command("stop", "End a background job.", _stop_app),
         Command("report", "Make one HTML page of what runs have left in their folders.", _report_app),
         Command("convert", "Write the model of a checkpoint as safetensors.", _convert_app),
         Command("test", "Train a small model on every installed backend; compare the numbers.", _test_app),

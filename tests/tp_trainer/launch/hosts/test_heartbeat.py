@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from tp_trainer._launch._hosts._heartbeat import Heartbeats
+from tp_trainer._launch._host_watch import Heartbeats
 
 
 class Clock:
@@ -37,7 +37,7 @@ def _pass(clock: Clock, store: Any, alive: list[Heartbeats], *, seconds: int) ->
     for _ in range(seconds):
         clock.now += 1
         for host in alive:
-            lost = host.look(store)
+            lost = host.beat(store)
         heard += lost
     return heard
 
@@ -72,5 +72,5 @@ def test_a_server_that_was_suspended_does_not_judge_the_others(clock, hosts):
     store = HashStore()
     _pass(clock, store, hosts, seconds=5)
     clock.now += 300
-    assert hosts[0].look(store) == []
+    assert hosts[0].beat(store) == []
     assert _pass(clock, store, hosts, seconds=30) == []

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
-from tp_trainer._launch._jobs._process import identity
-from tp_trainer._launch._jobs._show import elapsed, log_chunks
-from tp_trainer._launch._jobs._status import Status
+from tp_trainer._launch._jobs._commands import elapsed, log_chunks
 from tp_trainer._launch._jobs._store import (
     Job,
+    Status,
     create_job,
     find_job,
+    identity,
     is_running,
     list_jobs,
     load_job,
     state_dir,
 )
-from tp_trainer._launch._request import LaunchRequest
+from tp_trainer._launch._plan import LaunchRequest
 
 _WAITS = """
 import os, pathlib, sys, time

@@ -4,9 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._ranks._ending import account, end_file, heard_end
-from tp_trainer._launch._ranks._monitor import Death, Rank
-from tp_trainer._rank_end import RANK_END, write_rank_end
+from tp_trainer._launch._monitor import Death, Rank
+from tp_trainer._launch._outcome import account, exit_report_path, reported_exit
+from tp_trainer._rank_exit import EXIT_REPORT, write_exit_report
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def ranks(tmp_path):
 
 
 def told(rank, monkeypatch, saved):
-    monkeypatch.setenv(RANK_END, str(end_file(rank.directory)))
-    write_rank_end(signal.SIGTERM, saved)
+    monkeypatch.setenv(EXIT_REPORT, str(exit_report_path(rank.directory)))
+    write_exit_report(signal.SIGTERM, saved)
 
 
 def said(ranks, *codes, killed=()):
@@ -34,9 +34,9 @@ def said(ranks, *codes, killed=()):
 def test_what_one_rank_has_told_was_saved(ranks, monkeypatch, tmp_path):
     told(ranks[1], monkeypatch, tmp_path / "run" / "step-8")
     assert said(ranks, -signal.SIGKILL, 143, killed={0}) == f"saved: {tmp_path}/run/step-8"
-    assert heard_end(ranks[1], 143).saved == f"{tmp_path}/run/step-8"
-    assert heard_end(ranks[1], 1) is None  # it failed afterwards
-    assert heard_end(ranks[0], 143) is None
+    assert reported_exit(ranks[1], 143).saved == f"{tmp_path}/run/step-8"
+    assert reported_exit(ranks[1], 1) is None  # it failed afterwards
+    assert reported_exit(ranks[0], 143) is None
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_a_launch_that_had_not_started_anything_says_so():
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"signal": "x", "saved": null}'])
 def test_a_file_that_a_rank_did_not_finish_tells_nothing(ranks, text):
-    end_file(ranks[0].directory).write_text(text)
-    assert heard_end(ranks[0], 143) is None
+    exit_report_path(ranks[0].directory).write_text(text)
+    assert reported_exit(ranks[0], 143) is None
 
 
 def test_nobody_is_told_where_no_launcher_asked(monkeypatch, tmp_path):
-    monkeypatch.delenv(RANK_END, raising=False)
-    write_rank_end(signal.SIGTERM, tmp_path)
-    monkeypatch.setenv(RANK_END, str(tmp_path / "gone" / "end.json"))
-    write_rank_end(signal.SIGTERM, tmp_path)
+    monkeypatch.delenv(EXIT_REPORT, raising=False)
+    write_exit_report(signal.SIGTERM, tmp_path)
+    monkeypatch.setenv(EXIT_REPORT, str(tmp_path / "gone" / "end.json"))
+    write_exit_report(signal.SIGTERM, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -2,12 +2,9 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from tp_core.errors import RankFailedError
-from tp_trainer._launch._ranks._log_dir import TemporaryLogs
-from tp_trainer._launch._run import LaunchRequest, run
+from tp_trainer._launch._rank_logs import TemporaryLogs
 
 # Says where it is, then waits in a collective that rank 1 never joins.
 _BARRIER = """
@@ -197,10 +194,3 @@ def test_a_broken_pipe_does_not_hide_the_status(tp):
     process = tp.start("launch", "-n", "1", tp.script("print('x'); import sys; sys.exit(4)"))
     process.stdout.close()
     assert process.wait(800) == 4
-
-
-def test_python_gets_the_account_as_an_error(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text("raise OSError('no such luck')")
-    with pytest.raises(RankFailedError, match=r"(?s)rank 0 failed first.*OSError: no such luck"):
-        run(LaunchRequest(script=str(script), nproc_per_node=1))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._ranks._failure import Failure, code_name, first_failure, last_traceback
-from tp_trainer._launch._ranks._monitor import Death, Rank
+from tp_trainer._launch._monitor import Death, Rank
+from tp_trainer._launch._outcome import Failure, code_name, first_failure, last_traceback
 
 _TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -55,7 +55,7 @@ def test_ranks_that_had_left_well_before_the_first_failure_are_named(ranks, coll
     ranks[0].stderr.write_text(_TRACEBACK.format("RuntimeError: Connection closed by peer"))
     deaths = {2: Death(0, collected), 0: Death(1, 1), 1: Death(2, 0)}
     failure = first_failure({0: (100, 1)}, ranks=ranks, deaths=deaths, killed=set(), keep_logs=False)
-    assert failure.left == (12,)
+    assert failure.exited == (12,)
     assert "rank 12 left first, with exit code 0; then rank " in str(failure)
 
 

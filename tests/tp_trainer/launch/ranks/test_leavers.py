@@ -5,19 +5,18 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 from tp_core.internal import LEFT_KEY
-from tp_trainer._launch._hosts._addresses import Endpoint
-from tp_trainer._launch._ranks import _leavers
-from tp_trainer._launch._ranks._leavers import Attempt, Leavers
-from tp_trainer._launch._ranks._monitor import Death, Rank
+from tp_trainer._launch import _monitor
+from tp_trainer._launch._addresses import Endpoint
+from tp_trainer._launch._monitor import Attempt, Death, ExitedRanks, Rank
 
 
 @pytest.mark.parametrize("collected", [0, None], ids=["by us", "by torch"])
 def test_a_rank_that_has_left_is_told_of_while_others_go_on(collected, tmp_path, monkeypatch):
-    monkeypatch.setattr(_leavers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(_monitor, "_CHECK_S", 0.01)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = {n: Rank(n, 10 + n, tmp_path, tmp_path / "out", tmp_path / "err") for n in range(3)}
     deaths = {1: Death(0, collected), 2: Death(1, 1)}  # one that failed is torch's to tell of
-    leavers = Leavers(lambda: deaths)
+    leavers = ExitedRanks(lambda: deaths)
     try:
         leavers.follow(Attempt(4, 1, Endpoint("127.0.0.1", store.port)), ranks)
         store.wait([LEFT_KEY.format(attempt=4, rank=11)], timedelta(seconds=800))

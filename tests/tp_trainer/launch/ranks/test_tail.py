@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from tp_trainer._launch._ranks._tail import Tail
+from tp_trainer._launch._rank_logs import Tail
 
 
 class _Shown(io.StringIO):

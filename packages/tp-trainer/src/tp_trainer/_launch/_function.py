@@ -1,6 +1,7 @@
-"""Ranks from within a program or a notebook: a function in the place of a script."""
+"""Call a function on ranks, from a program or a notebook; each rank is this module, run by ``python -m``."""
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -8,16 +9,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError, RankFailedError
 from tp_core.internal import in_notebook
 
-from tp_trainer._launch._function_rank import PAYLOAD, dumps, result_path
-
-__all__ = ["launch"]
-
-_RANK = "tp_trainer._launch._function_rank"
+_RANK = "tp_trainer._launch._function"
+_CALL = "call.pickle"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,21 +57,26 @@ def launch(
             "program with python instead of a launcher, or call the function itself"
         )
         raise ConfigError(msg)
-    from tp_trainer._launch._plan import make_plan
-    from tp_trainer._launch._run import LaunchRequest, execute
+    from tp_trainer._launch._plan import LaunchRequest, make_plan
+    from tp_trainer._launch._run import execute
 
     call = _pickled((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="tp-call-") as name, _in_one_stream():
         folder = Path(name)
-        (folder / PAYLOAD).write_bytes(pickle.dumps(sys.path) + call)
+        (folder / _CALL).write_bytes(pickle.dumps(sys.path) + call)
         request = LaunchRequest(script=_RANK, module=True, args=(name,), nproc_per_node=processes)
         count = make_plan(request).nproc
         outcome = execute(request, is_program=False)
         if outcome.stopped_by is not None:
-            signal.raise_signal(outcome.stopped_by)  # it was meant for the program, too
+            # The handlers of the program are back: Ctrl-C is a KeyboardInterrupt there.
+            signal.raise_signal(outcome.stopped_by)
         if outcome.status:
             raise RankFailedError(str(outcome.failure or outcome.message))
         return [_result(folder, rank) for rank in range(count)]
+
+
+def _result_path(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}.pickle"
 
 
 def _pickled(call: object) -> bytes:
@@ -92,8 +96,61 @@ def _in_one_stream() -> contextlib.AbstractContextManager[object]:
 
 
 def _result(folder: Path, rank: int) -> Any:
-    path = result_path(folder, rank)
+    path = _result_path(folder, rank)
     if not path.exists():
         msg = f"rank {rank} ended before the function returned: it called sys.exit() or os._exit()"
         raise RankFailedError(msg)
     return pickle.loads(path.read_bytes())
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle ``value``; with cloudpickle, where it is installed, also functions and classes of ``__main__``.
+
+    Raises:
+        Exception: ``value`` cannot be pickled; whatever pickle or the value raises.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        out = io.BytesIO()
+        _ByName(out).dump(value)
+        return out.getvalue()
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+class _ByName(pickle.Pickler):
+    """Refuses what other processes cannot import: their ``__main__`` is another one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse functions and classes of ``__main__``; pickle all else as usual."""
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            msg = f"{value.__qualname__} is defined in __main__, which without cloudpickle stays here"
+            raise pickle.PicklingError(msg)
+        return NotImplemented
+
+
+def main(folder: Path) -> None:
+    """Call the function, in a rank, and write what it returns into ``folder``.
+
+    Raises:
+        TypeError: What it returned cannot be pickled.
+    """
+    with Path(folder, _CALL).open("rb") as file:
+        # The first of the two says where the modules are that the second needs.
+        sys.path[:] = pickle.load(file)
+        function, args, kwargs = pickle.load(file)
+    result = function(*args, **kwargs)
+    try:
+        data = dumps(result)
+    except Exception as error:
+        msg = (
+            f"{function.__qualname__}() returned a {type(result).__name__}, which cannot be sent to the "
+            f"program that launched it: {error}; return plain values or tensors"
+        )
+        raise TypeError(msg) from error
+    _result_path(folder, int(os.environ["RANK"])).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,55 +1,55 @@
-"""Run a request to its end: plan, start, watch, account for it."""
+"""Run a request to its end: plan, start the ranks of this host, watch them, report what they came to."""
 
 import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tp_core.errors import RankFailedError
 from tp_core.internal import available_cores
 
-from tp_trainer._launch._plan import make_plan
-from tp_trainer._launch._ranks._host_run import LocalRun
-from tp_trainer._launch._ranks._log_dir import TemporaryLogs
-from tp_trainer._launch._ranks._outcome import Outcome, report, say
-from tp_trainer._launch._request import LaunchRequest
+from tp_trainer._launch._addresses import Endpoint, wait_for_endpoint
+from tp_trainer._launch._host_watch import FailureBroadcast
+from tp_trainer._launch._monitor import Attempt, ExitedRanks, Rank, RankWatch
+from tp_trainer._launch._outcome import (
+    Outcome,
+    account,
+    code_name,
+    first_failure,
+    print_line,
+    report,
+    reported_exit,
+)
+from tp_trainer._launch._plan import LaunchRequest, Plan, make_plan
+from tp_trainer._launch._rank_logs import Tail, TemporaryLogs
 from tp_trainer._launch._signals import Stopped, StopSignals
 
-__all__ = ["LaunchRequest", "execute", "run"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 
 _TEARDOWN_S = 15.0  # at most, from the end of the last rank to that of the launch
+_FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
+_POLL_S = 0.02
+_START_S = 5.0  # how long a process may take to report its id
+_UNRESPONSIVE_S = 2.0  # how long torch's agent may take to notice that its processes have ended
+_RENDEZVOUS_TIMEOUT_S = 600.0  # torch's own for joining
+_ANSWER_S = 60.0  # torch's own for reading
 
 
-def run(request: LaunchRequest) -> int:
+def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     """Run a program on the processes that were asked for, and wait for them.
 
     What the ranks write appears on stdout and stderr, each line with its rank before it.
 
-    Returns:
-        0 when all ranks ended well, 128 + the signal when one asked the launch to end.
-
-    Raises:
-        ConfigError: The request cannot work; nothing was started.
-        RankFailedError: A rank failed, with the account of the first one; or when the hosts
-            did not find each other.
-
-    Example:
-        >>> run(LaunchRequest(script="train.py", nproc_per_node=2))  # doctest: +SKIP
-        0
-    """
-    outcome = execute(request)
-    if outcome.failure is not None:
-        raise RankFailedError(str(outcome.failure))
-    if outcome.message and outcome.stopped_by is None:
-        raise RankFailedError(outcome.message)
-    return outcome.status
-
-
-def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
-    """Run a program as :func:`run` does, with every end of it as a value.
-
     Args:
         request: What to run.
-        is_program: Whether this process is there for the launch alone: it then says what it chose, and
-            ends where its main thread comes back from no signal.
+        is_program: Whether this process exists for the launch alone: it then prints what it chose, and
+            exits where its main thread is in native code and handles no signal.
 
     Raises:
         ConfigError: The request cannot work; nothing was started.
@@ -57,12 +57,14 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     plan = make_plan(request)
     if is_program and "OMP_NUM_THREADS" in plan.env:
         threads = plan.env["OMP_NUM_THREADS"]
-        say(f"OMP_NUM_THREADS={threads} for each process ({available_cores()} cores, {plan.nproc} processes)")
+        print_line(
+            f"OMP_NUM_THREADS={threads} for each process ({available_cores()} cores, {plan.nproc} processes)"
+        )
     logs = None if request.log_dir is not None else TemporaryLogs()
     log_dir = Path(request.log_dir or "") if logs is None else logs.path
 
     def leave(outcome: Outcome) -> None:
-        # The main thread will not come back from native code, so nobody else can do this.
+        # From a thread: the main one does not come back from native code, and sys.exit() would wait for it.
         clean()
         report(outcome)
         os._exit(outcome.status)
@@ -86,8 +88,245 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     ) as signals:
         try:
             return local.run()
-        except Stopped as stopped:  # between two steps of the run
+        except Stopped as stopped:  # outside of the handlers in `run`
             return local.stopped(stopped.signum)
         finally:
-            signals.ignore()
+            signals.ignore()  # a Ctrl-C here would leave processes and logs behind
             clean()
+
+
+class _NoRendezvousError(Exception):
+    """Nobody serves the rendezvous."""
+
+
+class LocalRun:
+    """Starts and ends the ranks of one launch on this host, over all restarts.
+
+    Args:
+        plan: What to start.
+        log_dir: Where the logs of the ranks go.
+        on_unresponsive: Called from a thread, with the outcome, when torch's agent waits for a rendezvous
+            host that was cut off, which it does forever.
+    """
+
+    def __init__(self, plan: Plan, *, log_dir: Path, on_unresponsive: Callable[[Outcome], None]) -> None:
+        self._plan = plan
+        self._on_unresponsive = on_unresponsive
+        self._over = threading.Event()
+        self._log_dir = log_dir
+        self._ranks: dict[int, Rank] = {}
+        self._serves = bool(plan.is_host)
+        self._broadcast: FailureBroadcast | None = None
+        own = socket.gethostname()
+        self._name = f"{own} ({plan.local_addr})" if plan.local_addr else own
+        self._loss = ""  # the message about a lost host, because of which the ranks were ended
+        self._tail = Tail()
+        self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
+        self._watch = RankWatch(failure_grace_s=self._failure_grace_s)
+        self._exited_ranks = ExitedRanks(self._watch.deaths)
+        self._tail.start()
+        self._watch.start()
+
+    def run(self) -> Outcome:
+        """Start the ranks and wait for them."""
+        try:
+            outcome = self._run()
+        except Stopped as stopped:
+            outcome = self.stopped(stopped.signum)
+        self._over.set()
+        try:
+            return self._agree_with_hosts(outcome)
+        except Stopped as stopped:
+            return self.stopped(stopped.signum)
+
+    def end(self, signum: int) -> None:
+        """Ask every rank to end, give it time to save, and kill it then; called from a signal handler.
+
+        SIGUSR1, the warning of a scheduler, is passed on as it is; each of the others becomes a SIGTERM.
+        """
+        # Here, and not after the exception: torch's agent would kill the ranks on its way out.
+        self._watch.signal(signum if signum == signal.SIGUSR1 else signal.SIGTERM)
+        self._wait_for_ends(self._plan.request.grace_s)
+        if len(self._watch.deaths()) < len(self._ranks):
+            self.kill()
+            self._wait_for_ends(_UNRESPONSIVE_S)
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended yet."""
+        self._watch.kill_all()
+
+    def stopped(self, signum: int) -> Outcome:
+        """Return the outcome of this launch by a signal, with what was saved."""
+        deaths, killed = self._watch.deaths(), self._watch.killed()
+        grace_s = self._plan.request.grace_s
+        return Outcome.stopped(
+            signum, account(self._ranks.values(), deaths=deaths, killed=killed, grace_s=grace_s)
+        )
+
+    def _wait_for_ends(self, limit_s: float) -> None:
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < limit_s:
+            # torch may have been about to start some when the signal came: those never report an id.
+            expected = len(self._ranks) if waited_s < _START_S else self._watch.started()
+            if len(self._watch.deaths()) >= expected:
+                return
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Kill what is left of the ranks, show the rest of what they wrote, and end all threads."""
+        self._watch.kill_all()  # first, so that the logs are complete when the tail shows their end
+        self._exited_ranks.close()
+        self._tail.stop()
+        self._watch.stop()
+        if self._broadcast is not None:
+            self._broadcast.close()
+
+    def _run(self) -> Outcome:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        try:
+            failures = self._start()
+        except SignalException as error:  # from a torch that sets a handler of its own
+            return self.stopped(error.sigval)
+        except _NoRendezvousError as error:
+            return Outcome(1, message=str(error))
+        except Exception as error:  # noqa: BLE001 - torch's agent raises many kinds
+            return Outcome(1, message=self._loss or self._explain(error))
+        return self._outcome_of(failures) if failures else Outcome(0)
+
+    def _start(self) -> "list[ProcessFailure]":
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        from tp_trainer._launch._elastic import RankLogs, start_ranks
+
+        plan = self._plan
+        logs = RankLogs(str(self._log_dir), env=plan.env, on_attempt=self._on_attempt)
+        if plan.is_host is False:
+            self._find_host()
+        try:
+            return start_ranks(plan, logs=logs, is_host=plan.is_host)
+        except RendezvousConnectionError:
+            # The address is ours but the port is taken: another launch on this machine was first.
+            if not (plan.is_host and plan.may_follow and not self._ranks):
+                raise
+            self._serves = False
+            self._find_host()
+            return start_ranks(plan, logs=logs, is_host=False)
+
+    def _find_host(self) -> None:
+        endpoint = self._plan.endpoint
+        if not isinstance(endpoint, Endpoint):
+            return
+        timeout_s = float(self._plan.request.rdzv_conf.get("timeout", _RENDEZVOUS_TIMEOUT_S))
+        if not wait_for_endpoint(endpoint, timeout_s=timeout_s, log=print_line):
+            msg = (
+                f"nobody answered at {endpoint} within {timeout_s:g} s; start the launch on that "
+                "host, and check the address, the port and the firewall. No interface of this "
+                "machine has that address: where one should, say --rdzv-conf is_host=1"
+            )
+            raise _NoRendezvousError(msg)
+        from tp_trainer._launch._rendezvous import answers
+
+        if not answers(endpoint, timeout_s=min(timeout_s, _ANSWER_S), log=print_line):
+            msg = (
+                f"something listens at {endpoint}, and did not answer as the rendezvous of a launch; "
+                "give another port, or end that program"
+            )
+            raise _NoRendezvousError(msg)
+
+    def _on_attempt(self, attempt: Attempt, ranks: list[Rank]) -> None:
+        restart, nodes = attempt.number, attempt.nodes
+        if restart and self._ranks:
+            cause = "" if self._loss else self._cause()
+            hosts = "" if self._plan.max_nodes == 1 else f", on {nodes} host{'s' * (nodes > 1)}"
+            print_line(f"{cause}restart {restart} of {self._plan.request.max_restarts}{hosts}")
+        self._loss = ""
+        self._ranks = {rank.local_rank: rank for rank in ranks}
+        self._watch.follow(ranks)
+        self._exited_ranks.follow(attempt, self._ranks)
+        for rank in ranks:
+            prefix, own = f"[rank{rank.rank}] ", f"[rank{rank.rank}]: "
+            self._tail.follow(rank.stdout, prefix=prefix, out=sys.stdout)
+            self._tail.follow(rank.stderr, prefix=prefix, out=sys.stderr, drop=own)
+        self._listen(nodes)
+
+    def _cause(self) -> str:
+        """Return which rank's failure ended an attempt, if that was seen, as the start of a sentence."""
+        self._watch.check()
+        deaths = sorted(self._watch.deaths().items(), key=lambda item: item[1].order)
+        known = [f"rank {self._ranks[n].rank} failed with {code_name(d.code)}, " for n, d in deaths if d.code]
+        unseen = [f"rank {self._ranks[n].rank} failed, " for n, d in deaths if d.code is None]
+        if known:
+            return known[0]
+        return unseen[0] if len(unseen) == 1 else ""  # torch was faster, and keeps the status to itself
+
+    def _listen(self, nodes: int) -> None:
+        plan = self._plan
+        if plan.max_nodes == 1 or plan.is_host is None or not isinstance(plan.endpoint, Endpoint):
+            return
+        if self._broadcast is None:
+            self._broadcast = FailureBroadcast(
+                plan.endpoint,
+                run_id=plan.run_id,
+                serves=self._serves,
+                name=self._name,
+                timeout_s=plan.request.host_timeout_s,
+                on_report=self._watch.end_all,
+                on_loss=self._end_after_loss,
+            )
+        self._broadcast.start(nodes=nodes)
+
+    def _end_after_loss(self, text: str, can_go_on: bool) -> None:
+        """End the ranks, which wait for those of a lost host; torch may start them again without it."""
+        self._loss = text
+        print_line(f"{text}; the processes of this host are ended")
+        self._watch.end_all()
+        if not can_go_on and not self._over.wait(self._failure_grace_s + _UNRESPONSIVE_S):
+            self._on_unresponsive(Outcome(1, message=text))
+
+    def _outcome_of(self, failures: "list[ProcessFailure]") -> Outcome:
+        if self._loss:
+            return Outcome(1, message=self._loss)
+        codes = {failed.local_rank: (failed.pid, failed.exitcode) for failed in failures}
+        for local_rank, (_, code) in codes.items():
+            end = reported_exit(self._ranks[local_rank], code)
+            if end is not None:  # the signal went to the ranks, and not to the launch
+                return Outcome(code, message=f"ended by {code_name(-end.signal)}; saved: {end.saved}")
+        failure = first_failure(
+            codes,
+            ranks=self._ranks,
+            deaths=self._watch.deaths(),
+            killed=self._watch.killed(),
+            keep_logs=self._plan.request.log_dir is not None,
+        )
+        return Outcome(failure.status, failure=failure)
+
+    def _agree_with_hosts(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of all hosts: the first failure that one of them has reported."""
+        if self._broadcast is None:
+            return outcome
+        if outcome.status == 0:
+            report = self._broadcast.received()
+        elif outcome.stopped_by is not None:
+            # An elastic job goes on without this host; any other one is over.
+            if self._plan.min_nodes == self._plan.max_nodes:
+                self._broadcast.report(outcome.to_report(host=self._name), sure=True)
+            report = None
+        else:
+            failure = outcome.failure
+            sure = bool(self._loss) or (failure is not None and not failure.is_consequence)
+            report = self._broadcast.report(
+                outcome.to_report(host="" if self._loss else self._name), sure=sure
+            )
+        return outcome if report is None else Outcome.from_report(report)
+
+    def _explain(self, error: Exception) -> str:
+        text = str(error).strip() or "no message"
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        said = f"{type(error).__name__}: {text}{cause}"
+        if self._ranks:
+            return (
+                f"the rendezvous at {self._plan.endpoint} was lost: another host of the job has "
+                f"ended or failed, see its output; torch said {said}"
+            )
+        return f"the processes could not be started: {said}; LOGLEVEL=INFO shows what torch's launcher did"

@@ -1,4 +1,4 @@
-"""Turn the signals that end a launch into one exception, and put the handlers back."""
+"""Turn the signals that end a launch into one exception, and restore the handlers."""
 
 import os
 import signal
@@ -7,18 +7,16 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from tp_trainer._rank_end import leave_closed_terminal
-
-__all__ = ["StopSignals", "Stopped"]
+from tp_trainer._rank_exit import discard_closed_terminal
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_UNRESPONSIVE_S = 2.0  # how long native code may keep Python from hearing a signal
+_UNRESPONSIVE_S = 2.0  # how long native code may keep Python from running a handler
 
 
 class Stopped(BaseException):
     """A signal asked the launch to end.
 
-    Not an Exception: nobody on the way may take it for a failure.
+    Not an Exception: torch's agent, which it passes through, takes those for failures and restarts ranks.
     """
 
     def __init__(self, signum: int) -> None:
@@ -29,13 +27,13 @@ class Stopped(BaseException):
 class StopSignals:
     """Inside it SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 raise ``Stopped`` in the main thread.
 
-    The first one counts; those after it only hurry, if they are a Ctrl-C. In another thread it does
-    nothing: Python gives signals to the main one only.
+    The first one counts; after it, a second Ctrl-C only shortens the wait. In another thread than the main
+    one it does nothing: Python runs handlers there alone.
 
     Args:
-        on_stop: Called with the signal, before it is raised: ends what was started, which takes time.
-        on_hurry: Called at a second Ctrl-C while that goes on.
-        on_unresponsive: Called with the signal, from another thread, when the main one sits in native code,
+        on_stop: Called with the signal, before the exception: ends what was started, which takes time.
+        on_hurry: Called at a second Ctrl-C meanwhile.
+        on_unresponsive: Called with the signal, from another thread, when the main one is in native code,
             where Python runs no handler, or has not left the block in time.
         grace_s: How long the main thread may take to leave the block.
     """
@@ -59,16 +57,18 @@ class StopSignals:
         self._write_fd = -1
 
     def __enter__(self) -> Self:
-        """Take the signals over."""
+        """Set the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in _STOPPING:
-            # nohup has a program ignore that its terminal is closed.
+            # nohup starts a program with SIGHUP ignored, so that it outlives its terminal.
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._stop)
         if self._on_unresponsive is not None:
+            # The handlers above need the main thread back in Python. torch waits for hosts and barriers in
+            # native code, for minutes; the wakeup descriptor is written at once, by C code.
             read_fd, self._write_fd = os.pipe()
-            os.set_blocking(self._write_fd, False)
+            os.set_blocking(self._write_fd, False)  # set_wakeup_fd refuses others
             self._wake_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
             threading.Thread(
                 target=self._listen,
@@ -84,23 +84,23 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give them back; torch has taken some meanwhile."""
+        """Restore the handlers; torch may have replaced some meanwhile."""
         self._left.set()
         if self._write_fd >= 0:
             signal.set_wakeup_fd(self._wake_before)
-            os.close(self._write_fd)  # the thread reads the end of the pipe and ends
+            os.close(self._write_fd)  # the thread reads the end of the pipe, and ends
         for signum, handler in self._before.items():
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
     def ignore(self) -> None:
-        """Ignore further signals: what is left to do takes a moment and must not be cut short."""
+        """Ignore further signals: what is left to do takes a moment, and must not be interrupted."""
         self._left.set()
         for signum in self._before:
             signal.signal(signum, signal.SIG_IGN)
 
     def _stop(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP:
-            leave_closed_terminal()
+        if signum == signal.SIGHUP:  # or the account of the launch would raise an OSError
+            discard_closed_terminal()
         if self._heard.is_set():
             if signum == signal.SIGINT and self._on_hurry is not None:
                 self._on_hurry()
@@ -111,7 +111,6 @@ class StopSignals:
         raise Stopped(signum)
 
     def _listen(self, read_fd: int, on_unresponsive: Callable[[int], None]) -> None:
-        # The interpreter's C handler writes the number of a signal here at once.
         try:
             while numbers := os.read(read_fd, 16):
                 stopping = [number for number in numbers if number in self._before]

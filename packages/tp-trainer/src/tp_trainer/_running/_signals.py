@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from tp_core.plugins import Session
 
 from tp_trainer._opening._boundaries import StepBoundaries
-from tp_trainer._rank_end import leave_closed_terminal, write_rank_end
+from tp_trainer._rank_exit import discard_closed_terminal, write_exit_report
 
 __all__ = ["Answer", "Interrupted", "SignalWatch", "interrupted"]
 
@@ -54,7 +54,7 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
         saved: The checkpoint of that step.
     """
     error = Interrupted(number, saved)
-    write_rank_end(number, saved)
+    write_exit_report(number, saved)
     if session.is_main:
         log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
         if number == signal.SIGUSR1:
@@ -122,7 +122,7 @@ class SignalWatch:
                 os.kill(os.getpid(), number)
             return
         if number == signal.SIGHUP:
-            leave_closed_terminal()
+            discard_closed_terminal()
         if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._boundaries.note(number)

@@ -19,7 +19,7 @@ from tp_core import LaunchEnvironment
 from tp_core.internal import rendezvous_store
 from tp_core.plugins import StepOutput
 
-from tp_trainer._running._native_exit import NativeExit
+from tp_trainer._rank_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step
 
 __all__ = ["TIMEOUT_STATUS", "Watchdog"]
@@ -58,10 +58,10 @@ class Watchdog:
         self._is_paused = self._is_watching = False
         self._main = threading.get_ident()
         self._store: Any = None
-        self._native: NativeExit | None = None
+        self._native: HardExit | None = None
         if timeout_s is not None:
             with suppress(OSError):  # elsewhere the fault handler ends the process, with status 1
-                self._native = NativeExit(TIMEOUT_STATUS)
+                self._native = HardExit(TIMEOUT_STATUS)
         if timeout_s is not None and environment.world_size > 1:
             self._store = PrefixStore(f"tp/watchdog/{next(_rounds)}", rendezvous_store(environment))
 

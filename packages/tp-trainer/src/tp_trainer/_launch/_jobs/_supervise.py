@@ -9,29 +9,24 @@ from pathlib import Path
 
 from tp_core.errors import TpError
 
-from tp_trainer._launch._jobs._status import Status
-from tp_trainer._launch._jobs._store import Job, load_job
-from tp_trainer._launch._ranks._failure import code_name
-from tp_trainer._launch._ranks._outcome import Outcome, report
-from tp_trainer._launch._request import LaunchRequest
+from tp_trainer._launch._jobs._store import Job, Status, load_job, read_request
+from tp_trainer._launch._outcome import Outcome, code_name, report
 from tp_trainer._launch._run import execute
 from tp_trainer._launch._signals import Stopped, StopSignals
 
-__all__ = ["main"]
-
 
 def main(directory: str) -> int:
-    """Run the job that is kept in the directory, and write down how it goes."""
-    request = LaunchRequest.from_dict(json.load(sys.stdin.buffer))  # with the arguments that no file has
+    """Run the job of a directory, and write its status there."""
+    request = read_request(json.load(sys.stdin.buffer))  # with the arguments that no file has
     job = replace(load_job(Path(directory)), request=request)
     status = Status.of_this_process("running")
     job.write_status(status)
     with StopSignals() as signals:
         try:
             outcome = _run(job)
-        except Stopped as stopped:  # before the launch could take the signals over
+        except Stopped as stopped:  # before or after the handlers of the launch
             outcome = Outcome.stopped(stopped.signum, "nothing was saved: no rank had been started")
-        signals.ignore()
+        signals.ignore()  # or a second one would leave the job "running" on the disk
         report(outcome)
         job.write_status(replace(_ended(status, outcome), ended=time.time(), code=outcome.status))
     return outcome.status

@@ -1,4 +1,4 @@
-"""Which host is this one: read from its network interfaces, never from its name.
+"""Addresses of hosts: which one is this, read from its network interfaces, and who answers where.
 
 torch compares host *names* to decide who serves the rendezvous. In containers and network
 namespaces names say nothing, nobody serves, and every host waits until its deadline.
@@ -13,22 +13,12 @@ from dataclasses import dataclass
 import psutil
 from tp_core.errors import ConfigError
 
-__all__ = [
-    "Endpoint",
-    "address_towards",
-    "interface_of",
-    "own_address",
-    "parse_endpoint",
-    "resolve",
-    "wait_for_endpoint",
-]
-
 _DEFAULT_PORT = 29400  # torch's own default for a rendezvous without a port
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The host and port where the hosts of a job meet."""
+    """The host and port of the rendezvous of a job."""
 
     host: str
     port: int
@@ -102,13 +92,13 @@ def address_towards(endpoint: Endpoint) -> str | None:
 
 
 def wait_for_endpoint(
-    endpoint: Endpoint, *, timeout_s: float, say: Callable[[str], None], grace_s: float = 3.0
+    endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None], grace_s: float = 3.0
 ) -> bool:
-    """Wait until somebody listens at the endpoint; False when the time is up.
+    """Wait until a program listens at the endpoint; return False after ``timeout_s``.
 
     torch's own wait sits in native code, does not react to Ctrl-C, and prints nothing.
     """
-    start, told = time.monotonic(), False
+    start, is_logged = time.monotonic(), False
     while True:
         try:
             socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()
@@ -116,9 +106,9 @@ def wait_for_endpoint(
             waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 return False
-            if waited_s >= grace_s and not told:
-                say(f"waiting for the rendezvous host at {endpoint} ({error.strerror or error})")
-                told = True
+            if waited_s >= grace_s and not is_logged:
+                log(f"waiting for the rendezvous host at {endpoint} ({error.strerror or error})")
+                is_logged = True
             time.sleep(0.2)
         else:
             return True

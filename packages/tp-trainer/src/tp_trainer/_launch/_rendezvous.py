@@ -1,7 +1,7 @@
-"""Stores that listen at one address, where torch's own listen at all of them. Imports torch.
+"""Rendezvous backends with stores that listen at one address: torch's own listen at all. Imports torch.
 
-Whoever reaches torch's store can write to it, and torch's elastic rendezvous (c10d) keeps its state
-there as a pickle, which every host loads. The hosts of a static rendezvous keep none.
+Every program that reaches torch's store can write to it, and torch's elastic rendezvous (c10d) keeps its
+state there as a pickle, which every host loads. The hosts of a static rendezvous keep none.
 """
 
 import socket
@@ -22,16 +22,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from tp_trainer._launch._hosts._addresses import Endpoint, parse_endpoint
-
-__all__ = ["BOUND", "answers", "serve_store"]
+from tp_trainer._launch._addresses import Endpoint, parse_endpoint
 
 BOUND = {"c10d": "tp-bound-c10d", "static": "tp-bound-static"}
 """The names of the rendezvous backends here, by that of torch's which each one is like."""
 
-_READ_S = 60  # as torch has it
-_JOIN_S = 600
-_GRACE_S = 3.0
+_READ_S = 60  # torch's own
+_JOIN_S = 600  # torch's own
+_GRACE_S = 3.0  # before the wait for an answer is logged
 
 
 def serve_store(address: str, port: int, **options: Any) -> TCPStore:
@@ -56,14 +54,15 @@ def serve_store(address: str, port: int, **options: Any) -> TCPStore:
             msg = f"cannot listen at {where}: {error.strerror}"
             raise RendezvousConnectionError(msg) from error
         bound = listener.getsockname()[1]
-        # The store takes the descriptor over, and closes it.
+        # TCPStore has no argument for the address at which it listens; it takes over a descriptor, and
+        # closes it.
         return TCPStore(
             address, bound, is_master=True, multi_tenant=True, master_listen_fd=listener.detach(), **options
         )
 
 
 class _StaticRendezvous(RendezvousHandler):
-    """Hosts whose numbers are known meet at a store of the first one."""
+    """Joins hosts of known numbers at a store of host 0."""
 
     def __init__(self, endpoint: Endpoint, *, bind: str, rank: int, size: int, run_id: str, join_s: int):
         self._endpoint, self._bind = endpoint, bind
@@ -120,7 +119,7 @@ def _create_static(params: RendezvousParameters) -> RendezvousHandler:
 class _C10dBackend(C10dRendezvousBackend):
     @property
     def name(self) -> str:
-        return BOUND["c10d"]  # torch compares it with what was asked for
+        return BOUND["c10d"]  # torch compares it with the backend of the parameters
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
@@ -142,7 +141,8 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     def serve(_address: str, port: int) -> TCPStore:
         return serve_store(bind, port)
 
-    # The store for the ranks, which host 0 serves. torch offers no other way to say where it listens.
+    # The store for the ranks, which host 0 serves. torch has no public way to say where it listens; without
+    # this line it listens at every address.
     handler._create_tcp_store_server = serve  # type: ignore[assignment,method-assign]
     return handler
 
@@ -151,8 +151,8 @@ rendezvous_handler_registry.register(BOUND["static"], _create_static)
 rendezvous_handler_registry.register(BOUND["c10d"], _create_c10d)
 
 
-def answers(endpoint: Endpoint, *, timeout_s: float, say: Callable[[str], None]) -> bool:
-    """Whether a store answers at an endpoint where something listens; False when the time is up.
+def answers(endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None]) -> bool:
+    """Return whether a store answers, within ``timeout_s``, at an endpoint where something listens.
 
     torch's own client waits forever for the first answer, in native code, and is silent.
     """
@@ -168,11 +168,12 @@ def answers(endpoint: Endpoint, *, timeout_s: float, say: Callable[[str], None])
                 timeout=timedelta(seconds=timeout_s),
             )
         except (ValueError, RuntimeError):
-            return  # it hung up: not an answer either
+            return  # it closed the connection: not an answer either
         done.set()
 
+    # A daemon: the native call may never return.
     threading.Thread(target=connect, name="tp-launch-probe", daemon=True).start()
     if done.wait(min(_GRACE_S, timeout_s)):
         return True
-    say(f"something listens at {endpoint}, but does not answer as the rendezvous of a launch; waiting for it")
+    log(f"something listens at {endpoint}, but does not answer as the rendezvous of a launch; waiting for it")
     return done.wait(max(0.0, timeout_s - _GRACE_S))

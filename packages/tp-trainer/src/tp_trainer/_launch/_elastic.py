@@ -1,4 +1,4 @@
-"""The seam to torch's elastic launcher. Imports torch: only for those who start something."""
+"""Start ranks by torch's elastic launcher. Imports torch: import it only to start something."""
 
 import contextlib
 import logging
@@ -12,25 +12,21 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from tp_trainer._launch._hosts._addresses import Endpoint
-from tp_trainer._launch._hosts._rendezvous import BOUND
+from tp_trainer._launch._addresses import Endpoint
+from tp_trainer._launch._monitor import Attempt, Rank
+from tp_trainer._launch._outcome import exit_report_path
 from tp_trainer._launch._plan import Plan
-from tp_trainer._launch._ranks._ending import end_file
-from tp_trainer._launch._ranks._leavers import Attempt
-from tp_trainer._launch._ranks._monitor import Rank
-from tp_trainer._rank_end import RANK_END
-
-__all__ = ["ProcessFailure", "RankLogs", "RendezvousConnectionError", "start_ranks"]
+from tp_trainer._launch._rendezvous import BOUND
+from tp_trainer._rank_exit import EXIT_REPORT
 
 _LOUD = ("torch.distributed", "torchelastic")
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
 
 class RankLogs(DefaultLogsSpecs):
-    """torch's log files, and a word to us about each attempt just before its processes start."""
+    """Lays out torch's log files, and reports each attempt just before its processes start."""
 
     def __init__(
         self, log_dir: str, *, env: dict[str, str], on_attempt: Callable[[Attempt, list[Rank]], None]
@@ -40,14 +36,17 @@ class RankLogs(DefaultLogsSpecs):
         self._on_attempt = on_attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Lay out the files of an attempt; each rank's variables pass through here, too."""
+        """Lay out the files of an attempt, and set variables of its ranks.
+
+        torch calls it between each rendezvous and the start of the ranks.
+        """
         dest = super().reify(envs)
         ranks = []
         for local_rank, env in sorted(envs.items()):
             stderr = Path(dest.stderrs[local_rank])
             env.update(self._env)
             env["TP_RANK_DIR"] = str(stderr.parent)
-            env[RANK_END] = str(end_file(stderr.parent))
+            env[EXIT_REPORT] = str(exit_report_path(stderr.parent))
             ranks.append(
                 Rank(
                     local_rank=local_rank,
@@ -85,7 +84,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
     backend = plan.backend
     if plan.bind is not None and backend in BOUND:
         backend, conf["bind"] = BOUND[backend], plan.bind
-    # torch forgets a host that is silent for three of these, and lets the others meet without it.
+    # torch drops a host that is silent for three of these, and starts the others again without it.
     conf.setdefault("keep_alive_interval", max(1, int(request.host_timeout_s / 3)))
     options: dict[str, Any] = {
         "min_nodes": plan.min_nodes,
@@ -99,7 +98,8 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
         "max_restarts": request.max_restarts,
         "monitor_interval": request.monitor_interval_s,
         "local_addr": plan.local_addr,
-        # None: torch would signal the workers of the ranks' loaders along with the ranks.
+        # None: torch would signal the workers of the ranks' loaders along with the ranks, and raise in the
+        # main thread where the launcher waits for the ranks to save.
         "signals_to_handle": "",
         "shutdown_timeout": int(request.grace_s),
     }
@@ -122,25 +122,18 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Keep the launcher's own log lines to itself, unless LOGLEVEL asks for them."""
-    with warnings.catch_warnings():
-        # torch leaves the log files of processes that end by themselves to the garbage collector.
-        warnings.simplefilter("ignore", ResourceWarning)
-        if "LOGLEVEL" in os.environ:
-            yield
-            return
-        with _without_logging():
-            yield
-
-
-@contextlib.contextmanager
-def _without_logging() -> Iterator[None]:
+    """Silence the log lines of torch's launcher, unless LOGLEVEL asks for them."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOUD)]
+    if "LOGLEVEL" in os.environ:
+        names = []
     before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+    with warnings.catch_warnings():
+        # torch leaves the log files of processes that exit by themselves to the garbage collector.
+        warnings.simplefilter("ignore", ResourceWarning)
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        try:
+            yield
+        finally:
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)

@@ -1,21 +1,85 @@
-"""Show what the ranks write, as whole lines, as soon as they are there.
-
-An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that
-the lines of several ranks never mix; one that stays incomplete is shown after a second.
-"""
+"""The logs of the ranks: a temporary directory for them, and their lines on the launcher's own streams."""
 
 import codecs
+import os
+import shutil
+import stat
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-__all__ = ["Tail"]
-
+_PREFIX = "tp-launch-"
+_LOCK = "lock"
 _INTERVAL_S = 0.05
-_GRACE_S = 1.0
+_GRACE_S = 1.0  # then an incomplete line is shown: a prompt, or a progress bar
 _CHUNK = 1 << 20
+
+
+class TemporaryLogs:
+    """Makes a directory for this launch, and removes those of launches that were killed.
+
+    A lock, which the kernel drops with the process, says whether the launch of a directory is alive.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if os.name == "posix":
+            _clear(base)
+        # Renamed once it is locked, or another launch that starts now would remove it.
+        draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
+        self._lock = _lock(draft, create=True)
+        self.path = draft.rename(base / draft.name.removeprefix("."))
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _clear(base: Path) -> None:
+    """Remove the directories of this user's launches that were killed."""
+    for path in base.glob(f"{_PREFIX}*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            lock = _lock(path, create=False)
+        except OSError:
+            continue  # its launch is alive, or another one has just removed it
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(directory: Path, *, create: bool) -> int | None:
+    """Lock a directory for as long as the descriptor is open.
+
+    Raises:
+        OSError: Another process has locked the directory, or it has no lock.
+    """
+    if os.name != "posix":
+        return None
+    import fcntl
+
+    # NOFOLLOW: another user of the folder may have put a link there.
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    descriptor = os.open(directory / _LOCK, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        if not create:
+            raise
+        return None  # a file system without locks: no launch can lock it, and none removes it
+    return descriptor
 
 
 @dataclass(slots=True)
@@ -35,6 +99,9 @@ class _Source:
 
 class Tail:
     """Follows files from a thread and writes their lines, each with a prefix, to text streams.
+
+    An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that
+    the lines of several ranks never mix; one that stays incomplete is shown after a second.
 
     Example:
         >>> import sys

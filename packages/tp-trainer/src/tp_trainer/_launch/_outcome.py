@@ -1,15 +1,16 @@
-"""Which rank failed first, and how to say it."""
+"""How a launch ended: its outcome, the rank that failed first, and what was saved when a signal ended it."""
 
 import re
 import signal
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from tp_trainer._launch._ranks._monitor import Death, Rank
-
-__all__ = ["Failure", "code_name", "first_failure", "last_traceback"]
+from tp_trainer._launch._monitor import Death, Rank
+from tp_trainer._rank_exit import ExitReport, read_exit_report
 
 _TAIL_LINES = 20
 _MAX_LINES = 120
@@ -19,16 +20,16 @@ _CHAIN = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-# What a rank says when another one has gone: never the cause while another rank said otherwise.
+# What a rank prints when another one is gone: never the cause while another rank printed something else.
 _CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process|ncclRemoteError|recvValue failed"
     r"|connection (?:refused|was closed)|socket (?:closed|timeout)|RankFailedError|DistNetworkError"
     r"|failed to recv|timed out waiting|peer (?:closed|is gone)",
     re.IGNORECASE,
 )
-# How native code goes down when Python has already given up.
+# What native code prints after the traceback of an exception that ends the process.
 _AFTERMATH = ("terminate called", "Fatal Python error:")
-_NO_GOODBYE = "terminate called without an active exception"  # threads of gloo were still alive
+_THREADS_LEFT = "terminate called without an active exception"  # C++: threads of gloo were still alive
 _HINTS = {
     "SIGKILL": "killed from outside; when nobody did, the system was out of memory (see dmesg)",
     "SIGSEGV": "a crash in native code; the stack of Python, if there was time, is below",
@@ -36,11 +37,69 @@ _HINTS = {
     "exit": "it had come to its end: call torch.distributed.destroy_process_group() there",
     "SIGBUS": "often a full /dev/shm: data loader workers share memory there",
 }
+_ASKED = (-signal.SIGTERM, -signal.SIGUSR1)  # of ranks that handle no signal, and are ended by it
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended: the exit status, and why when it is not 0.
+
+    Attributes:
+        status: 0, the exit code of the rank that failed first, or 128 + a signal.
+        failure: The rank that failed first, if one did.
+        message: Why nothing ran or the run ended early, if it did.
+        stopped_by: The signal that ended this launch, if one did.
+        account: What was saved then, or why nothing was.
+    """
+
+    status: int
+    failure: "Failure | None" = None
+    message: str = ""
+    stopped_by: int | None = None
+    account: str = ""
+
+    @classmethod
+    def stopped(cls, signum: int, account: str) -> Self:
+        """Return the outcome of a launch that a signal ended."""
+        message = f"stopped by {code_name(-signum)}; {account}"
+        return cls(128 + signum, message=message, stopped_by=signum, account=account)
+
+    def to_report(self, *, host: str) -> dict[str, Any]:
+        """Return the outcome for the other hosts, as values that JSON can hold.
+
+        Args:
+            host: The host that the message is about; "" if the message names it.
+        """
+        return {
+            "status": self.status,
+            "failure": None if self.failure is None else asdict(self.failure),
+            "message": f"host {host}: {self.message}" if host and self.message else self.message,
+        }
+
+    @classmethod
+    def from_report(cls, report: Mapping[str, Any]) -> Self:
+        """Return the outcome that another host has reported."""
+        failure = None if report["failure"] is None else Failure(**report["failure"])
+        return cls(report["status"], failure=failure, message=report["message"])
+
+
+def report(outcome: Outcome) -> None:
+    """Print on stderr, last of all, why a launch failed."""
+    sys.stdout.flush()  # what the ranks printed stands before the reason
+    if outcome.failure is not None:
+        print(outcome.failure, file=sys.stderr, flush=True)
+    elif outcome.message:
+        print_line(outcome.message)
+
+
+def print_line(line: str) -> None:
+    """Print a line from the launcher itself, on stderr."""
+    print(f"tp launch: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The end of the rank that failed first.
+    """The rank that failed first, and what it printed last.
 
     Attributes:
         rank: Its rank in the job.
@@ -48,11 +107,11 @@ class Failure:
         pid: Its process id there.
         host: The name of its host.
         code: Its exit code; negative for a signal.
-        text: The traceback, or the end of what it wrote to stderr.
+        text: The traceback, or the tail of its stderr.
         is_traceback: Which of the two ``text`` is.
-        is_consequence: Whether the text only tells that another process has gone.
-        others: What became of the other ranks of its host.
-        left: The ranks of its host that had ended before it, with status 0.
+        is_consequence: Whether the text only says that another process is gone.
+        others: How the other ranks of its host ended.
+        exited: The ranks of its host that had exited before it, with status 0.
         log: Its stderr log, when that stays.
     """
 
@@ -65,7 +124,7 @@ class Failure:
     is_traceback: bool
     is_consequence: bool
     others: str
-    left: tuple[int, ...] = ()
+    exited: tuple[int, ...] = ()
     log: str | None = None
 
     @property
@@ -73,16 +132,12 @@ class Failure:
         """The exit status of a shell for it: the exit code, or 128 + the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the failure as values that JSON can hold."""
-        return asdict(self)
-
     def __str__(self) -> str:
         """Return the block that is printed last."""
         name = code_name(self.code)
-        names = f"rank{'s' * (len(self.left) > 1)} {', '.join(map(str, self.left))}"
-        # A rank that only misses another one is not the cause where one has left.
-        is_missing = bool(self.left) and self.is_consequence
+        names = f"rank{'s' * (len(self.exited) > 1)} {', '.join(map(str, self.exited))}"
+        # A rank that only misses another one is not the cause where one has exited.
+        is_missing = bool(self.exited) and self.is_consequence
         which = f"{names} left first, with exit code 0; then rank" if is_missing else "rank"
         first = "" if is_missing else " first"
         lines = [
@@ -90,14 +145,14 @@ class Failure:
             f"{which} {self.rank} failed{first}: {name}, status {self.status}",
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
-        hint = _HINTS.get("exit" if _NO_GOODBYE in self.text else name)
+        hint = _HINTS.get("exit" if _THREADS_LEFT in self.text else name)
         if hint and _HEAD not in self.text:  # a traceback says more than a signal
             lines.append(f"  hint    {hint}")
         if is_missing:
             lines.append(
                 f"  cause   likely the end of {names}: look for what ends a process in mid-run there"
             )
-        elif self.left:
+        elif self.exited:
             lines.append(f"  before  {names} had ended with exit code 0")
         if self.others:
             lines.append(f"  others  {self.others}")
@@ -138,21 +193,23 @@ def first_failure(
         killed: Those that were killed because they did not end when asked.
         keep_logs: Whether the logs stay.
     """
-    told = {local: _last_words(ranks[local], code) for local, (_, code) in codes.items()}
+    tails = {local: _stderr_tail(ranks[local], code) for local, (_, code) in codes.items()}
 
     def lateness(local: int) -> tuple[bool, bool, int, int]:
-        # Who was ended by the launcher, or only reports that a peer has gone, comes after the rest.
+        # Ranks that the launcher ended, or that only report that a peer is gone, come after the others.
         ended_by_us = local in killed or codes[local][1] == -signal.SIGTERM
         order = deaths[local].order if local in deaths else len(ranks)
-        return ended_by_us, told[local][2], order, list(codes).index(local)
+        return ended_by_us, tails[local][2], order, list(codes).index(local)
 
     local = min(codes, key=lateness)
     pid, code = codes[local]
     end = deaths[local].order if local in deaths else len(ranks)
-    # Whose status torch collected, and does not tell as a failure, had status 0.
-    well = {n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)}
-    left = sorted(ranks[n].rank for n in well if deaths[n].order < end)
-    text, is_traceback, is_consequence = told[local]
+    # Where torch collected the status, and reports no failure, it was 0.
+    succeeded = {
+        n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)
+    }
+    exited = sorted(ranks[n].rank for n in succeeded if deaths[n].order < end)
+    text, is_traceback, is_consequence = tails[local]
     return Failure(
         rank=ranks[local].rank,
         local_rank=local,
@@ -163,7 +220,7 @@ def first_failure(
         is_traceback=is_traceback,
         is_consequence=is_consequence,
         others=_others(codes, ranks=ranks, killed=killed, first=local),
-        left=tuple(left),
+        exited=tuple(exited),
         log=str(ranks[local].stderr) if keep_logs else None,
     )
 
@@ -186,15 +243,16 @@ def last_traceback(text: str) -> str:
     return "\n".join(lines[start:end])
 
 
-def _last_words(rank: Rank, code: int) -> tuple[str, bool, bool]:
-    """Return what a rank wrote at its end, whether that is a traceback, and whether it blames another."""
+def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
+    """Return the tail of a rank's stderr, whether it is a traceback, and whether it blames another rank."""
     try:
         with rank.stderr.open("rb") as file:
+            # A loop that logs for days leaves gigabytes.
             file.seek(max(0, rank.stderr.stat().st_size - _MAX_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         text = ""
-    own = f"[rank{rank.rank}]: "  # torch's own mark on the lines of a traceback
+    own = f"[rank{rank.rank}]: "  # torch's prefix on the lines of a traceback
     text = "\n".join(line.removeprefix(own) for line in text.splitlines()).strip("\n")
     if code > 0:
         found = last_traceback(text)
@@ -202,7 +260,7 @@ def _last_words(rank: Rank, code: int) -> tuple[str, bool, bool]:
         # An uncaught exception ends in an abort where threads of a collective are still alive.
         found = last_traceback(text) or _native_stack(text, before=_TAIL_LINES)
     else:
-        # A rank that was killed says nothing; a traceback in its log is of something it survived.
+        # A rank that was killed prints nothing; a traceback in its log is of something that it survived.
         found = _native_stack(text)
     if found:
         return _shortened(found), True, bool(_CONSEQUENCE.search(_exception_of(found)))
@@ -253,3 +311,48 @@ def _others(
         parts.append(f"rank {rank.rank} {how}")
     shown = parts[:4] + ([f"and {len(parts) - 4} more"] if len(parts) > 4 else [])
     return "; ".join(shown)
+
+
+def exit_report_path(directory: Path) -> Path:
+    """Return the path of the exit report of a rank with its logs in ``directory``."""
+    return directory / "end.json"
+
+
+def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
+    """Return the report of a rank that a signal ended, if its exit code is that of the signal."""
+    end = read_exit_report(exit_report_path(rank.directory))
+    return end if end is not None and code == 128 + end.signal else None
+
+
+def account(
+    ranks: Iterable[Rank], *, deaths: Mapping[int, Death], killed: Collection[int], grace_s: float
+) -> str:
+    """Return a line that says what a launch has saved that a signal ended, or why nothing.
+
+    Args:
+        ranks: Those of this host.
+        deaths: Those that have ended, by local rank.
+        killed: The local ranks that were killed because they did not end.
+        grace_s: How long they had for it.
+    """
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    for rank in ranks:
+        end = read_exit_report(exit_report_path(rank.directory))
+        if end is not None and end.saved is not None:
+            return f"saved: {end.saved}"
+    if not ranks:
+        return "nothing was saved: no rank had been started"
+    if killed:
+        slow = next(rank for rank in ranks if rank.local_rank in killed)
+        return f"nothing was saved by fit: rank {slow.rank} had not ended after {grace_s:g} s and was killed"
+    # A rank that failed explains more than those that ran until the signal.
+    codes = {rank.rank: deaths[rank.local_rank].code for rank in ranks if rank.local_rank in deaths}
+    number = next((n for n, code in codes.items() if code not in (None, 0, *_ASKED)), ranks[0].rank)
+    code = codes.get(number)
+    if code is None:
+        how = "has ended"
+    elif code in _ASKED:
+        how = f"was outside of a fit with checkpoints, where {code_name(code)} ends it at once"
+    else:
+        how = f"ended with {code_name(code)}" if code >= 0 else f"was ended by {code_name(code)}"
+    return f"nothing was saved by fit: rank {number} {how}"

@@ -1,1 +1,0 @@
-"""The hosts of a job: their addresses, their store, and how they hear of failures."""

@@ -1,1 +1,0 @@
-"""The ranks of one host: started, watched, reported on."""

@@ -1,0 +1,140 @@
+"""How a rank exits: its report to the launcher, output to a closed terminal, and a hard exit."""
+
+import ctypes
+import errno
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_core.internal import write_atomically
+
+EXIT_REPORT = "TP_RANK_END"
+"""The variable in which the launcher names the file that a rank is to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """The exit of a rank after a signal that it handled.
+
+    Attributes:
+        signal: The number of the signal.
+        saved: The checkpoint from which the run can resume, or ``None``.
+    """
+
+    signal: int
+    saved: str | None
+
+
+def write_exit_report(number: int, saved: Path | None) -> None:
+    """Write the report for the launcher, if one has asked for it."""
+    name = os.environ.get(EXIT_REPORT)
+    if name is None:
+        return
+    values = {"signal": number, "saved": None if saved is None else str(saved.absolute())}
+
+    def write(part: Path) -> None:
+        part.write_text(json.dumps(values))
+
+    with suppress(OSError):  # the launcher has gone with its folder: nobody would read it
+        write_atomically(write, name)
+
+
+def read_exit_report(path: Path) -> ExitReport | None:
+    """Return the report of a rank; ``None`` if there is none."""
+    try:
+        values = json.loads(path.read_text())
+        return ExitReport(int(values["signal"]), values["saved"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def discard_closed_terminal() -> None:
+    """Discard output to a terminal that was closed: it would end the program with an error."""
+    if sys.platform == "win32":
+        return
+    import termios
+
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # hung up; what is not a terminal has another error
+                # Replaced, not closed: the next file that is opened would get the number, and the output.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+_SIGEV_THREAD = 2  # from <signal.h>
+
+
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent`` of 64-bit Linux, in glibc and musl alike."""
+
+    _fields_ = (
+        ("value", ctypes.c_ssize_t),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 32),
+    )
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
+
+
+class HardExit:
+    """Ends the process at a deadline, whatever it is doing; setting it again replaces the one before.
+
+    A timer of the kernel has the C library call ``_exit`` in a thread of its own. So this works where
+    native code keeps the interpreter's lock, and no thread of Python gets a turn.
+
+    Args:
+        status: The exit status of the process.
+
+    Raises:
+        OSError: This system has no such timers.
+
+    Example:
+        >>> deadline = HardExit(124)
+        >>> deadline.set(60.0)
+        >>> deadline.cancel()
+    """
+
+    def __init__(self, status: int) -> None:
+        if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+            msg = "timers that end a process are known of 64-bit Linux alone"
+            raise OSError(msg)
+        self._libc = ctypes.CDLL(None)  # what is loaded already: glibc or musl
+        leave = ctypes.cast(self._libc._exit, ctypes.c_void_p)
+        event = _SigEvent(value=status, notify=_SIGEV_THREAD, function=leave)
+        self._timer = ctypes.c_void_p()
+        # Not the clock of the wall: setting that one must not end a run.
+        if self._libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+            msg = "the kernel gives no timer"
+            raise OSError(msg)
+
+    def set(self, seconds: float) -> None:
+        """End the process so many seconds from now."""
+        whole = int(seconds)
+        spec = _TimerSpec(value=_TimeSpec(whole, int((seconds - whole) * 1e9)))
+        self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
+
+    def cancel(self) -> None:
+        """Cancel the deadline."""
+        self.set(0.0)
+
+    def __del__(self) -> None:
+        timer = getattr(self, "_timer", None)
+        if timer:
+            self._libc.timer_delete(timer)
