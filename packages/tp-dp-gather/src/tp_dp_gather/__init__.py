@@ -6,7 +6,7 @@ from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
     from tp_dp_gather._data_parallel import DataParallel as DataParallel
-    from tp_dp_gather._functional import data_parallel as data_parallel
+    from tp_dp_gather._functions import data_parallel as data_parallel
     from tp_dp_gather._functions import gather as gather
     from tp_dp_gather._functions import parallel_apply as parallel_apply
     from tp_dp_gather._functions import replicate as replicate
@@ -20,8 +20,14 @@ else:
         __name__,
         {
             "tp_dp_gather._data_parallel": ["DataParallel"],
-            "tp_dp_gather._functional": ["data_parallel"],
-            "tp_dp_gather._functions": ["gather", "parallel_apply", "replicate", "scatter", "sort_by_device"],
+            "tp_dp_gather._functions": [
+                "data_parallel",
+                "gather",
+                "parallel_apply",
+                "replicate",
+                "scatter",
+                "sort_by_device",
+            ],
             "tp_dp_gather._options": ["GatherOptions"],
         },
     )

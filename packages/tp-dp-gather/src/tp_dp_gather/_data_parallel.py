@@ -123,10 +123,10 @@ class DataParallel(ReplicaWrapper):
         if self.inputs_are_scattered:
             arguments = split_scattered(inputs, kwargs, most=most)
         elif self._overrides(DataParallel, "scatter"):
-            arguments = self._scattered(*self.scatter(inputs, kwargs, self.device_ids))
+            arguments = self._check_scattered(*self.scatter(inputs, kwargs, self.device_ids))
         else:
             arguments, sizes = self._scatter(inputs, kwargs, self.module.forward)
-        with self._in_parts(len(arguments)):
+        with self._computing_parts(len(arguments)):
             outputs = self._run(arguments)
         if self._recorded is not None:
             self._recorded.append(outputs)
@@ -173,7 +173,7 @@ class DataParallel(ReplicaWrapper):
             moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
             return getattr(replica, name)(*moved, **named)
 
-        with self._in_parts(len(arguments)):
+        with self._computing_parts(len(arguments)):
             outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
         if self._overrides(DataParallel, "gather"):
             return self.gather(outputs, self.output_device)
@@ -184,9 +184,11 @@ class DataParallel(ReplicaWrapper):
     ) -> tuple[list[Arguments], list[int] | None]:
         return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
 
-    def _in_parts(self, count: int) -> AbstractContextManager[None]:
-        known = self.scattering.known
-        return nullcontext() if known is None or count < 2 else known.in_parts("within the model's forward")
+    def _computing_parts(self, count: int) -> AbstractContextManager[None]:
+        batches = self.scattering.batches
+        if batches is None or count < 2:
+            return nullcontext()
+        return batches.computing_part("within the model's forward")
 
     @contextmanager
     def recorded(self) -> Iterator[list[Sequence[Any]]]:
@@ -289,7 +291,7 @@ class DataParallel(ReplicaWrapper):
             reduction=reduction,
         )
 
-    def _scattered(
+    def _check_scattered(
         self, inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None
     ) -> list[Arguments]:
         """Check what the `scatter` of a subclass returned."""

@@ -11,18 +11,18 @@ from tp_core import recursive_to
 from tp_core.errors import ConfigError
 from tp_core.internal import containers, is_array, join_cut, length_along
 
-from tp_dp_gather._samples import are_samples, is_sequence
+from tp_dp_gather._scatter import are_samples, is_sequence
 
 __all__ = ["Gathering", "sorted_by_device"]
 
-_TABLE = containers()
+_CONTAINERS = containers()
 
 
 class Gathering:
-    """One gathering of outputs: what goes where, and which keys there were.
+    """Gathers the outputs of one call.
 
     Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``,
-    containers are gone through, and all else becomes a list with an entry per part. Where it is known how
+    containers are searched, and all else becomes a list with an entry per part. Where it is known how
     many rows each part had, lists and arrays with an entry for each become one. What stands
     under one of the ``kept`` keys, at any depth, becomes a tuple of parts that stay where they are.
 
@@ -61,16 +61,16 @@ class Gathering:
             return None
         if isinstance(first, PackedSequence) or (is_array(first) and self._has_rows(outputs, path)):
             return self._join(outputs, path)
-        container = _TABLE[type(first)]
+        container = _CONTAINERS[type(first)]
         if container is None:
             return list(outputs)
         if is_sequence(first) and self._are_samples(outputs, path):
             return type(first)(entry for output in outputs for entry in recursive_to(output, self._device))
-        names = _names(first)
+        names = _field_names(first)
         for i, other in enumerate(outputs):
             if (
                 type(other) is not type(first)
-                or _names(other) != names
+                or _field_names(other) != names
                 or len(_children(other)) != len(_children(first))
             ):
                 msg = (
@@ -102,7 +102,7 @@ class Gathering:
                 raise ConfigError(msg)
         if kind is not Tensor:
             return join_cut(recursive_to(list(outputs), self._device), self._dim)
-        wait = self._device.type == "cpu"  # or it would be read before it is there
+        wait = self._device.type == "cpu"  # the host could read the copy before it is there
         moved = [o.to(self._device, non_blocking=not wait) for o in outputs]
         if moved[0].dim() == 0:
             return torch.stack(moved)
@@ -161,9 +161,7 @@ class Gathering:
         if isinstance(outputs[0], list) and not scalars:
             return True
         if (isinstance(outputs[0], tuple) and scalars) or any(sizes[0] in t.shape for t in tensors):
-            return (
-                False  # values: a loss and a score, or rows along another dimension, which is refused there
-            )
+            return False  # values: a loss and a score, or rows along another dimension, refused there
         msg = (
             f"{path} is {_describe(outputs[0])} of each part, which has as many rows: it may have an entry "
             "for each of them or not: return one tensor, torch.stack(values), or keep it in parts with "
@@ -179,11 +177,11 @@ def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) ->
 
 
 def _children(value: Any) -> Collection[Any]:
-    container = _TABLE[type(value)]
+    container = _CONTAINERS[type(value)]
     return () if container is None else container.children(value)
 
 
-def _names(value: Any) -> list[Any] | None:
+def _field_names(value: Any) -> list[Any] | None:
     """Return the keys or field names of a container, ``None`` for lists and plain tuples."""
     if isinstance(value, Mapping):
         return list(value)

@@ -19,7 +19,7 @@ __all__ = ["parallel_loss"]
 Criterion = Callable[[Any, Any], Tensor]
 
 _BY_CLASS = (F.cross_entropy, F.nll_loss)
-_IGNORED = -100  # torch's default for both
+_IGNORED = -100  # torch's default for ignore_index of both
 
 
 def parallel_loss(
@@ -56,8 +56,8 @@ def parallel_loss(
         raise ConfigError(msg)
     counts = [_rows(output, dim, i) for i, output in enumerate(outputs)]
     parts = list(zip(outputs, _targets(targets, counts, dim), replicas.devices, strict=False))
-    how = reduction_of(criterion, asked=reduction)
-    weigh = _weighting(criterion)
+    how = _reduction_of(criterion, asked=reduction)
+    weigh = _mean_divisor(criterion)
 
     def compute(replica: nn.Module, part: Any) -> tuple[Tensor, Any]:
         output, target, where = part
@@ -118,8 +118,8 @@ def _targets(targets: Any, counts: list[int], dim: int) -> list[Any]:
     return scattering.parts(targets, counts)
 
 
-def reduction_of(criterion: Any, *, asked: str | None) -> str | None:
-    """Return how ``criterion`` reduces: "none", "mean" or "sum", or ``None`` where nothing tells.
+def _reduction_of(criterion: Any, *, asked: str | None) -> str | None:
+    """Return how ``criterion`` reduces: "none", "mean" or "sum", or ``None`` where that is unknown.
 
     Read from its ``.reduction``, a keyword that it is bound to, or the default in its signature.
 
@@ -140,7 +140,7 @@ def reduction_of(criterion: Any, *, asked: str | None) -> str | None:
 def _own_reduction(criterion: Any) -> str | None:
     keywords, function = _unbound(criterion)
     if {"size_average", "reduce"} & {k for k, v in keywords.items() if v is not None}:
-        return None  # torch's old words for it
+        return None  # torch's deprecated arguments
     found = keywords.get("reduction", getattr(function, "reduction", None))
     if found is None and not isinstance(function, nn.Module):
         try:
@@ -171,7 +171,7 @@ def _name(criterion: Any) -> str:
     return f"{name} with {sorted(keywords)}" if keywords else str(name)
 
 
-def _weighting(criterion: Any) -> Callable[[Any, Tensor], Tensor] | None:
+def _mean_divisor(criterion: Any) -> Callable[[Any, Tensor], Tensor] | None:
     """Return what a mean of this criterion divides by, where that is not the number of rows."""
     keywords, function = _unbound(criterion)
     if function not in _BY_CLASS and not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):

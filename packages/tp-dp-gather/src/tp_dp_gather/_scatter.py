@@ -1,27 +1,354 @@
-"""From whole arguments to the arguments of each part."""
+"""Which values of a batch have an entry for each sample, and how arguments are cut into those of each part.
 
+A list of 8 texts beside tensors of 8 rows is cut like them, and ``[inputs, targets]`` is not, though there
+may be two rows; a mask over 8 steps of time has nothing of a sample. The lengths of one batch cannot say
+which is which. So the session counts what its loader collates, and has it collate half of the first batch as
+well: what has an entry for each sample is half as long.
+"""
+
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import containers, cut_rows, is_array, length_along, split_evenly
+from tp_core.internal import Envelope, containers, cut_rows, is_array, length_along, seeded, split_evenly
 
-from tp_dp_gather._samples import Columns, Known, SampleList, SampleTuple, Uncut, are_samples, is_sequence
+log = logging.getLogger("tp_dp_gather")
 
-__all__ = ["Arguments", "Scattering", "split_scattered"]
+_LOOKED_AT = 8  # entries of a list that say what it holds: each step asks, so not all of them
+_BATCHES = 8  # the last ones that are known: one step may take batches of several loaders
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Path = tuple[str, ...]
+Layout = Mapping[Path, tuple[bool, ...] | None]
+"""Which dimensions of a value follow the number of samples; ``None`` where its shape is fixed."""
 
-_MARKED = (SampleList, SampleTuple)
-_TABLE = containers(stop=lambda cls: issubclass(cls, _MARKED))
+
+class SampleList(list[Any]):
+    """A list with an entry for each sample of a batch."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple with an entry for each sample of a batch."""
+
+
+class ColumnList(list[Any]):
+    """A list that is as long as the batch, and has an entry for each value."""
+
+
+class ColumnTuple(tuple[Any, ...]):
+    """A tuple that is as long as the batch, and has an entry for each value."""
+
+
+class UncuttableList(list[Any]):
+    """A list with the entries of all samples, several of some and none of others."""
+
+
+class UncuttableTuple(tuple[Any, ...]):
+    """A tuple with the entries of all samples, several of some and none of others."""
+
+
+_SAMPLES = (SampleList, SampleTuple)
+_COLUMNS = (ColumnList, ColumnTuple)
+_UNCUTTABLE = (UncuttableList, UncuttableTuple)
+_CONTAINERS = containers()
+_AROUND_SAMPLES = containers(stop=lambda cls: issubclass(cls, _SAMPLES))
 _OUTSIDE_LISTS = containers(
     stop=lambda cls: issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "_fields"))
 )
+
+
+class _IdentitySet:
+    """A set of objects by identity: tensors have no other equality."""
+
+    def __init__(self) -> None:
+        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # What nothing can refer to weakly, as dicts and ranges; few, for they may hold tensors.
+        self._strong: deque[Any] = deque(maxlen=_BATCHES)
+
+    def add(self, value: Any) -> None:
+        try:
+            self._weak[id(value)] = value
+        except TypeError:
+            self._strong.append(value)
+
+    def __contains__(self, value: object) -> bool:
+        found = self._weak.get(id(value), self)  # not None, which batches hold, too
+        return found is value or any(each is value for each in self._strong)
+
+
+class LoadedBatches:
+    """What is known of the values of the last batches of a session's loaders.
+
+    Attributes:
+        rows: What has a row for each sample.
+        whole: What has the same shape for any number of samples.
+        uncuttable: What holds several samples and cannot be cut into them.
+        counts: How many samples the batches have.
+        shapes: Of each batch, the shapes of what is whole, and as long as the batch by chance.
+        computing: Where a part of a batch is computed now, by a token: threads of the model look here, too.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.whole, self.uncuttable = _IdentitySet(), _IdentitySet(), _IdentitySet()
+        self.counts: deque[int] = deque(maxlen=_BATCHES)
+        self.shapes: deque[set[tuple[int, ...]]] = deque(maxlen=_BATCHES)
+        self.computing: dict[object, str] = {}
+
+    @contextmanager
+    def computing_part(self, where: str) -> Iterator[None]:
+        """Run a block in which each device has a part of the batch alone."""
+        token = object()
+        self.computing[token] = where
+        try:
+            yield
+        finally:
+            del self.computing[token]
+
+    def __reduce__(self) -> tuple[type["LoadedBatches"], tuple[()]]:
+        return LoadedBatches, ()  # for copies of a prepared model: its batches are not theirs
+
+
+class CountingCollate:
+    """Calls a collate function, and counts what it was given; a class, so that it can be pickled.
+
+    The first batch of several samples is collated twice: whole, and with half of the samples, from copies.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+        self._layout: Layout | None = None
+
+    def __call__(self, items: list[Any]) -> Envelope:
+        other = None
+        if self._layout is None and isinstance(items, list) and len(items) > 1:
+            self._layout = {}
+            other = self._collate_other_size(items)
+        batch = self.collate_fn(items)
+        if other is not None:
+            counts = _count_samples(batch, len(items)), _count_samples(*other)
+            self._layout = dict(_compare_layouts(batch, other[0], counts, ()))
+        return Envelope(batch, len(items), self._layout)
+
+    def _collate_other_size(self, items: list[Any]) -> tuple[Any, int] | None:
+        """Return a batch of half of the samples, or of twice as many, and that number; ``None`` if both fail.
+
+        Random generators are left as they were, and so are the samples, to which some functions write.
+        """
+        for some in (items[: len(items) // 2], items + items):
+            try:
+                copies = copy.deepcopy(some)
+            except Exception:  # noqa: BLE001 - of open files, say
+                copies = some
+            with seeded(0):
+                try:
+                    return self.collate_fn(copies), len(copies)
+                except Exception as error:  # noqa: BLE001 - it may refuse such a number of items
+                    reason = repr(error)
+        log.warning(
+            "collate_fn takes no other number of samples than %d (%s), so that what is as long as the batch "
+            "is taken to have an entry for each sample",
+            len(items),
+            reason,
+        )
+        return None
+
+
+def _compare_layouts(
+    value: Any, half: Any, counts: tuple[int, int], path: Path
+) -> Iterator[tuple[Path, tuple[bool, ...] | None]]:
+    """Yield the path of each value, and what its shapes in batches of two sizes say."""
+    if type(value) is not type(half):
+        return
+    shape, other = _shape(value), _shape(half)
+    if shape is not None and other is not None:
+        follows = tuple(pair == counts for pair in zip(shape, other, strict=False))
+        yield path, None if shape == other else follows if any(follows) else ()
+        if follows == (True,):
+            return
+    container = _CONTAINERS[type(value)]
+    if container is not None:
+        labels = container.labels(value), container.labels(half)
+        children = container.children(value), container.children(half)
+        for name, its_name, child, fewer in zip(*labels, *children, strict=False):
+            if name == its_name:
+                yield from _compare_layouts(child, fewer, counts, (*path, name))
+
+
+class Marker:
+    """Notes of the batches of one loader what has an entry for each sample.
+
+    Args:
+        dim: The dimension of the rows.
+        batches: Where to note it.
+    """
+
+    def __init__(self, dim: int, batches: LoadedBatches) -> None:
+        self._dim = dim
+        self._batches = batches
+        self._layout: Layout = {}
+
+    def mark(self, batch: Any, samples: int, layout: Layout | None) -> Any:
+        """Return a batch of so many samples with its lists of samples marked."""
+        if layout:
+            self._layout = layout
+        samples = _count_samples(batch, samples)
+        self._batches.counts.append(samples)
+        self._batches.shapes.append(set())
+        return self._mark(batch, samples, ())
+
+    def _mark(self, value: Any, samples: int, path: Path) -> Any:
+        container = _CONTAINERS[type(value)]
+        follows = self._layout.get(path, ())
+        if container is None:
+            self._note(value, samples, follows, is_known=path in self._layout)
+            return value
+        is_of_samples = follows == (True,)
+        if is_sequence(value):
+            if path not in self._layout:
+                is_of_samples = len(value) == samples and are_samples(value, samples, self._dim) is True
+            if is_of_samples:
+                return _mark_as(_SAMPLES, value)
+            if value and path in self._layout and follows == () and not _has_length(value, samples):
+                return _mark_as(_UNCUTTABLE, value)
+        elif is_of_samples and isinstance(value, Mapping):
+            self._batches.uncuttable.add(value)
+            return value
+        children = list(container.children(value))
+        marked = [
+            self._mark(child, samples, (*path, name))
+            for name, child in zip(container.labels(value), children, strict=True)
+        ]
+        if follows is None and len(value) == samples and type(value) in {list, tuple}:
+            return _mark_as(_COLUMNS, marked if type(value) is list else tuple(marked))
+        is_same = all(new is old for new, old in zip(marked, children, strict=True))
+        return value if is_same else container.rebuild(value, marked)
+
+    def _note(self, value: Any, samples: int, follows: tuple[bool, ...] | None, *, is_known: bool) -> None:
+        batches, dim = self._batches, self._dim
+        shape = _shape(value)
+        if _is_tensor_or_array(value):
+            if not shape:  # a scalar
+                return
+            length = length_along(value, dim)
+            if follows is None:
+                batches.whole.add(value)
+                if length == samples:
+                    batches.shapes[-1].add(shape)
+            elif length == samples and (
+                _is_only(dim, follows, shape, samples) if any(follows) else not is_known
+            ):
+                batches.rows.add(value)
+            elif length is not None or is_known or samples in shape:
+                batches.uncuttable.add(value)
+        elif follows is not None and (
+            follows == (True,)
+            if isinstance(value, str | bytes | range | type)
+            else shape is not None or _holds_values(value)
+        ):
+            batches.uncuttable.add(value)
+
+
+def _mark_as(kinds: tuple[type[list[Any]], type[tuple[Any, ...]]], value: Any) -> Any:
+    """Return a list or tuple as one of the classes above, so that it is known when the step gives it back."""
+    return kinds[0](value) if isinstance(value, list) else kinds[1](value)
+
+
+def _is_only(dim: int, follows: tuple[bool, ...], shape: tuple[int, ...], samples: int) -> bool:
+    """Return whether the samples are along one dimension, and not along two, as in distances between them."""
+    sizes = [n for follow, n in zip(follows, shape, strict=False) if follow]
+    return follows[dim] and sizes.count(samples) == 1
+
+
+def _count_samples(batch: Any, chosen: int) -> int:
+    """Return how many samples a batch has: collate functions may leave out some of those that were chosen."""
+    if _has_length(batch, chosen):
+        return chosen
+    first = next((leaf for leaf in tree_leaves(batch) if _is_tensor_or_array(leaf)), None)
+    found = None if first is None else length_along(first)
+    return found if found is not None and 0 < found < chosen else chosen
+
+
+def _has_length(value: Any, length: int) -> bool:
+    container = _CONTAINERS[type(value)]
+    if container is None:
+        return _is_tensor_or_array(value) and length in (_shape(value) or ())
+    if is_sequence(value) and len(value) == length:
+        return True
+    return any(_has_length(child, length) for child in container.children(value))
+
+
+def _is_tensor_or_array(value: Any) -> bool:
+    return isinstance(value, Tensor | PackedSequence) or is_array(value)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a value that may follow the samples; ``None`` where it has none."""
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
+        return (length_along(value) or 0,)
+    if isinstance(value, Tensor) or is_array(value):
+        return tuple(value.shape)
+    try:
+        return (len(value),) if isinstance(value, Sized) and not isinstance(value, type) else None
+    except Exception:  # noqa: BLE001 - a user's class, whose length may not be known
+        return None
+
+
+def _holds_values(value: Any) -> bool:
+    """Return whether an object of an unknown class may hold something of the samples."""
+    kind = type(value)
+    return any(hasattr(kind, name) for name in ("to", "cuda")) or any(
+        isinstance(v, Tensor | list | dict) or is_array(v) for v in getattr(value, "__dict__", {}).values()
+    )
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a list, or a tuple without names."""
+    return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
+
+
+def are_samples(value: Any, rows: int, dim: int) -> bool | None:
+    """Return whether a sequence with as many entries as rows has one for each; ``None`` where it may have.
+
+    Entries of several kinds, some of which have rows, are values, as in ``[inputs, targets]``. Entries of one
+    kind that all have rows, as two images of each sample have in a batch of two, may be either.
+    """
+    have_rows = [_has_rows(entry, rows, dim) for entry in value]
+    if len({_kind(entry) for entry in value}) > 1:
+        return not any(have_rows)
+    return None if all(have_rows) else True
+
+
+def _has_rows(value: Any, rows: int, dim: int) -> bool:
+    container = _CONTAINERS[type(value)]
+    if container is None:
+        return length_along(value, dim) == rows
+    if is_sequence(value) and len(value) == rows and len({_kind(entry) for entry in value}) == 1:
+        return True
+    children = [child for child in container.children(value) if child is not None]
+    return bool(children) and all(_has_rows(child, rows, dim) for child in children)
+
+
+def _kind(value: Any) -> Any:
+    """Return what the samples of a list have in common, however long they are."""
+    if isinstance(value, Tensor) or is_array(value):
+        return type(value), value.ndim, value.dtype
+    container = _CONTAINERS[type(value)]
+    if container is None:
+        return type(value)
+    return type(value), frozenset(_kind(child) for child in islice(container.children(value), _LOOKED_AT))
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +361,12 @@ class Scattering:
     Attributes:
         dim: The dimension of the rows.
         broadcast: Arguments that every part gets whole: names, or places of positional ones.
-        known: What is known of the loaders' last batches, under a trainer: arrays have rows there, too.
+        batches: What is known of the loaders' last batches, under a trainer: arrays have rows there, too.
     """
 
     dim: int = 0
     broadcast: frozenset[str | int] = frozenset()
-    known: Known | None = None
+    batches: LoadedBatches | None = None
 
     def arguments(
         self,
@@ -106,7 +433,7 @@ class Scattering:
         Raises:
             ConfigError: Tensors have different numbers of rows.
         """
-        for table in (_OUTSIDE_LISTS, _TABLE):
+        for table in (_OUTSIDE_LISTS, _AROUND_SAMPLES):
             rows: int | None = None
             for leaf in tree_leaves(value, table=table):
                 length = self._length(leaf)
@@ -115,8 +442,19 @@ class Scattering:
                 elif length is not None and length != rows:
                     raise ConfigError(self._uneven(leaf, length, rows))
             if rows is not None:
-                if table is _TABLE and self.known and self.known.counts and rows not in self.known.counts:
-                    raise ConfigError(_in_a_list(rows, self.known.counts[-1]))
+                if (
+                    table is _AROUND_SAMPLES
+                    and self.batches
+                    and self.batches.counts
+                    and rows not in self.batches.counts
+                ):
+                    msg = (
+                        f"tensors with {rows} rows are given in a list, and the batch has "
+                        f"{self.batches.counts[-1]} samples, so that they may be one for each; give the list "
+                        "as it is in the loader's batch, where that is known, or tensors with a row for each "
+                        "sample"
+                    )
+                    raise ConfigError(msg)
                 return rows
         return None
 
@@ -131,13 +469,14 @@ class Scattering:
     def _pieces(self, value: Any, sizes: Sequence[int], done: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
         if id(value) in done:
             return done[id(value)][1]
-        rows, container = sum(sizes), _TABLE[type(value)]
-        if isinstance(value, Uncut) or (self.known is not None and value in self.known.uncut):
+        rows, container = sum(sizes), _AROUND_SAMPLES[type(value)]
+        if isinstance(value, _UNCUTTABLE) or (self.batches is not None and value in self.batches.uncuttable):
             raise ConfigError(self._uncut(value))
-        if isinstance(value, _MARKED):
+        if isinstance(value, _SAMPLES):
             if len(value) != rows:
                 raise ConfigError(self._uneven(value, len(value), rows))
-            pieces = [type(value)(piece) for piece in _cut(value, sizes)]
+            ends = zip(sizes, accumulate(sizes), strict=True)
+            pieces = [type(value)(value[end - size : end]) for size, end in ends]
         elif container is None:
             pieces = self._leaf(value, sizes)
         elif is_sequence(value) and len(value) == rows and self._is_refused(value, rows):
@@ -157,26 +496,26 @@ class Scattering:
     def _leaf(self, value: Any, sizes: Sequence[int]) -> list[Any]:
         rows, length = sum(sizes), self._length(value)
         if length is None:
-            if self.known is None and is_array(value) and length_along(value) == rows:
+            if self.batches is None and is_array(value) and length_along(value) == rows:
                 raise ConfigError(self._as_long_as_the_batch(value))
             return [value] * len(sizes)
         if length != rows:
             raise ConfigError(self._uneven(value, length, rows))
-        if self.known is not None and value not in self.known.rows:
+        if self.batches is not None and value not in self.batches.rows:
             shape = getattr(value, "shape", None)
-            if shape is not None and any(tuple(shape) in shapes for shapes in self.known.shapes):
+            if shape is not None and any(tuple(shape) in shapes for shapes in self.batches.shapes):
                 raise ConfigError(self._as_long_as_the_batch(value))
         return list(cut_rows(value, sizes, self.dim))
 
     def _length(self, leaf: Any) -> int | None:
-        if isinstance(leaf, _MARKED):
+        if isinstance(leaf, _SAMPLES):
             return len(leaf)
-        if self.known is None:
+        if self.batches is None:
             return None if is_array(leaf) else length_along(leaf, self.dim)
-        return None if leaf in self.known.whole else length_along(leaf, self.dim)
+        return None if leaf in self.batches.whole else length_along(leaf, self.dim)
 
     def _is_refused(self, value: Any, rows: int) -> bool:
-        if isinstance(value, Columns):
+        if isinstance(value, _COLUMNS):
             return False
         kind = are_samples(value, rows, self.dim)
         return kind is True or (kind is None and isinstance(value, list))
@@ -193,13 +532,14 @@ class Scattering:
 
     def _uncut(self, value: Any) -> str:
         if not isinstance(value, Tensor) and not is_array(value):
+            kind = type(value).__name__.replace("UncuttableList", "list").replace("UncuttableTuple", "tuple")
             return (
-                f"it is a {_kind(value)} of the batch, and it is not known how to cut it into "
+                f"it is a {kind} of the batch, and it is not known how to cut it into "
                 "samples; let collate_fn return tensors, arrays and lists with an entry for each, or name "
                 f"the argument to give all of it to each device: {self._naming()}"
             )
         kind = "tensor" if isinstance(value, Tensor) else "array"
-        samples = self.known.counts[-1] if self.known else 0
+        samples = self.batches.counts[-1] if self.batches else 0
         return (
             f"it is a {kind} of shape {tuple(value.shape)}, and the batch's samples are not along its dim "
             f"{self.dim}, or not there alone (there {'is' if samples == 1 else 'are'} {samples}); let "
@@ -213,7 +553,7 @@ class Scattering:
         what, length = type(value).__name__, len(value)
         instead = (
             "give it as it is in the loader's batch, where it is known to have an entry for each sample"
-            if self.known is not None
+            if self.batches is not None
             else "give a tensor, or scatter by hand with inputs_are_scattered=True"
         )
         return (
@@ -224,29 +564,7 @@ class Scattering:
 
     def _naming(self) -> str:
         option = 'broadcast=("name",)'
-        return option if self.known is None else 'options={"dp-gather": {"broadcast": ("name",)}}'
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "list"
-    name = type(value).__name__
-    return name.removeprefix("_Uncut").lower() if name.startswith("_Uncut") else name
-
-
-def _in_a_list(rows: int, samples: int) -> str:
-    return (
-        f"tensors with {rows} rows are given in a list, and the batch has {samples} samples, so that they "
-        "may be one for each; give the list as it is in the loader's batch, where that is known, or tensors "
-        "with a row for each sample"
-    )
-
-
-def _cut(value: Sequence[Any], sizes: Sequence[int]) -> Iterator[Sequence[Any]]:
-    first = 0
-    for size in sizes:
-        yield value[first : first + size]
-        first += size
+        return option if self.batches is None else 'options={"dp-gather": {"broadcast": ("name",)}}'
 
 
 def _names(function: Callable[..., Any] | None, count: int) -> dict[str | int, str]:

@@ -1,22 +1,24 @@
-"""The session of the backend ``dp-gather``."""
+"""The session of the backend ``dp-gather``, and what it does where a model computes its loss itself."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_core.errors import StepError
+from tp_core import recursive_to, tree_leaves
+from tp_core.errors import ConfigError, StepError
 from tp_core.internal import Envelope, iterates_itself
-from tp_core.plugins import Job, PreparedLoader, Session, StepOutput
+from tp_core.plugins import Job, LossReduction, Parts, PreparedLoader, Session, StepOutput, combine_outputs
 
-from tp_dp_gather._by_parts import Step, has_loss_of_each_part, output_by_parts
 from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._options import GatherOptions
-from tp_dp_gather._samples import CountedCollate, Known, Marker
+from tp_dp_gather._scatter import CountingCollate, LoadedBatches, Marker
 
-__all__ = ["GatherSession"]
+Step = Callable[[nn.Module, Any], StepOutput]
+Calls = Sequence[Sequence[Any]]
+"""For each forward of a step the outputs of its parts."""
 
 
 class GatherSession(Session):
@@ -30,9 +32,9 @@ class GatherSession(Session):
     def __init__(self, job: Job, options: GatherOptions) -> None:
         super().__init__(job)
         self._options = options
-        self._batches = Known()
-        # The last step that several devices ran, and whether it got a loss of each of them.
-        self._known: tuple[Step, bool] | None = None
+        self._batches = LoadedBatches()
+        # The last step that ran on several devices, and whether the model gave it a loss of each of them.
+        self._last_step: tuple[Step, bool] | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move ``model`` to the first device and wrap it in `DataParallel`.
@@ -48,7 +50,7 @@ class GatherSession(Session):
             except_keywords=options.except_keywords,
             broadcast=options.broadcast,
         )
-        prepared.scattering = replace(prepared.scattering, known=self._batches)
+        prepared.scattering = replace(prepared.scattering, batches=self._batches)
         return prepared
 
     def prepare_loader(
@@ -73,7 +75,7 @@ class GatherSession(Session):
             shard=shard,
             move=partial(self.move_batch, marker=marker),
             on_share=self.take_share,
-            collate=CountedCollate if is_counted else None,
+            collate=CountingCollate if is_counted else None,
         )
 
     def move_batch(self, batch: Any, *, marker: Marker | None = None) -> Any:
@@ -105,19 +107,19 @@ class GatherSession(Session):
         Raises:
             StepError: The batch cannot be split as the model's input was.
         """
-        # Parts are held on to until the end of a step: not by steps that are known to need none.
-        known = self._known
-        if not isinstance(model, DataParallel) or (known and known[0] is step and not known[1]):
+        # Recording keeps the outputs of all parts alive until the step ends: only where they are needed.
+        last = self._last_step
+        if not isinstance(model, DataParallel) or (last and last[0] is step and not last[1]):
             return step(model, batch)
         with model.recorded() as calls:
             output = step(model, batch)
         if not any(len(parts) > 1 for parts in calls):
             return output
-        self._known = step, has_loss_of_each_part(output, calls)
-        if not self._known[1]:
+        self._last_step = step, _has_loss_of_each_part(output, calls)
+        if not self._last_step[1]:
             return output
-        with self._batches.in_parts("in a step whose model returns a loss of each device"):
-            return output_by_parts(step, model, batch, calls, loss=self.job.loss)
+        with self._batches.computing_part("in a step whose model returns a loss of each device"):
+            return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
         """Make sure that this is not called where there is one device's part of the batch.
@@ -125,7 +127,7 @@ class GatherSession(Session):
         Raises:
             StepError: It is, in whatever thread.
         """
-        for where in tuple(self._batches.running.values()):
+        for where in tuple(self._batches.computing.values()):
             msg = (
                 f"{what} was called {where}, where each device has its part of the batch; call it in the "
                 "step, on what the model returns of each sample, as the step sees the whole batch, or take "
@@ -137,3 +139,86 @@ class GatherSession(Session):
         """Return the user's own module of a prepared model."""
         inner: nn.Module = model.module if isinstance(model, DataParallel) else model
         return inner
+
+
+def _has_loss_of_each_part(output: Any, calls: Calls) -> bool:
+    """Return whether a step's loss has an element for each part, because the model returned scalars.
+
+    Args:
+        output: What the step returned.
+        calls: What the model returned to it.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.dim() != 1:
+        return False
+    return {len(parts) for parts in calls} == {len(loss)} and any(_has_scalar(parts[0]) for parts in calls)
+
+
+def _output_by_parts(
+    step: Step, model: DataParallel, batch: Any, calls: Calls, *, loss: LossReduction
+) -> StepOutput:
+    """Return what the step returns for the whole batch, from what it returns for each part.
+
+    The model is not run again: the step gets what it returned for the part. So the part's "weight", or
+    its number of samples, says how much the part's loss counts.
+
+    Args:
+        step: The user's step.
+        model: The wrapper that has made the parts.
+        batch: The whole batch.
+        calls: What the model returned to the step, for each of its calls.
+        loss: How losses are reduced, "mean" or "sum".
+
+    Raises:
+        StepError: The batch cannot be split as the model's input was, or the step does not call the model
+            for a part as it did for the whole.
+    """
+    count = len(calls[0])
+    try:
+        sizes = model.scattering.sizes(batch, most=count)
+        parts = model.scattering.parts(batch, sizes)
+    except ConfigError as error:
+        sizes = []
+        cause: ConfigError | None = error
+    else:
+        cause = None
+    if len(sizes) != count:
+        msg = (
+            f"the model computes its loss itself, on {count} devices, and the batch cannot be split like the "
+            "model's input, so that it is not known how much each loss counts; compute the loss in the step, "
+            "from the model's other outputs, or take a backend that runs the step on each device's part "
+            "('tuple', 'ddp')"
+        )
+        raise StepError(msg) from cause
+    devices = model.replicas.devices
+    outputs = []
+    for i, part in enumerate(parts):
+        replay = _Replay(model, [outputs[i] for outputs in calls])
+        placed = recursive_to(part, devices[i], non_blocking=devices[i].type != "cpu")
+        outputs.append(step(cast("nn.Module", replay), placed))
+    combined: StepOutput = combine_outputs(outputs, Parts(parts, counts=sizes), loss=loss, device=devices[0])
+    return combined
+
+
+class _Replay:
+    """Stands for the model in a step and returns what it has returned for one part."""
+
+    def __init__(self, model: DataParallel, outputs: Sequence[Any]) -> None:
+        self._model = model
+        self._outputs = iter(outputs)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        for output in self._outputs:
+            return output
+        msg = (
+            "the step calls the model more often for a part of the batch than for the whole; where a model "
+            "computes its loss itself, take a backend that runs the step on each part ('tuple', 'ddp')"
+        )
+        raise StepError(msg)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _has_scalar(output: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in tree_leaves(output))

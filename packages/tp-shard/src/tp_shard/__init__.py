@@ -113,6 +113,7 @@ else:
                 "register_parallel_dim",
             ],
             "tp_shard._state._checkpoint": ["load_sharded", "save_sharded"],
+            "tp_shard._state._pretrained": ["load_pretrained"],
             "tp_shard._state._safetensors": ["export"],
             "tp_shard._state._state_dict": [
                 "collect_optimizer_state_dict",
@@ -120,7 +121,6 @@ else:
                 "relocate_optimizer_state_dict",
                 "relocate_state_dict",
             ],
-            "tp_shard._state._pretrained": ["load_pretrained"],
             "tp_shard._training": [
                 "GradScaler",
                 "check_gradients",
