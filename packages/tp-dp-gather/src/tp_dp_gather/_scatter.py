@@ -82,7 +82,9 @@ class _IdentitySet:
             self._strong.append(value)
 
     def __contains__(self, value: object) -> bool:
-        found = self._weak.get(id(value), self)  # not None, which batches hold, too
+        # A dead object's id may be that of a new one, so identity decides. The default is not None, for batches
+        # hold that, too.
+        found = self._weak.get(id(value), self)
         return found is value or any(each is value for each in self._strong)
 
 
@@ -107,6 +109,7 @@ class LoadedBatches:
     @contextmanager
     def computing_part(self, where: str) -> Iterator[None]:
         """Run a block in which each device has a part of the batch alone."""
+        # A token each, and no flag: forwards of several models, and in threads of the step, overlap.
         token = object()
         self.computing[token] = where
         try:

@@ -127,7 +127,7 @@ class GatherSession(Session):
         Raises:
             StepError: It is, in whatever thread.
         """
-        for where in tuple(self._batches.computing.values()):
+        for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
             msg = (
                 f"{what} was called {where}, where each device has its part of the batch; call it in the "
                 "step, on what the model returns of each sample, as the step sees the whole batch, or take "
