@@ -39,7 +39,7 @@ def write_exit_report(number: int, saved: Path | None) -> None:
     def write(part: Path) -> None:
         part.write_text(json.dumps(values))
 
-    with suppress(OSError):  # the launcher has gone with its folder: nobody would read it
+    with suppress(OSError):  # the launcher is gone, and its folder
         write_atomically(write, name)
 
 

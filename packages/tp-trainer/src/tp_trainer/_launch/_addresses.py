@@ -1,7 +1,7 @@
 """Addresses of hosts: which one is this, read from its network interfaces, and who answers where.
 
 torch compares host *names* to decide who serves the rendezvous. In containers and network
-namespaces names say nothing, nobody serves, and every host waits until its deadline.
+namespaces names say nothing, no host serves, and every one waits until its deadline.
 """
 
 import ipaddress

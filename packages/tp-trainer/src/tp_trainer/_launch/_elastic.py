@@ -84,7 +84,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
     backend = plan.backend
     if plan.bind is not None and backend in BOUND:
         backend, conf["bind"] = BOUND[backend], plan.bind
-    # torch drops a host that is silent for three of these, and starts the others again without it.
+    # torch drops a host that is silent for three of these; the others have a rendezvous without it.
     conf.setdefault("keep_alive_interval", max(1, int(request.host_timeout_s / 3)))
     options: dict[str, Any] = {
         "min_nodes": plan.min_nodes,

@@ -1,4 +1,4 @@
-"""Watch the other hosts of a job: hear why one failed, and notice that one is gone.
+"""Watch the other hosts of a job: learn why one failed, and notice that one is gone.
 
 Both go through the store at which the hosts met. Without them each host knows only its own ranks: one that
 waits in a collective for a rank that died elsewhere, or for a host that was cut off, waits for the deadline
@@ -68,7 +68,8 @@ class FailureBroadcast:
         self._is_informed = False  # this host knows the failure, and has counted itself
         self._store: Any = None
         self._answered = time.monotonic()  # when the store last did
-        # One query at a time: the thread and the main one use the same connection, whose answers would mix.
+        # One query, of several operations, at a time: the thread and the main one share the store, and the
+        # counters of the heartbeats.
         self._lock = threading.Lock()
         self._report: dict[str, Any] | None = None
         self._tried = threading.Event()  # the first connection has succeeded or failed
@@ -262,7 +263,7 @@ class Heartbeats:
         self._timeout_s = timeout_s
         self._clock = clock
         self._number = 0
-        self._losses = 0  # how many this host has heard of
+        self._losses = 0  # how many this host has read
         self._checked = clock()
         self._pulses: dict[int, _Pulse] = {}
         self._gone: set[int] = set()

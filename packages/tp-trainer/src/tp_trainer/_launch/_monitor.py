@@ -144,9 +144,9 @@ class RankWatch:
                 fds = list(self._pidfds.values())
                 complete = len(fds) + len(self._deaths) == len(self._ranks)
             if fds and complete:
-                # Wakes as soon as one of them ends: the order of two deaths within a tick is the cause
-                # against its consequence. Without the lock: a signal handler must not wait for it. A
-                # descriptor that another thread closes meanwhile only ends the wait early.
+                # Wakes as soon as one of them ends: of two deaths within a tick, the first is the cause.
+                # Without the lock: a signal handler must not wait for it. A descriptor that another
+                # thread closes meanwhile only ends the wait early.
                 poller = select.poll()
                 for fd in fds:
                     poller.register(fd, select.POLLIN)

@@ -214,7 +214,7 @@ def _check_script(request: LaunchRequest) -> None:
             raise ConfigError(msg)
         return
     top = request.script.partition(".")[0]
-    sys.path.insert(0, "")  # where ``python -m`` looks first
+    sys.path.insert(0, "")  # where ``python -m`` looks first, and the console script ``tp`` does not
     try:
         found = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
@@ -359,12 +359,8 @@ def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
         return request.bind_addr
     if not isinstance(endpoint, Endpoint):
         return None
-    # "Hosts" that meet at a loopback address are launches on this one.
-    return next((address for address in resolve(endpoint.host) if _is_loopback(address)), None)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    # "Hosts" that meet at a loopback address are launches on this one, and no other needs to reach them.
+    return next((text for text in resolve(endpoint.host) if ipaddress.ip_address(text).is_loopback), None)
 
 
 def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
@@ -373,8 +369,8 @@ def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[
         env["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))
     interface = interface_of(_LOOPBACK if max_nodes == 1 else local_addr or "")
     if interface is not None:
-        # gloo looks its own host name up and may end on an interface that the others cannot reach, or
-        # that hosts reach which are none of the job's.
+        # gloo resolves the name of its host, and may choose an interface that the other hosts cannot reach,
+        # or that hosts outside of the job can.
         env["GLOO_SOCKET_IFNAME"] = interface
         if max_nodes == 1:
             env["NCCL_SOCKET_IFNAME"] = interface

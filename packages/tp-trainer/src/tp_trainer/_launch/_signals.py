@@ -16,7 +16,7 @@ _UNRESPONSIVE_S = 2.0  # how long native code may keep Python from running a han
 class Stopped(BaseException):
     """A signal asked the launch to end.
 
-    Not an Exception: torch's agent, which it passes through, takes those for failures and restarts ranks.
+    Not an Exception: those of torch's agent, through which this one passes, count as failures of the job.
     """
 
     def __init__(self, signum: int) -> None:
@@ -51,7 +51,7 @@ class StopSignals:
         self._on_unresponsive = on_unresponsive
         self._grace_s = grace_s
         self._before: dict[int, Any] = {}
-        self._heard = threading.Event()
+        self._received = threading.Event()
         self._left = threading.Event()
         self._wake_before = -1
         self._write_fd = -1
@@ -101,11 +101,11 @@ class StopSignals:
     def _stop(self, signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGHUP:  # or the account of the launch would raise an OSError
             discard_closed_terminal()
-        if self._heard.is_set():
+        if self._received.is_set():
             if signum == signal.SIGINT and self._on_hurry is not None:
                 self._on_hurry()
             return
-        self._heard.set()
+        self._received.set()
         if self._on_stop is not None:
             self._on_stop(signum)
         raise Stopped(signum)
@@ -115,7 +115,7 @@ class StopSignals:
             while numbers := os.read(read_fd, 16):
                 stopping = [number for number in numbers if number in self._before]
                 if stopping and not (
-                    (self._left.is_set() or self._heard.wait(_UNRESPONSIVE_S))
+                    (self._left.is_set() or self._received.wait(_UNRESPONSIVE_S))
                     and self._left.wait(self._grace_s)
                 ):
                     on_unresponsive(stopping[0])

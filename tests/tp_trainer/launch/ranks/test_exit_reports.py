@@ -21,7 +21,7 @@ def ranks(tmp_path):
     return made
 
 
-def told(rank, monkeypatch, saved):
+def report_exit(rank, monkeypatch, saved):
     monkeypatch.setenv(EXIT_REPORT, str(exit_report_path(rank.directory)))
     write_exit_report(signal.SIGTERM, saved)
 
@@ -31,8 +31,8 @@ def said(ranks, *codes, killed=()):
     return account(ranks, deaths=deaths, killed=killed, grace_s=30.0)
 
 
-def test_what_one_rank_has_told_was_saved(ranks, monkeypatch, tmp_path):
-    told(ranks[1], monkeypatch, tmp_path / "run" / "step-8")
+def test_what_one_rank_reports_was_saved(ranks, monkeypatch, tmp_path):
+    report_exit(ranks[1], monkeypatch, tmp_path / "run" / "step-8")
     assert said(ranks, -signal.SIGKILL, 143, killed={0}) == f"saved: {tmp_path}/run/step-8"
     assert reported_exit(ranks[1], 143).saved == f"{tmp_path}/run/step-8"
     assert reported_exit(ranks[1], 1) is None  # it failed afterwards
@@ -59,12 +59,12 @@ def test_a_launch_that_had_not_started_anything_says_so():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"signal": "x", "saved": null}'])
-def test_a_file_that_a_rank_did_not_finish_tells_nothing(ranks, text):
+def test_a_file_that_a_rank_did_not_finish_is_no_report(ranks, text):
     exit_report_path(ranks[0].directory).write_text(text)
     assert reported_exit(ranks[0], 143) is None
 
 
-def test_nobody_is_told_where_no_launcher_asked(monkeypatch, tmp_path):
+def test_no_report_is_written_where_no_launcher_wants_one(monkeypatch, tmp_path):
     monkeypatch.delenv(EXIT_REPORT, raising=False)
     write_exit_report(signal.SIGTERM, tmp_path)
     monkeypatch.setenv(EXIT_REPORT, str(tmp_path / "gone" / "end.json"))

@@ -1,4 +1,4 @@
-"""Ranks that wait for one that has left well are told of it, whoever has collected its status."""
+"""The launcher announces ranks that exit with status 0, also where torch has collected the status."""
 
 from datetime import timedelta
 
@@ -11,15 +11,15 @@ from tp_trainer._launch._monitor import Attempt, Death, ExitedRanks, Rank
 
 
 @pytest.mark.parametrize("collected", [0, None], ids=["by us", "by torch"])
-def test_a_rank_that_has_left_is_told_of_while_others_go_on(collected, tmp_path, monkeypatch):
+def test_a_rank_that_exits_well_is_announced_while_others_run(collected, tmp_path, monkeypatch):
     monkeypatch.setattr(_monitor, "_CHECK_S", 0.01)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = {n: Rank(n, 10 + n, tmp_path, tmp_path / "out", tmp_path / "err") for n in range(3)}
-    deaths = {1: Death(0, collected), 2: Death(1, 1)}  # one that failed is torch's to tell of
-    leavers = ExitedRanks(lambda: deaths)
+    deaths = {1: Death(0, collected), 2: Death(1, 1)}  # one that failed is torch's to report
+    exited = ExitedRanks(lambda: deaths)
     try:
-        leavers.follow(Attempt(4, 1, Endpoint("127.0.0.1", store.port)), ranks)
+        exited.follow(Attempt(4, 1, Endpoint("127.0.0.1", store.port)), ranks)
         store.wait([LEFT_KEY.format(attempt=4, rank=11)], timedelta(seconds=800))
     finally:
-        leavers.close()
+        exited.close()
     assert not store.check([LEFT_KEY.format(attempt=4, rank=12)])
