@@ -21,7 +21,7 @@ from tp_runner._workers._fleet import (
 )
 from tp_runner._workers._item import Task, become_worker, set_current_task
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
-from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare
+from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare_process
 from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
     "limit_torch",
     "loads_exit_result",
     "pack_results",
-    "prepare",
+    "prepare_process",
     "run_chunk",
     "set_current_task",
 ]

@@ -23,7 +23,7 @@ from tp_runner.internal import (
     end_work,
     limit_torch,
     pack_results,
-    prepare,
+    prepare_process,
     run_chunk,
     set_current_task,
 )
@@ -253,7 +253,7 @@ class RayWorker:
         ray = import_ray()
         failure = b""
         try:
-            prepare(self._setup, self._records.append)
+            prepare_process(self._setup, self._records.append)
             program = pickle.loads(self._setup.program)
             limit_torch(self._setup.threads)  # it may have been imported just now
             become_worker(self._setup.info)

@@ -39,7 +39,9 @@ class Scheduler:
         self.is_paused = False
         self.collector = StatsCollector(fleet.devices, settings.timeline)
         self.runs: collections.deque[Run] = collections.deque()
-        self.lock = threading.RLock()
+        self.lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler of the thread that has it may close a stream
         self._assignments = Assignments(fleet)
         self._recycling = Recycling(fleet, settings)
         self._restarts_left = settings.max_restarts

@@ -106,6 +106,7 @@ class Feeder(Source):
         self._max_wait_s = max_wait_s
         self._buffer: collections.deque[Any] = collections.deque()
         self._wanted = 0
+        # The deque needs no lock, as its appends and pops are atomic; the reader sleeps here when it is full.
         self._more = threading.Condition(threading.Lock())
         self._hungry = False
         self._ended = False

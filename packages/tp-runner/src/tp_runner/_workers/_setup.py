@@ -152,7 +152,7 @@ class Surroundings(NamedTuple):
             process.current_process().authkey = self.authkey
 
 
-def depth() -> int:
+def nesting_depth() -> int:
     """Return in how many workers, each started by the one before, this code runs."""
     value = os.environ.get(DEPTH_VARIABLE, "")
     return int(value) if value.isdigit() else 0
@@ -164,7 +164,7 @@ def changed_environ(env: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
+def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
     """Pin this process to its device and cores, limit its threads, send its log records to the parent."""
     if setup.settings.cpus is not None:
         os.sched_setaffinity(0, setup.settings.cpus[setup.worker])
@@ -174,7 +174,7 @@ def prepare(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> N
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    os.environ[DEPTH_VARIABLE] = str(depth() + 1)
+    os.environ[DEPTH_VARIABLE] = str(nesting_depth() + 1)
     if not setup.device.startswith("cpu"):
         import torch
 

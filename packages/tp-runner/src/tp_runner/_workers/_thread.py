@@ -41,6 +41,7 @@ class ThreadFleet(Fleet):
         super().__init__(devices)
         self._program = program
         self._settings = settings
+        # Simple queues, as their put is reentrant: a signal handler may wake the thread that it interrupts.
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._waited_for: collections.deque[Event | None] = collections.deque()
         self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []

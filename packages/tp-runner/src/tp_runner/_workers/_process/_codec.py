@@ -13,7 +13,14 @@ from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, pack_results
 from tp_runner._workers._process import _wire
 from tp_runner._workers._process._shared_memory import Block, MappedMemory, SharedMemoryPool
-from tp_runner._workers._process._wire import Definitions, Told, key_in_worker, pack, pack_by_value, unpack
+from tp_runner._workers._process._wire import (
+    Definitions,
+    SentDefinitions,
+    key_in_worker,
+    pack,
+    pack_by_value,
+    unpack,
+)
 
 # Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
 FAILED, HELD, THROUGH_PIPE = 1, 2, 4
@@ -22,14 +29,16 @@ SPARE = 64 << 10
 """Bytes of room for results beyond what they are expected to take."""
 
 
-def _sizes(payload: bytes, buffers: list[memoryview]) -> tuple[int, int]:
+def _blob_sizes(payload: bytes, buffers: list[memoryview]) -> tuple[int, int]:
     """Return how long the blob is, and how many bytes all takes in shared memory."""
     length = _wire.table_nbytes(len(buffers)) + len(payload)
     room = sum(_wire.align(buffer.nbytes) for buffer in buffers)
     return length, room + (_wire.align(length) if length > _wire.INLINE else 0)
 
 
-def _put(memory: memoryview, at: int, payload: bytes, buffers: list[memoryview]) -> tuple[list[Any], int]:
+def _write_blob(
+    memory: memoryview, at: int, payload: bytes, buffers: list[memoryview]
+) -> tuple[list[Any], int]:
     """Copy buffers into shared memory, from ``at`` on, and a blob that is too long for the pipe behind them.
 
     Returns:
@@ -54,6 +63,8 @@ class ReplyWriter:
     def __init__(self, fd: int, memory: MappedMemory) -> None:
         self._fd = fd
         self._memory = memory
+        # Threads of the work may log while results are written: messages must not mix in the pipe. Reentrant:
+        # a finalizer or a signal handler of the thread that writes may log.
         self._lock = threading.RLock()
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._released: collections.deque[int] = collections.deque()
@@ -107,10 +118,10 @@ class ReplyWriter:
         # Nobody has the inputs any more, as a rule: their memory, which is in this core's caches, takes the
         # results. What is still seen of it, the results' own buffers included, keeps the lease alive.
         taken = request.inputs_nbytes if held is not None else 0
-        length, room = _sizes(payload, buffers)
+        length, room = _blob_sizes(payload, buffers)
         fits = taken + room <= request.block_nbytes
         if fits:
-            blob, at = _put(self._memory.view, request.block_at + taken, payload, buffers)
+            blob, at = _write_blob(self._memory.view, request.block_at + taken, payload, buffers)
         else:  # all goes through the pipe, one buffer after the other
             table = _wire.encode_table((0, buffer.nbytes) for buffer in buffers)
             blob, at = [table, *map(bytes, buffers), payload], -1
@@ -166,7 +177,7 @@ class Codec:
         self._lease_at_most = lease_at_most
         self._result_bytes = 0.0  # the most that a result took lately
         self._definitions = Definitions()
-        self._looks = False  # for what items refer to in the main module
+        self._tracks_definitions = False  # for what items refer to in the main module
         self.forget = self._definitions.forget
 
     def encode(self, worker: int, chunk: Chunk) -> tuple[Block, bytes]:
@@ -179,11 +190,11 @@ class Codec:
             Exception: An item cannot be pickled; nothing was placed.
         """
         payload, buffers = self._pack(worker, chunk.items)
-        length, inputs = _sizes(payload, buffers)
+        length, inputs = _blob_sizes(payload, buffers)
         # Memory that nobody touches costs nothing, so the first guess is a generous one.
         expected = self._result_bytes * len(chunk.items) * 1.25 if self._result_bytes else 2.0 * inputs
         block = self._memory.allocate(inputs + _wire.align(int(expected)) + SPARE)
-        blob, at = _put(self._memory.view, block.offset, payload, buffers)
+        blob, at = _write_blob(self._memory.view, block.offset, payload, buffers)
         request = _wire.Request(
             _wire.WORK,
             n_items=len(chunk.items),
@@ -204,20 +215,20 @@ class Codec:
 
     def _pack(self, worker: int, items: list[Any]) -> tuple[bytes, list[memoryview]]:
         try:
-            if not self._looks:
+            if not self._tracks_definitions:
                 payload, buffers = pack(items)
                 if self._same_main or b"__main__" not in payload:
                     return payload, buffers
             found: dict[str, Any] = {}
             payload, buffers = pack(items, self._definitions.key_of(found))
-            self._looks = bool(found)  # those to come are like these, as a rule
+            self._tracks_definitions = bool(found)  # those to come are like these, as a rule
             if b"__main__" in payload:
                 return pack_by_value(items)  # it is neither a class nor a function
-            if news := self._definitions.news(worker, found):
-                payload, buffers = pack((Told(news), items), self._definitions.key_of(found))
+            if unsent := self._definitions.unsent(worker, found):
+                payload, buffers = pack((SentDefinitions(unsent), items), self._definitions.key_of(found))
         except Exception:  # noqa: BLE001 - cloudpickle may still be able to, or says why not
             return pack_by_value(items)
-        self._definitions.tell(worker, news, found)
+        self._definitions.note_sent(worker, unsent, found)
         return payload, buffers
 
     def decode(self, block: Block, reply: _wire.Reply, blob: Any) -> tuple[list[Any], bool, int, bool]:

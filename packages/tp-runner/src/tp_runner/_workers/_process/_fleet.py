@@ -54,7 +54,7 @@ class WorkerHandle:
         held: The blocks of finished chunks whose inputs the user's code has kept.
         ready: Whether it has started.
         ended: Whether its pipe has come to its end.
-        retiring: Whether it was told to end while others go on.
+        retiring: Whether it was asked to end while others go on.
         left: Whether it said goodbye before that.
         returned: What its end returned.
         failure: Why its start or end failed.
@@ -76,8 +76,8 @@ class WorkerHandle:
         self._wanted = 0
         self._setup = b""
         self._passed = passed
-        # One for its life, too: whom the kernel tells of an end is a property of the pipe's end.
-        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.pipes(3)
+        # One pipe for its life alone: the signal that its end sends (F_SETSIG) is a property of a pipe's end.
+        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.open_pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory, heartbeats)
         try:
             self.process = self._start(setup, descriptors)
@@ -85,7 +85,7 @@ class WorkerHandle:
             self.close()
             raise
         finally:
-            _spawn.close(theirs_in, theirs_out, life)
+            _spawn.close_descriptors(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
     def _start(self, setup: Setup, descriptors: Descriptors) -> Process:
@@ -96,7 +96,7 @@ class WorkerHandle:
                 die_with_parent(descriptors.life)
                 WorkerProcess(descriptors, setup).run()
 
-            with _spawn.inherited(descriptors.requests, descriptors.replies, descriptors.life):
+            with _spawn.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
         self._setup = setup.pickled()
         fds = (
@@ -168,7 +168,7 @@ class WorkerHandle:
 
     def close(self) -> None:
         """Close the pipes."""
-        _spawn.close(self._requests, self.replies, self._life)
+        _spawn.close_descriptors(self._requests, self.replies, self._life)
 
 
 # -- The fleet --------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ GARBLED = (
 )
 
 
-def _unpickled(blob: Any) -> Any:
+def _unpickle(blob: Any) -> Any:
     try:
         return pickle.loads(blob)
     except Exception as error:
@@ -202,8 +202,9 @@ class ProcessFleet(Fleet):
         self._memory = SharedMemoryPool()
         self._program = packed.stored_in(self._memory)
         self._heartbeats = Heartbeats(len(devices))
-        self._wake = _spawn.pipe()
-        for fd in self._wake:
+        # Other threads, and signal handlers, end a wait in the poller by a byte in this pipe.
+        self._wake = _spawn.open_pipe()
+        for fd in self._wake:  # a full pipe must not block who wakes, nor an empty one who reads
             os.set_blocking(fd, False)
         # Where there is no epoll, poll does; it counts in milliseconds.
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
@@ -331,7 +332,7 @@ class ProcessFleet(Fleet):
             for fd in self._passed:
                 os.close(fd)
             self._passed.clear()
-            _spawn.close(*self._wake)
+            _spawn.close_descriptors(*self._wake)
             if hasattr(self._poller, "close"):
                 self._poller.close()
         for worker, failure in failures:
@@ -343,9 +344,9 @@ class ProcessFleet(Fleet):
             handle.process.kill()
         for handle in handles:
             handle.process.wait(5)
-            self._drop(handle)
+            self._remove_handle(handle)
 
-    def _drop(self, handle: WorkerHandle) -> None:
+    def _remove_handle(self, handle: WorkerHandle) -> None:
         self._poller.unregister(handle.replies)
         del self._by_fd[handle.replies], self._handles[handle.worker]
         self._starting.pop(handle.worker, None)
@@ -394,33 +395,35 @@ class ProcessFleet(Fleet):
             self._end_late_starts()
         for fd, _ in self._poller.poll(0):
             if fd != self._wake[0]:
-                self._receive(self._handles[self._by_fd[fd]], events)
+                self._read_messages(self._handles[self._by_fd[fd]], events)
         return events
 
-    def _receive(self, handle: WorkerHandle, events: list[Event]) -> None:
+    def _read_messages(self, handle: WorkerHandle, events: list[Event]) -> None:
         try:
             for reply, blob in handle.messages():
-                self._take(handle, reply, blob, events)
+                self._handle_message(handle, reply, blob, events)
         except _wire.GarbledError:
-            # Nothing that follows can be told apart any more: such a worker is as good as dead.
+            # Where the next message begins is unknown from here on: such a worker is as good as dead.
             handle.is_garbled = True
             handle.process.kill()
         if handle.ended or handle.is_garbled:
             events.append(self._on_end(handle))
 
-    def _take(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any, events: list[Event]) -> None:
+    def _handle_message(
+        self, handle: WorkerHandle, reply: _wire.Reply, blob: Any, events: list[Event]
+    ) -> None:
         if reply.kind == _wire.DONE and reply.seq in handle.inflight:
-            events.append(self._done(handle, reply, blob))
+            events.append(self._finish_chunk(handle, reply, blob))
         elif reply.kind == _wire.RELEASE and reply.seq in handle.held:
             self._memory.free(handle.held.pop(reply.seq))
         elif reply.kind == _wire.LOG:
-            handle_records([_unpickled(blob)])
+            handle_records([_unpickle(blob)])
         elif reply.kind == _wire.READY:
             handle.ready = True
             self._starting.pop(handle.worker, None)
             events.append(Ready(handle.worker))
         elif reply.kind == _wire.FAILED:
-            handle.failure = _unpickled(blob)
+            handle.failure = _unpickle(blob)
         elif reply.kind == _wire.BYE:
             handle.left = True
             handle.returned = loads_exit_result(blob)
@@ -431,7 +434,9 @@ class ProcessFleet(Fleet):
         now = time.monotonic()
         for worker, deadline in self._starting.items():
             if now >= deadline:
-                self._starting[worker] = math.inf  # it is told by the end of its pipe, like any other
+                self._starting[worker] = (
+                    math.inf
+                )  # its death is noticed by the end of its pipe, like any other
                 limit = self._settings.start_timeout_s
                 handle = self._handles[worker]
                 handle.failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
@@ -444,7 +449,7 @@ class ProcessFleet(Fleet):
             exitcode = handle.process.wait(5)
         seq, place, began_ns = self._heartbeats.current(handle.worker)
         current = (seq, place) if seq in handle.inflight else None
-        self._drop(handle)
+        self._remove_handle(handle)
         self._heartbeats.clear(handle.worker)
         failure = handle.failure
         is_out_of_memory = exitcode == -signal.SIGKILL and self._oom_kills.explain_one()
@@ -468,10 +473,10 @@ class ProcessFleet(Fleet):
             was_ready=handle.ready,
         )
 
-    def _done(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
+    def _finish_chunk(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
         block = handle.inflight.pop(reply.seq)
         results, failed, nbytes, leased = self._codec.decode(block, reply, blob)
-        if failed:  # maybe for want of what it was told
+        if failed:  # maybe it has failed to unpickle definitions
             self._codec.forget(handle.worker)
         if reply.flags & HELD:
             handle.held[reply.seq] = block

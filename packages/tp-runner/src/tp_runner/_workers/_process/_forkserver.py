@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_runner._workers._fleet import watch
-from tp_runner._workers._process._spawn import Process, bootstrap, end_with, spawn
+from tp_runner._workers._process._spawn import Process, bootstrap, run_and_exit, spawn
 
 _STATUS = struct.Struct("<ii")
 ANSWER_S = 300.0
 """One that does not answer for so long, as when it was stopped, is no longer waited for."""
 MOST_SERVERS = 3
 """So many servers are killed by somebody before a worker has been forked, and then it is an error."""
-_MOST_DESCRIPTORS = 250  # a little less than the kernel's own limit
+_MOST_DESCRIPTORS = 250  # a little less than Linux passes with one message, 253
 
 
 class ForkServer:
@@ -36,7 +36,7 @@ class ForkServer:
         self._process = spawn(code, [theirs.fileno()], env)
         theirs.close()
         self._socket = ours
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # from a request to its answer: all of them come through one socket
         self._ended: dict[int, int] = {}
         self._owner = os.getpid()
 
@@ -47,7 +47,7 @@ class ForkServer:
             standard = [_open_standard(descriptor, opened) for descriptor in (1, 2)]
             rights = array.array("i", [*standard, *descriptors])
             self._socket.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            # The server first tells of those that ended, then of the new one.
+            # The server first reports those that ended, then the new one.
             while True:
                 pid, status = self._receive()
                 if status == _STARTED:
@@ -81,8 +81,8 @@ class ForkServer:
         if self._owner and self._owner == os.getpid():
             self.forget()
             self._process.wait(5)
-            if self in _kept:
-                _kept.remove(self)
+            if self in _permanent_servers:
+                _permanent_servers.remove(self)
 
     at_exit = __del__ = stop
 
@@ -109,7 +109,7 @@ def _open_standard(descriptor: int, opened: contextlib.ExitStack) -> int:
 
 
 class _Grandchild(Process):
-    """A process whose parent is the server."""
+    """A child of the server."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         super().__init__(pid)
@@ -130,7 +130,7 @@ _STARTED = -1000  # in the place of an exit status: this one was just started
 # Those of this process, by what they have imported and by changes of the environment. One with such changes
 # lives as long as workers that came from it: a program may have any number of environments.
 _servers: weakref.WeakValueDictionary[tuple[Any, ...], ForkServer] = weakref.WeakValueDictionary()
-_kept: list[ForkServer] = []  # the others
+_permanent_servers: list[ForkServer] = []  # the others
 _servers_lock = threading.RLock()
 
 
@@ -168,7 +168,7 @@ def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer
             server = _servers[key] = ForkServer(key[0], env)
             watch(server, last=True)
             if not env:
-                _kept.append(server)
+                _permanent_servers.append(server)
         return server
 
 
@@ -180,7 +180,7 @@ def _forget_all() -> None:
     _servers_lock.release()
 
 
-# Not while another thread is about to start one, whose end nobody here would close.
+# Not while another thread is about to start one: nobody in the copy would close its socket.
 os.register_at_fork(
     before=_servers_lock.acquire, after_in_parent=_servers_lock.release, after_in_child=_forget_all
 )
@@ -193,10 +193,13 @@ def serve(fd: int, preload: Sequence[str]) -> None:
             importlib.import_module(name)
     from tp_runner._workers._process import _worker
 
+    # Ctrl-C reaches every process of the terminal: the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=fd)
     wakeup, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)
+    # A handler that does nothing: Python writes to the wakeup descriptor only for signals that have one.
+    # Without it the end of a worker would not wake the select below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup_end)
     while True:
@@ -204,7 +207,7 @@ def serve(fd: int, preload: Sequence[str]) -> None:
         ready, _, _ = select.select(both, [], [])
         if wakeup in ready:
             os.read(wakeup, 4096)
-        _tell_of_ended(parent)
+        _report_exits(parent)
         if parent in ready:
             descriptors = _receive_request(parent)
             if descriptors is None:
@@ -212,7 +215,7 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 return
             pid = os.fork()
             if not pid:
-                signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(-1)  # or the worker's signals would wake the server
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 parent.close()
                 os.close(wakeup)
@@ -220,14 +223,14 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 for standard, descriptor in zip((1, 2), descriptors, strict=False):
                     os.dup2(descriptor, standard)
                     os.close(descriptor)
-                end_with(functools.partial(_worker.main, *descriptors[2:]))
+                run_and_exit(functools.partial(_worker.main, *descriptors[2:]))
             for descriptor in descriptors:
                 os.close(descriptor)
             with contextlib.suppress(ConnectionError):  # the parent was killed meanwhile; its socket says so
                 parent.sendall(_STATUS.pack(pid, _STARTED))
 
 
-def _tell_of_ended(parent: socket.socket) -> None:
+def _report_exits(parent: socket.socket) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

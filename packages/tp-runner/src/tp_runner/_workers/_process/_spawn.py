@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 from tp_core.errors import ConfigError
 
 from tp_runner._options import Settings
-from tp_runner._workers._setup import changed_environ, depth
+from tp_runner._workers._setup import changed_environ, nesting_depth
 
 # -- What a worker process inherits, and what it must not -------------------------------------
 #
 # Locks, values, queues and events of multiprocessing travel only to a process that is being started. While a
-# program is pickled, multiprocessing's own reducers are told that a process is being spawned; the descriptors
+# program is pickled, multiprocessing's own reducers see a process that is being spawned; the descriptors
 # that they hand over are kept, and every worker gets them when it is started.
 #
 # A worker knows of its parent's death by the end of a pipe, and the parent of its worker's. Any process that
@@ -42,17 +42,17 @@ class _PassedFd:
 
 
 class _Spawning:
-    """What multiprocessing's reducers ask for while a process is being spawned."""
+    """The part of a Popen that multiprocessing's reducers use while a process is being spawned."""
 
     DupFd = _PassedFd
 
     def __init__(self, descriptors: list[int]) -> None:
-        self._descriptors = descriptors
+        self._private = descriptors
 
     def duplicate_for_child(self, fd: int) -> int:
         """Keep a duplicate of a descriptor for the workers; return its place."""
-        self._descriptors.append(os.dup(fd))
-        return len(self._descriptors) - 1
+        self._private.append(os.dup(fd))
+        return len(self._private) - 1
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def collect_descriptors(descriptors: list[int]) -> Iterator[None]:
         context.set_spawning_popen(before)
 
 
-def take_over(descriptors: Sequence[int]) -> None:
+def adopt_descriptors(descriptors: Sequence[int]) -> None:
     """Note the descriptors that this worker was started with."""
     global _passed  # noqa: PLW0603 - it is about the process
     _passed = tuple(descriptors)
@@ -79,66 +79,70 @@ def take_over(descriptors: Sequence[int]) -> None:
         os.set_inheritable(fd, False)
 
 
-_descriptors: set[int] = set()
-_lock = threading.Lock()
-_wanted = threading.local()
+_private: set[int] = set()
+# Held during each fork (below): another thread's new pipe is either in the set, so that the copy closes it,
+# or not open yet. An end that stayed open in a copy would hide a death from whoever reads the pipe.
+_private_lock = threading.Lock()
+_inheriting = threading.local()
 
 
-def pipe() -> tuple[int, int]:
+def open_pipe() -> tuple[int, int]:
     """Open a pipe both of whose ends are private from the first moment, whatever other threads fork."""
-    with _lock:
+    with _private_lock:
         ends = os.pipe()
-        _descriptors.update(ends)
+        _private.update(ends)
     return ends
 
 
-def pipes(count: int) -> list[tuple[int, int]]:
+def open_pipes(count: int) -> list[tuple[int, int]]:
     """Open several such pipes, or none."""
     opened: list[tuple[int, int]] = []
     try:
         for _ in range(count):
-            opened.append(pipe())
+            opened.append(open_pipe())
     except OSError:
         for ends in opened:
-            close(*ends)
+            close_descriptors(*ends)
         raise
     return opened
 
 
-def private(*descriptors: int) -> None:
+def make_private(*descriptors: int) -> None:
     """Have forked copies of this process close these descriptors at once."""
-    with _lock:
-        _descriptors.update(descriptors)
+    with _private_lock:
+        _private.update(descriptors)
 
 
-def close(*descriptors: int) -> None:
+def close_descriptors(*descriptors: int) -> None:
     """Close private descriptors."""
-    with _lock:
-        _descriptors.difference_update(descriptors)
+    with _private_lock:
+        _private.difference_update(descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 @contextlib.contextmanager
-def inherited(*descriptors: int) -> Iterator[None]:
+def inherit_descriptors(*descriptors: int) -> Iterator[None]:
     """Let the copies that this thread forks meanwhile keep these descriptors."""
-    _wanted.descriptors = descriptors
+    _inheriting.descriptors = descriptors
     try:
         yield
     finally:
-        _wanted.descriptors = ()
+        _inheriting.descriptors = ()
 
 
 def _after_in_child() -> None:
-    _lock.release()
-    keep = getattr(_wanted, "descriptors", ())
-    for descriptor in _descriptors.difference(keep):
+    _private_lock.release()
+    keep = getattr(_inheriting, "descriptors", ())
+    for descriptor in _private.difference(keep):
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    _descriptors.clear()
+    _private.clear()
 
 
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
+os.register_at_fork(
+    before=_private_lock.acquire, after_in_parent=_private_lock.release, after_in_child=_after_in_child
+)
 
 
 # -- Processes --------------------------------------------------------------------------------
@@ -161,10 +165,10 @@ class Process(abc.ABC):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return None
-                if pause_s:  # nobody could wait for its end itself, or who tells how it ended is late
+                if pause_s:  # there is no pidfd, or the server is late to report the exit status
                     time.sleep(min(pause_s, left_s))
                 else:
-                    _await_end(self.pid, left_s)
+                    _await_exit(self.pid, left_s)
                 pause_s = min(pause_s * 2 or 0.0005, 0.05)
         return self._exitcode
 
@@ -178,8 +182,8 @@ class Process(abc.ABC):
         """Return the exit status without waiting."""
 
 
-def _await_end(pid: int, timeout_s: float) -> None:
-    """Wait until a process has ended, where the system can tell of it."""
+def _await_exit(pid: int, timeout_s: float) -> None:
+    """Wait until a process has ended, where the system has descriptors of processes."""
     try:
         fd = os.pidfd_open(pid)
     except (AttributeError, OSError):  # only Linux has it; or there is nobody any more
@@ -205,15 +209,15 @@ class _Child(Process):
 
 def fork(child: Callable[[], None]) -> Process:
     """Run ``child`` in a copy of this process."""
-    sys.stdout.flush()
+    sys.stdout.flush()  # or the copy would write the buffered text once more
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
-        end_with(child)
+        run_and_exit(child)
     return _Child(pid)
 
 
-def end_with(child: Callable[[], None]) -> NoReturn:
+def run_and_exit(child: Callable[[], None]) -> NoReturn:
     """Run ``child`` in a process that was just forked; end it as multiprocessing ends one.
 
     Executors that it left open end, what it registered with ``atexit`` runs, and what it put into queues
@@ -225,7 +229,8 @@ def end_with(child: Callable[[], None]) -> NoReturn:
         try:
             child()
         finally:
-            threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter's own end begins
+            # As the interpreter's own end begins: it joins threads that are no daemons.
+            threading._shutdown()  # type: ignore[attr-defined]  # typeshed has no private names
             if (util := sys.modules.get("multiprocessing.util")) is not None:
                 util._run_finalizers()
             atexit._run_exitfuncs()
@@ -252,7 +257,9 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
         stdin=subprocess.DEVNULL,
         env=changed_environ(env) if env else None,
     )
-    process.returncode = 0  # this module waits for it; Popen shall neither wait nor complain
+    process.returncode = (
+        0  # this module waits for it: Popen must neither wait, nor warn that it is still running
+    )
     return _Child(process.pid)
 
 
@@ -286,7 +293,7 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     """Refuse workers that would fail in ways that nobody understands.
 
     Raises:
-        ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can tell how much
+        ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can say how much
             memory a worker holds.
     """
     _require_forkable(devices, settings)
@@ -296,7 +303,7 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
             "much a process holds; give max_items_per_worker here"
         )
         raise ConfigError(msg)
-    if depth() >= DEEPEST:
+    if nesting_depth() >= DEEPEST:
         msg = (
             f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
             "starts runners at import time does that without an end: put it under "
@@ -326,7 +333,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def private_memory(pid: int) -> int | None:
-    """Return how many bytes a process holds that it shares with nobody; ``None`` where nobody can tell."""
+    """Return how many bytes a process shares with nobody; ``None`` where the system does not say."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     except OSError:
@@ -335,13 +342,13 @@ def private_memory(pid: int) -> int | None:
 
 
 class OomKills:
-    """Tells of deaths whether the system has killed for want of memory: it counts, and names nobody."""
+    """Finds deaths for want of memory: the system counts its kills, and does not say whom it killed."""
 
     def __init__(self) -> None:
         self._explained = _count_oom_kills()
 
     def explain_one(self) -> bool:
-        """Return whether there was one more such kill than this has explained; it is explained then."""
+        """Return whether there was one more such kill than before; it is counted then."""
         count = _count_oom_kills()
         if self._explained is None or count is None or count <= self._explained:
             return False

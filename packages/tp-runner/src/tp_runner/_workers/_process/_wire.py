@@ -26,17 +26,17 @@ from tp_runner._workers._pickling import is_plain_memory
 # compared. Results whose class came from the program go back by its key alone, so that they are of that very
 # class, whatever its name means by then, and nothing of the worker's is written into it.
 
-_told: dict[str, Any] = {}  # in a worker: what each key stands for
+_received: dict[str, Any] = {}  # in a worker: what each key stands for
 _keys: dict[Any, str] = {}  # there, too: the keys of classes that came from the parent
 
 
 class Definitions:
-    """What the workers of a runner have been told."""
+    """The definitions that each worker of a runner has got."""
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[str, bytes]] = {}
+        self._sent: dict[int, dict[str, bytes]] = {}
         # A worker may return instances of classes that nobody else remembers.
-        self._kept = {key: kind for kind, key in _trackers()[0].items()}
+        self._classes = {key: kind for kind, key in _trackers()[0].items()}
 
     def key_of(self, found: dict[str, Any]) -> Callable[[Any], str | None]:
         """Return what gives keys to a pickler, and notes in ``found`` what they stand for."""
@@ -57,48 +57,48 @@ class Definitions:
 
         return key_of
 
-    def news(self, worker: int, found: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return what a worker must be told before it is sent something that refers to ``found``.
+    def unsent(self, worker: int, found: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return the definitions that a worker lacks for something that refers to ``found``.
 
         Raises:
             Exception: Something cannot be pickled.
         """
         import cloudpickle
 
-        told = self._told.get(worker, {})
+        sent = self._sent.get(worker, {})
         data = {key: cloudpickle.dumps(obj, protocol=5) for key, obj in found.items()}
-        return {key: pickled for key, pickled in data.items() if told.get(key) != pickled}
+        return {key: pickled for key, pickled in data.items() if sent.get(key) != pickled}
 
-    def tell(self, worker: int, news: Mapping[str, bytes], found: Mapping[str, Any]) -> None:
-        """Note that a worker is told."""
-        self._told.setdefault(worker, {}).update(news)
-        self._kept.update({key: found[key] for key in news})
+    def note_sent(self, worker: int, unsent: Mapping[str, bytes], found: Mapping[str, Any]) -> None:
+        """Note that a worker gets definitions."""
+        self._sent.setdefault(worker, {}).update(unsent)
+        self._classes.update({key: found[key] for key in unsent})
 
     def forget(self, worker: int) -> None:
-        """Note that a worker knows nothing, or may not have understood."""
-        self._told.pop(worker, None)
+        """Note that a worker has none, or may have failed to unpickle some."""
+        self._sent.pop(worker, None)
 
 
-class Told:
-    """What is pickled before items: unpickling it tells the worker."""
+class SentDefinitions:
+    """Definitions that travel ahead of items: unpickling them is what makes the worker know them."""
 
-    def __init__(self, news: Mapping[str, bytes]) -> None:
-        self._news = dict(news)
+    def __init__(self, unsent: Mapping[str, bytes]) -> None:
+        self._unsent = dict(unsent)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _define, (self._news,)
+        return _define, (self._unsent,)
 
 
-def _define(news: Mapping[str, bytes]) -> None:
-    for key, data in news.items():
-        _told[key] = found = pickle.loads(data)
+def _define(unsent: Mapping[str, bytes]) -> None:
+    for key, data in unsent.items():
+        _received[key] = found = pickle.loads(data)
         if isinstance(found, type):
             _keys[found] = key
 
 
-def find(key: str) -> Any:
+def find_definition(key: str) -> Any:
     """Return what a key stands for, in a worker or in the program."""
-    found = _told.get(key)
+    found = _received.get(key)
     return _trackers()[1][key] if found is None else found
 
 
@@ -197,7 +197,7 @@ class Reply(NamedTuple):
 
 
 class GarbledError(Exception):
-    """What came from a worker is no message."""
+    """A worker has sent bytes that are no message."""
 
 
 INLINE = 16 << 10
@@ -275,7 +275,7 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     if not _Pickler.knows_torch and "torch" in sys.modules:
-        _learn_torch()
+        _register_tensor_reducer()
     pickler = (_Pickler if key_of is None else _KeyPickler)(stream, 5, buffer_callback=_collector(buffers))
     pickler.key_of = key_of
     pickler.dump(obj)
@@ -319,17 +319,17 @@ class _KeyPickler(_Pickler):
     """Costs a call for each object that is not of Python's own types."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _NAMED) and self.key_of is not None:
+        if isinstance(obj, _KEYED_TYPES) and self.key_of is not None:
             key = self.key_of(obj)
             if key is not None:
-                return find, (key,)
+                return find_definition, (key,)
         return NotImplemented
 
 
-_NAMED = (type, types.FunctionType)
+_KEYED_TYPES = (type, types.FunctionType)
 
 
-def _learn_torch() -> None:
+def _register_tensor_reducer() -> None:
     tensor = getattr(sys.modules["torch"], "Tensor", None)
     if tensor is None:  # torch is in the middle of being imported
         return

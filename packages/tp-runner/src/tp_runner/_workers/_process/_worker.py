@@ -25,9 +25,9 @@ from tp_runner._workers._process._shared_memory import (
     StoredProgram,
     load_program,
 )
-from tp_runner._workers._process._spawn import take_over
+from tp_runner._workers._process._spawn import adopt_descriptors
 from tp_runner._workers._process._wire import remember_program
-from tp_runner._workers._setup import Setup, limit_torch, prepare
+from tp_runner._workers._setup import Setup, limit_torch, prepare_process
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
 
 
@@ -43,7 +43,7 @@ class Descriptors:
 
 
 def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *passed: int) -> None:
-    """Run a worker in a fresh process, whose parent sends the setup first.
+    """Run a worker in a fresh process; its parent sends the setup first.
 
     Args:
         requests: Where requests come from.
@@ -62,7 +62,7 @@ def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *
     if blob is None:
         return
     descriptors = Descriptors(requests, replies, life, memory, heartbeats)
-    take_over(passed)
+    adopt_descriptors(passed)
     surroundings, pickled = pickle.loads(blob)
     surroundings.restore()
     setup = pickle.loads(pickled)
@@ -98,7 +98,7 @@ class WorkerProcess:
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
         # A process that the user's code forks or starts must not hide this one's death from its parent.
         private = descriptors.requests, descriptors.replies, descriptors.life
-        _spawn.private(*private)
+        _spawn.make_private(*private)
         for fd in (*private, descriptors.memory, descriptors.heartbeats):
             os.set_inheritable(fd, False)
         self._in = descriptors.requests
@@ -109,10 +109,10 @@ class WorkerProcess:
         self._replies = ReplyWriter(descriptors.replies, self._memory)
 
     def run(self) -> None:
-        """Start, work until told to end, end."""
+        """Start, work until the parent asks for the end, end."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
         try:
-            prepare(self._setup, self._replies.record)
+            prepare_process(self._setup, self._replies.record)
             program = self._setup.program
             if isinstance(program, bytes | StoredProgram):
                 stored = program
@@ -186,14 +186,14 @@ class WorkerProcess:
         if request.blob_at >= 0:
             blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
         if not request.n_buffers:
-            return _items_of(_wire.unpack(blob, ())), None
+            return _strip_definitions(_wire.unpack(blob, ())), None
         table, payload = _wire.split_blob(blob, request.n_buffers)
         start, (last_at, last_nbytes) = table[0][0], table[-1]
         lease = self._memory.lease(start, last_at + last_nbytes - start)
         view = memoryview(lease).cast("B")
         buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
-        return _items_of(_wire.unpack(payload, buffers)), lease
+        return _strip_definitions(_wire.unpack(payload, buffers)), lease
 
 
-def _items_of(sent: Any) -> Any:
-    return sent[1] if type(sent) is tuple else sent  # behind what it had to be told first
+def _strip_definitions(sent: Any) -> Any:
+    return sent[1] if type(sent) is tuple else sent  # behind the definitions that they need
