@@ -254,7 +254,7 @@ EXEC = f"""
 import sys
 from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError
-from tp_runner._command._command import app
+from tp_runner._command import app
 _ownership.GRACE_S = 0.2
 try:
     app(standalone_mode=False)

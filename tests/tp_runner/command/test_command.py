@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tp_runner._command._command import app
+from tp_runner._command import app
 from typer.testing import CliRunner
 
 MODULE = """
@@ -154,7 +154,7 @@ def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_unti
     command = [
         sys.executable,
         "-c",
-        "from tp_runner._command._command import app; app()",
+        "from tp_runner._command import app; app()",
         f"{module_in(folder)}:Slow",
         *("--input", "in.jsonl", "--output", "out.jsonl", "--devices", "2", "--no-progress"),
     ]
@@ -199,7 +199,7 @@ def test_the_same_input_by_another_path_is_the_same(folder):
 
 
 def test_standard_input_goes_to_standard_output(folder):
-    command = [sys.executable, "-c", "from tp_runner._command._command import app; app()"]
+    command = [sys.executable, "-c", "from tp_runner._command import app; app()"]
     arguments = [
         f"{module_in(folder)}:upper",
         "--input",

@@ -9,7 +9,7 @@ import os
 import pytest
 from PIL import Image
 from tp_core.errors import ConfigError, StateError
-from tp_runner._command._command import app
+from tp_runner._command import app
 from tp_runner._command._files import Journal, Record, find, read, write_table
 from typer.testing import CliRunner
 

@@ -2,8 +2,8 @@
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_runner._ray import _worker
-from tp_runner._ray._worker import Scaling, needs_of, require_room
+from tp_runner import _ray
+from tp_runner._ray import Scaling, needs_of, require_room
 
 CPU = {"CPU": 1.0, "GPU": 0.0}
 
@@ -40,7 +40,7 @@ def test_fractions_of_a_device_are_what_a_worker_takes():
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_worker.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_ray.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -20,10 +20,10 @@ from tp_runner import (
     UnorderedRunner,
     WorkerDiedError,
     WorkerError,
+    _ray,
     worker,
 )
-from tp_runner._ray import _worker
-from tp_runner._ray._fleet import RayEngine
+from tp_runner._ray import RayEngine
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]
@@ -316,8 +316,8 @@ def test_places_are_held_for_all_actors_and_given_back(placement, n_nodes):
 
 @pytest.mark.usefixtures("cluster")
 def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(_worker, "GROW_S", 0.1)
-    monkeypatch.setattr(_worker, "IDLE_S", PATIENCE_S)  # none goes before all have come
+    monkeypatch.setattr(_ray, "GROW_S", 0.1)
+    monkeypatch.setattr(_ray, "IDLE_S", PATIENCE_S)  # none goes before all have come
     with EndsBadly(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
         deadline = time.monotonic() + PATIENCE_S
 
@@ -328,8 +328,8 @@ def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypat
         def items():
             while there() < 3:  # one worker that is always busy gets help
                 yield ("sleep", 0.05)
-            monkeypatch.setattr(_worker, "GROW_S", PATIENCE_S)
-            monkeypatch.setattr(_worker, "IDLE_S", 0.1)
+            monkeypatch.setattr(_ray, "GROW_S", PATIENCE_S)
+            monkeypatch.setattr(_ray, "IDLE_S", 0.1)
             # Which goes again when there is next to nothing to do, and in order.
             while there() > 1 or "worker 2 had nothing to do, and its end failed" not in caplog.text:
                 time.sleep(0.3)

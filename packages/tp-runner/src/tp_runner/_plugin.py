@@ -12,7 +12,7 @@ tp_contract = 1
 def tp_engines() -> Iterable[Any]:
     """Bring ``process``, ``thread``, ``inline`` and ``ray``."""
     from tp_runner._engines import ENGINES
-    from tp_runner._ray._fleet import RayEngine
+    from tp_runner._ray import RayEngine
 
     return [*ENGINES.values(), RayEngine()]
 
@@ -24,6 +24,6 @@ def tp_commands() -> Iterable[Command]:
 
 
 def _load_run() -> Any:
-    from tp_runner._command._command import app
+    from tp_runner._command import app
 
     return app
