@@ -1,7 +1,6 @@
 """One call of ``fit``: the steps of one model and one optimizer, on top of the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,9 +9,8 @@ from tp_core.plugins import PreparedLoader, StepOutput
 
 from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler
 from tp_trainer._opening._boundaries import StepBoundaries
-from tp_trainer._running._duties import Duties
 from tp_trainer._running._history import History
-from tp_trainer._running._loop import Loop
+from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import (
@@ -25,8 +23,6 @@ from tp_trainer._steps._step import (
     tell_of_no_gradients,
 )
 
-__all__ = ["Fit", "Scheduler", "fit", "fit_duties"]
-
 
 class Scheduler(Protocol):
     """A learning-rate scheduler, as far as the loop needs it."""
@@ -35,56 +31,63 @@ class Scheduler(Protocol):
         """Move on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What ``fit`` does with a batch, and what it needs for that.
+class FitHooks(LoopHooks):
+    """What ``fit`` does with a batch, in validations and at the ends of epochs.
 
-    Attributes:
+    Args:
         settings: What is done with each batch.
         optimizer_step: Makes the optimizer steps.
         run: Runs the user's step where the session wants it.
         validation: What the run is evaluated on, or ``None``.
+        train: The prepared loader.
         after_epoch: Called after every epoch.
     """
 
-    settings: FitSettings
-    optimizer_step: OptimizerStep
-    run: RunStep
-    validation: Validation | None
-    after_epoch: Callable[[], None]
+    counts_batches = False
 
+    def __init__(
+        self,
+        settings: FitSettings,
+        optimizer_step: OptimizerStep,
+        run: RunStep,
+        validation: Validation | None,
+        *,
+        train: PreparedLoader,
+        after_epoch: Callable[[], None],
+    ) -> None:
+        self.settings, self.optimizer_step, self.run = settings, optimizer_step, run
+        self._validation, self._train, self._after_epoch = validation, train, after_epoch
+        self.validates = validation is not None
+        self.skips_nonfinite = settings.gradients.nonfinite == "skip"
 
-def fit_duties(work: Fit, train: PreparedLoader) -> Duties:
-    """Return what the loop has to have done for it between the batches of ``fit``."""
-    settings, optimizer_step, validation = work.settings, work.optimizer_step, work.validation
-
-    def validate(boundaries: StepBoundaries | None, most: int | None) -> Mapping[str, float]:
-        if validation is None:
+    def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
+        """Evaluate the model on the loaders of the validation."""
+        if self._validation is None:
             return {}
-        epoch = max(train.next_epoch - 1, 0)
-        session, model = optimizer_step.session, optimizer_step.model
-        return validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=most)
+        session, model = self.optimizer_step.session, self.optimizer_step.model
+        epoch = max(self._train.next_epoch - 1, 0)
+        return self._validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
 
-    def advance(trained: Mapping[str, float], found: Mapping[str, float]) -> None:
-        scheduler = settings.scheduler
-        if scheduler is None or settings.scheduler_every != "epoch":
+    def check_parameters(self) -> None:
+        """Raise where the last step has made a parameter NaN or infinite."""
+        self.optimizer_step.check_parameters()
+
+    def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
+        """Step the scheduler, if it moves every epoch."""
+        scheduler = self.settings.scheduler
+        if scheduler is None or self.settings.scheduler_every != "epoch":
             return
         if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(metric_for_scheduler(settings.monitor, trained, found, validates=bool(found)))
+            scheduler.step(metric_for_scheduler(self.settings.monitor, train, val, validates=bool(val)))
         else:
             scheduler.step()
 
-    return Duties(
-        validate=None if validation is None else validate,
-        check=optimizer_step.check_parameters,
-        advance=advance,
-        after_epoch=work.after_epoch,
-        tolerates=settings.gradients.nonfinite == "skip",
-        counts=False,
-    )
+    def after_epoch(self) -> None:
+        """Write ``save_to``, if it is given."""
+        self._after_epoch()
 
 
-def fit(loop: Loop, work: Fit) -> History:
+def train(loop: Loop, hooks: FitHooks) -> History:
     """Train until the loop has no batch left.
 
     Raises:
@@ -92,33 +95,33 @@ def fit(loop: Loop, work: Fit) -> History:
         NonFiniteLossError: The loss or the gradients are NaN or infinite.
         LoaderError: The loader ended before the last batch of the epoch.
     """
-    model, events = work.optimizer_step.model, work.settings.events
+    model, events = hooks.optimizer_step.model, hooks.settings.events
     if events.has("on_optimizer_step"):
-        work.optimizer_step.tell(lambda norm: events.send("on_optimizer_step", loop, norm))
+        hooks.optimizer_step.tell(lambda norm: events.send("on_optimizer_step", loop, norm))
     with modes_kept(model):
         model.train()  # before the run begins: who takes part in it may freeze modules
         with loop:
             for number, batches in enumerate(loop.by_epoch()):
-                _train_epoch(loop, batches, work, is_first=not number)
+                _train_epoch(loop, batches, hooks, is_first=not number)
     return loop.history
 
 
-def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, *, is_first: bool) -> None:
+def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_first: bool) -> None:
     """Train on the batches of an epoch. The hot path: what is not needed in a step is not in it."""
-    run, step, update, meter = work.run, work.settings.training_step(), work.optimizer_step, loop.meter
-    scheduler = work.settings.scheduler if work.settings.scheduler_every == "step" else None
+    run, step, update, meter = hooks.run, hooks.settings.training_step(), hooks.optimizer_step, loop.meter
+    scheduler = hooks.settings.scheduler if hooks.settings.scheduler_every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
     begin_step = meter.begin_step if meter.tolerates else None
-    events = work.settings.events
-    tells = events.has("on_backward_end")
+    events = hooks.settings.events
+    sends_backward_end = events.has("on_backward_end")
 
     def run_first(step: Step, model: Any, batch: Any) -> StepOutput:
-        return run_watched(work.run, update.session, update.optimizer, step, model, batch)
+        return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
 
     def finish_first() -> bool:
         nonlocal run, finish
-        run, is_made = work.run, update.finish()
+        run, is_made = hooks.run, update.finish()
         if is_made:
             finish = update.finish
             whose = f"the optimizer, {type(update.optimizer).__name__},"
@@ -140,7 +143,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], work: Fit, *, is_first: boo
             backward(loss)
         else:
             update.weighted_backward(loss, weight)
-        if tells:
+        if sends_backward_end:
             events.send("on_backward_end", loop)
         return output
 

@@ -28,7 +28,7 @@ from tp_trainer._steps._step import LossScaler, RunStep, check_precision, in_pre
 if TYPE_CHECKING:
     from tp_trainer._memory._work import Work
     from tp_trainer._opening._boundaries import StepBoundaries
-    from tp_trainer._running._own_steps import OwnStepEvents
+    from tp_trainer._running._custom_loop import ManualStepEvents
 
 __all__ = ["TrainerBase"]
 
@@ -70,7 +70,7 @@ class TrainerBase:
         self._may_step = False
         self._has_gone_back = False  # in a custom loop
         self._run: RunStep | None = None
-        self._step_events: OwnStepEvents | None = None  # of a loop that is open, if somebody wants them
+        self._step_events: ManualStepEvents | None = None  # of a loop that is open, if somebody wants them
         self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
         self._shares: BatchShares | None = None  # where there are several data ranks
         self._epochs = Epochs()

@@ -204,9 +204,9 @@ class OwnSteps(TrainerBase):
         rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
         update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
         events = self._step_events
-        if events is not None and events.tells_steps:
+        if events is not None and events.has_step_event:
             update.tell(events.optimizer_step)
-            events.is_told = True
+            events.is_sent = True
         self._may_step = True
         try:
             return update.finish()
@@ -216,7 +216,7 @@ class OwnSteps(TrainerBase):
         finally:
             self._may_step = False
             if events is not None:
-                events.is_told = False
+                events.is_sent = False
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which gradients are added up without being reduced over ranks.

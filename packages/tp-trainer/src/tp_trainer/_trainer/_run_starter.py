@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,11 @@ from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._trainer._base import TrainerBase
 
 if TYPE_CHECKING:
-    from tp_core.plugins import Callback, RunView
+    from tp_core.plugins import Callback
 
     from tp_trainer._metrics._evaluation import Validation
     from tp_trainer._opening._boundaries import StepBoundaries
+    from tp_trainer._running._custom_loop import ManualStepEvents
     from tp_trainer._running._events import Events
     from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
@@ -73,51 +73,44 @@ class RunStarter(TrainerBase):
         validate: Callable[[], Mapping[str, float]] | None,
     ) -> "Loop":
         """Return the loop of a run whose steps are its user's."""
-        from tp_trainer._running._duties import Duties
-        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._custom_loop import CustomLoopHooks
+        from tp_trainer._running._loop import build_loop, classify_state
         from tp_trainer._running._watchdog import Watchdog
 
         optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
-        return start_loop(
+        return build_loop(
             self.session,
             replace(settings, backend=self.selection.chosen.name),
-            sort_state(self.session, settings.state, prepared=self._prepared.get, scaler=self._scaler),
+            classify_state(self.session, settings.state, prepared=self._prepared.get, scaler=self._scaler),
             train,
-            duties=Duties(
-                validate=None if validate is None else partial(self._validated, validate),
-                during=partial(self._telling_of_steps, settings.events),
+            hooks=CustomLoopHooks(
+                self.session,
+                settings.events,
+                validate,
+                evaluating=self._evaluating_at,
+                sending=self._sending_steps,
             ),
             watchdog=Watchdog(self.environment, settings.step_timeout_s),
             logs=self._plan_log(settings, optimizers),
         )
 
-    def _validated(
-        self, validate: Callable[[], Mapping[str, float]], boundaries: "StepBoundaries | None", _: int | None
-    ) -> Mapping[str, float]:
-        """Return the numbers of the user's validation, which a signal ends within its evaluations."""
-        from tp_trainer._metrics._evaluation import numbers_in
-
+    @contextmanager
+    def _evaluating_at(self, boundaries: "StepBoundaries | None") -> Iterator[None]:
+        """Have evaluations cut short at boundaries meanwhile, where a signal has come."""
         self._boundaries = boundaries
         try:
-            return numbers_in(validate())
+            yield
         finally:
             self._boundaries = None
 
     @contextmanager
-    def _telling_of_steps(self, events: "Events", loop: "RunView") -> Iterator[None]:
-        """Have the loop's callbacks told of the steps that are made meanwhile, if they want to know."""
-        if not events.has("on_backward_end") and not events.has("on_optimizer_step"):
+    def _sending_steps(self, events: "ManualStepEvents") -> Iterator[None]:
+        """Send the events of the steps that are made meanwhile; loops may be open within one another."""
+        before, self._step_events = self._step_events, events
+        try:
             yield
-            return
-        from tp_trainer._running._own_steps import OwnStepEvents
-
-        before, told = self._step_events, OwnStepEvents(self.session, loop, events)
-        with told.watching(loop.optimizers.values()):
-            self._step_events = told
-            try:
-                yield
-            finally:
-                self._step_events = before
+        finally:
+            self._step_events = before
 
     def _fit(
         self,
@@ -129,8 +122,8 @@ class RunStarter(TrainerBase):
     ) -> "History":
         """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
         from tp_trainer._memory._work import Work
-        from tp_trainer._running._fit import Fit, fit, fit_duties
-        from tp_trainer._running._starting import sort_state, start_loop
+        from tp_trainer._running._fit import FitHooks, train
+        from tp_trainer._running._loop import build_loop, classify_state
         from tp_trainer._running._watchdog import Watchdog
 
         session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
@@ -150,17 +143,18 @@ class RunStarter(TrainerBase):
             accumulate=self._accumulate,
             scaler=self._scaler,
         )
-        train = self._loader(train_loader, shard=settings.shard)
-        self._epochs.go_on(train_loader, train)
+        loader = self._loader(train_loader, shard=settings.shard)
+        self._epochs.go_on(train_loader, loader)
         watchdog = Watchdog(self.environment, settings.step_timeout_s)
-        work = Fit(
-            settings=settings,
-            optimizer_step=optimizer_step,
-            run=self._run_step(),
-            validation=self._validation(settings, watchdog),
+        hooks = FitHooks(
+            settings,
+            optimizer_step,
+            self._run_step(),
+            self._validation(settings, watchdog),
+            train=loader,
             after_epoch=save,
         )
-        found = sort_state(
+        targets = classify_state(
             session,
             settings.state,
             prepared=self._prepared.get,
@@ -169,22 +163,22 @@ class RunStarter(TrainerBase):
             optimizers={"optimizer": optimizer_step.optimizer},
             schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler},
         )
-        loop = start_loop(
+        loop = build_loop(
             session,
             replace(settings, backend=self.selection.chosen.name),
-            found,
-            train,
-            duties=fit_duties(work, train),
+            targets,
+            loader,
+            hooks=hooks,
             watchdog=watchdog,
             logs=logs,
             optimizer_step=optimizer_step,
         )
         self._may_step = True
         try:
-            return fit(loop, work)
+            return train(loop, hooks)
         finally:
             self._may_step = False
-            self._epochs.note(train_loader, train)
+            self._epochs.note(train_loader, loader)
 
     def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> "Validation | None":
         from tp_trainer._metrics._evaluation import Validation

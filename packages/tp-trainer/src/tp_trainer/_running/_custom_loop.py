@@ -1,0 +1,109 @@
+"""The user's own loop: its validation, and the events of the steps that it makes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.plugins import RunView, Session
+
+from tp_trainer._metrics._evaluation import numbers_in
+from tp_trainer._opening._boundaries import StepBoundaries
+from tp_trainer._running._events import Events
+from tp_trainer._running._loop import LoopHooks
+
+
+class CustomLoopHooks(LoopHooks):
+    """What a trainer adds to a loop whose steps are its user's.
+
+    Args:
+        session: Where the steps run.
+        events: Those of the run.
+        validate: The user's function, or ``None``.
+        evaluating: Returns the context in which the trainer's evaluations are cut short at boundaries.
+        sending: Returns the context in which the trainer sends events of the steps that it makes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: Events,
+        validate: Callable[[], Mapping[str, float]] | None,
+        *,
+        evaluating: Callable[[StepBoundaries | None], AbstractContextManager[None]],
+        sending: Callable[["ManualStepEvents"], AbstractContextManager[None]],
+    ) -> None:
+        self._session, self._events, self._validate = session, events, validate
+        self._evaluating, self._sending = evaluating, sending
+        self.validates = validate is not None
+
+    def validate(
+        self,
+        boundaries: StepBoundaries | None,
+        max_batches: int | None,  # noqa: ARG002 - the user's function has its own loaders
+    ) -> Mapping[str, float]:
+        """Return the numbers of the user's validation, which a signal ends within its evaluations."""
+        if self._validate is None:
+            return {}
+        with self._evaluating(boundaries):
+            return numbers_in(self._validate())
+
+    @contextmanager
+    def while_open(self, loop: RunView) -> Iterator[None]:
+        """Send the events of the steps that are made meanwhile, if a callback has them."""
+        if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
+            yield
+            return
+        events = ManualStepEvents(self._session, loop, self._events)
+        with events.watching(loop.optimizers.values()), self._sending(events):
+            yield
+
+
+class ManualStepEvents:
+    """Sends the callbacks of a loop its backward passes, and the optimizer steps before they are made.
+
+    Args:
+        session: Where the steps run.
+        loop: The one that callbacks are given.
+        events: Sends them.
+
+    Attributes:
+        has_step_event: Whether a callback has the event of optimizer steps.
+        is_sent: Whether whoever makes the optimizer step at hand sends its event, so that its hook need not.
+    """
+
+    def __init__(self, session: Session, loop: RunView, events: Events) -> None:
+        self._session, self._loop, self._events = session, loop, events
+        self.has_step_event = events.has("on_optimizer_step")
+        self.is_sent = False
+
+    def backward_end(self) -> None:
+        """Send the event of a backward pass that was made."""
+        self._events.send("on_backward_end", self._loop)
+
+    def optimizer_step(self, grad_norm: Tensor) -> None:
+        """Send the event of an optimizer step that will be made."""
+        self._events.send("on_optimizer_step", self._loop, grad_norm)
+
+    @contextmanager
+    def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Send the event of each optimizer step meanwhile, with the norm of the gradients that it uses.
+
+        Collectives: those of `Session.grad_norm` in each of their steps, if a callback has the event.
+        """
+        watched = optimizers if self.has_step_event else ()
+        handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # A closure makes the gradients only within the step, and maybe several times.
+        takes_closure = any(callable(value) for value in (*arguments[1:], options.get("closure")))
+        if self.is_sent or takes_closure:
+            return
+        trained = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+        self.optimizer_step(self._session.grad_norm(trained))
