@@ -193,6 +193,26 @@ def test_one_that_joins_and_fails_is_left_out(caplog):
         fit(plugins=plugins, callbacks=["named"])
 
 
+def _joined_one_that_fails_on_rank_0():
+    class Fails(Callback):
+        def on_epoch_start(self, run):
+            if run.is_main:
+                raise RuntimeError("no sensor")
+
+    plugin = SimpleNamespace(
+        tp_callbacks=hookimpl(specname="tp_callbacks")(
+            lambda: [NamedCallback("sensor", "", Fails, joins=True)]
+        )
+    )
+    plugins = PluginRegistry()
+    plugins.register(plugin, name="sensors")
+    return fit(plugins=plugins, epochs=2)[1][-1].steps
+
+
+def test_one_that_joins_and_fails_on_one_rank_keeps_no_other_rank_waiting():
+    assert run_ranks(_joined_one_that_fails_on_rank_0, 2, timeout_s=60) == [10, 10]
+
+
 # -- limits ------------------------------------------------------------------------------------------
 
 
