@@ -1,0 +1,1356 @@
+"""The trainer: one script for one device, many devices or many machines."""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
+from tp_core.errors import ConfigError
+from tp_core.internal import Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
+from tp_core.plugins import (
+    Job,
+    LossReduction,
+    PluginRegistry,
+    Precision,
+    PreparedLoader,
+    Selection,
+    Session,
+    StepOutput,
+    read_weight,
+    registry,
+)
+
+from tp_trainer._checkpoint import Checkpoints
+from tp_trainer._checks._objects import (
+    check_known,
+    check_loader,
+    check_model,
+    check_no_others,
+    check_not_shared,
+    check_optimizer,
+    check_owner,
+    check_preparable,
+    check_scheduler,
+)
+from tp_trainer._checks._values import (
+    as_hyperparameters,
+    check_callable,
+    check_loss,
+    check_positive,
+    check_seed,
+)
+from tp_trainer._memory._running_out import tell_why
+from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
+from tp_trainer._steps._loaders import BatchShares, Epochs
+from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
+from tp_trainer._steps._step import (
+    LossScaler,
+    RunStep,
+    Step,
+    autocast,
+    check_precision,
+    in_precision,
+    loss_of,
+    tell_of_no_gradients,
+)
+
+if TYPE_CHECKING:
+    from tp_core.plugins import Callback
+
+    from tp_trainer._memory._table import MemoryTable
+    from tp_trainer._memory._work import Work
+    from tp_trainer._metrics._evaluation import Predictions, Validation
+    from tp_trainer._metrics._metric import Metric
+    from tp_trainer._opening._boundaries import StepBoundaries
+    from tp_trainer._running._custom_loop import ManualStepEvents
+    from tp_trainer._running._events import Events
+    from tp_trainer._running._fit import Scheduler
+    from tp_trainer._running._history import History
+    from tp_trainer._running._log import RunLog
+    from tp_trainer._running._loop import Loop
+    from tp_trainer._running._settings import FitSettings, LoopSettings
+    from tp_trainer._running._watchdog import Watchdog
+    from tp_trainer.loggers._named import LogSpec
+
+
+log = logging.getLogger("tp_trainer")
+
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+
+# What only runs and files need is imported there: a trainer is made in programs that do not train, too.
+
+
+class Trainer:
+    """Runs one training script on the best backend that is installed, and says why that one.
+
+    Nothing is started before a model is there to be trained: the backend is chosen when
+    :meth:`fit` or :meth:`prepare` is called. Who this process is (``rank``, ``device``) is known
+    before. A trainer is a context manager; leaving it ends what it started.
+
+    Args:
+        backend: The name of the backend, or "auto" for the best that fits. The variable
+            ``TP_BACKEND`` decides where it is "auto".
+        devices: What to run on, as :func:`tp_core.resolve_devices` takes it. Under a launcher
+            they are the devices of one host, one for each of its processes.
+        seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``
+            leaves the generators alone; rank 0 then chooses how the data are ordered.
+        loss: Whether a step's loss is the "mean" over its samples, or their "sum".
+        precision: "fp32"; "bf16-mixed" or "fp16-mixed", where a step runs under autocast and fp16
+            scales the loss; or "bf16-true", where the model and the batches are in bfloat16.
+        accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighed
+            by samples, or by what the step says, as if the batches were one.
+        compile: Whether models are compiled, in place, where the backend gains most from it.
+        options: Options of backends, used if that one is chosen: ``DdpOptions(static_graph=True)``, a list
+            of such objects, or a dict by backends' names, ``{"ddp": {"static_graph": True}}``.
+        progress: Whether rank 0 shows how far a run is. "auto" is a bar on a terminal, and elsewhere a
+            line for each epoch; with ``True`` there are lines in between, too; ``False`` shows nothing.
+        plugins: The registry to choose from; that of the process by default.
+
+    Raises:
+        DeviceError: The devices do not exist.
+        LaunchEnvironmentError: The launcher's variables are incomplete.
+        ConfigError: An argument has a wrong value.
+        SelectionError: No backend of that name is installed.
+        PluginError: The plugin that brings the backend is broken or blocked.
+
+    Source: for "fp16-mixed" Micikevicius et al., "Mixed Precision Training", 2018, section 3.
+
+    Example:
+        >>> trainer = Trainer(seed=0)
+        >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        devices: DeviceSpec = "auto",
+        seed: int | None = None,
+        loss: LossReduction = "mean",
+        precision: Precision = "fp32",
+        accumulate: int = 1,
+        compile: bool = False,
+        options: Options | None = None,
+        progress: Progress = "auto",
+        plugins: PluginRegistry = registry,
+    ) -> None:
+        check_loss(loss)
+        check_seed(seed)
+        check_precision(precision)
+        check_positive("accumulate", accumulate)
+        check_name(plugins, backend)
+        self.environment = LaunchEnvironment.read()
+        shows_progress(progress)  # which checks it
+        self.progress = progress
+        self._seed = seed
+        self._precision: Precision = precision
+        self._accumulate = accumulate
+        self._compile = compile
+        self._may_step = False
+        self._has_run_backward = False  # in a custom loop
+        self._run: RunStep | None = None
+        self._step_events: ManualStepEvents | None = None  # of a loop that is open, if somebody wants them
+        self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
+        self._shares: BatchShares | None = None  # where there are several data ranks
+        self._epochs = Epochs()
+        self._scaler = LossScaler() if precision == "fp16-mixed" else None
+        explicit = devices not in (None, "auto")
+        self._devices = _devices_here(devices, self.environment, explicit=explicit)
+        job = Job(
+            devices=self._devices,
+            environment=self.environment,
+            explicit_devices=explicit,
+            loss=loss,
+            precision=precision,
+            accumulate=accumulate,
+            compile=compile,
+            options=options_by_backend(options, plugins),
+        )
+        self._lazy = LazySession(job, plugins, backend, seed=seed)
+        self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+        self._prepared_last: Callable[[], nn.Module | None] = lambda: None
+        if seed is not None:
+            seed_everything(seed)
+
+    @property
+    def selection(self) -> Selection:
+        """Which backend was chosen and why, and why no other one; print it to see a table.
+
+        Before a model is known it is what would be chosen for an unspecified model.
+        """
+        return self._lazy.selection
+
+    @property
+    def session(self) -> Session:
+        """The running session; asking for it starts the job.
+
+        Raises:
+            SelectionError: No backend fits.
+        """
+        return self._open(by="trainer.session")
+
+    # Known from the environment: asking must not choose a backend before the model is known.
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes; the first device where there are several."""
+        return self._devices[0] if self._session is None else self._session.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self.environment.rank if self._session is None else self._session.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its host, from 0."""
+        return self.environment.local_rank if self._session is None else self._session.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run the job."""
+        return self.environment.world_size if self._session is None else self._session.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and speaks to the terminal."""
+        return self.environment.is_main if self._session is None else self._session.is_main
+
+    def close(self) -> None:
+        """End what was started; calling it again does nothing."""
+        self._epochs.close()
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- prepared objects -----------------------------------------------------------------------
+
+    @overload
+    def prepare(self, one: T1, /, *, shard: bool = ..., training: bool = ...) -> T1: ...
+
+    @overload
+    def prepare(self, one: T1, two: T2, /, *, shard: bool = ..., training: bool = ...) -> tuple[T1, T2]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3, T4]: ...
+
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, shard: bool = ..., training: bool = ...
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+
+    @overload
+    def prepare(self, *objects: Any, shard: bool = ..., training: bool = ...) -> Any: ...
+
+    def prepare(self, *objects: Any, shard: bool = True, training: bool = True) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for the backend.
+
+        Args:
+            *objects: What to prepare, in any order.
+            shard: Whether loaders are split over the data ranks; ``False`` for loaders that
+                give each rank its own samples already.
+            training: Whether loaders are to train on: every rank then takes the same steps, with a
+                stand-in sample where it has none of a batch. With ``False`` each sample is met once, by
+                one rank, and no loss is weighed by it.
+
+        Returns:
+            The prepared objects in the same order; the object itself if it is one.
+
+        Raises:
+            ModelError: A model is wrapped already.
+            LoaderError: A loader cannot be split over the ranks.
+            ConfigError: An object is none of these, or an optimizer has another model's
+                parameters.
+            SelectionError: No backend fits, or that of the running session does not fit a model.
+
+        Example:
+            >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
+            ... for batch in loader:
+            ...     optimizer.zero_grad()
+            ...     trainer.backward(trainer.run(step, model, batch))
+            ...     optimizer.step()  # doctest: +SKIP
+        """
+        from tp_trainer._memory._work import Work
+
+        for value in objects:
+            check_preparable(value)
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        optimizers = [o for o in objects if isinstance(o, Optimizer)]
+        work = Work(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
+        self._open(*models, by="prepare()", work=work)
+        if self.session.data_size > 1:
+            check_not_shared(models)
+        for optimizer in objects:
+            if isinstance(optimizer, Optimizer) and models:
+                check_owner(optimizer, models)
+        # A backend may give a model other parameters, which its optimizer then has to take over.
+        in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
+        done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
+        prepared = tuple(done[i] for i in range(len(objects)))
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, value: Any, *, shard: bool, training: bool) -> Any:
+        if isinstance(value, nn.Module):
+            return self._prepare_model(value)
+        if isinstance(value, Optimizer):
+            if self._scaler is not None:
+                value.register_step_pre_hook(self._refuse_scaled)
+            return self.session.prepare_optimizer(value)
+        if isinstance(value, LRScheduler | ReduceLROnPlateau):
+            return value
+        return self._loader(value, shard=shard, training=training, watched=True)
+
+    def _refuse_scaled(self, *_: object) -> None:
+        if not self._may_step:
+            msg = (
+                "with precision='fp16-mixed' the gradients are scaled, and the optimizer must not take "
+                "them as they are; call trainer.update(model, optimizer) instead of optimizer.step()"
+            )
+            raise ConfigError(msg)
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model that ``make`` builds, prepared, without ever holding all of it where no rank has to.
+
+        Its initial values are those that ``make()`` would draw on one device, element by element. A backend
+        that splits parameters gives each rank its slices alone.
+
+        Args:
+            make: Builds the model on the CPU, ``lambda: Model(config)``; called once, on every rank.
+
+        Returns:
+            The model, for :meth:`fit`, for optimizers, for :meth:`load_model`.
+
+        Raises:
+            ConfigError: ``make`` returned no module.
+            SelectionError: No backend fits the model.
+
+        Example:
+            >>> model = trainer.build(lambda: nn.Linear(4, 1))
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+        """
+        from tp_core.plugins import build_deferred, materialize
+
+        def build() -> nn.Module:
+            made = make()
+            check_model("build()", made)
+            return made.to(torch.bfloat16) if self._precision == "bf16-true" else made
+
+        model = build_deferred(build)
+        if not self._open(model, by="build()").takes_deferred_models:
+            materialize(model)
+        self._prepare_model(model)
+        return model
+
+    def estimate(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        batch: Any = None,
+        step: Step | None = None,
+        *,
+        devices: int | None = None,
+        memory: int | str | None = None,
+    ) -> "MemoryTable":
+        """Return what training would need on each device, under every installed backend; nothing is started.
+
+        One step is run on tensors without memory. The model may be on the meta device, and the devices
+        need not be there.
+
+        Args:
+            model: The plain model.
+            optimizer: Its optimizer; without it, one that keeps two values for each parameter is assumed.
+            batch: A batch of the whole job, as the loader yields it.
+            step: As for :meth:`fit`. Without batch and step activations are not known.
+            devices: How many devices there would be; as many as the trainer has by default.
+            memory: What each of them has free: bytes, or text such as "80GiB"; by default what this trainer's
+                device has now.
+
+        Returns:
+            The verdicts with their numbers; print it to see a table.
+
+        Raises:
+            ConfigError: An argument has a wrong value.
+
+        Example:
+            >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
+        """
+        from tp_trainer._memory._work import Work, estimate_job
+
+        check_model("estimate()", model)
+        check_known("estimate()", model, optimizer, step)
+        if devices is not None:
+            check_positive("devices", devices)
+        work = Work(optimizer, None, step)
+        plugins = self._lazy.plugins
+        return estimate_job(
+            self._lazy.job, work, model, batch, plugins.backends(), devices=devices, memory=memory
+        )
+
+    # -- whole runs -----------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        *,
+        step: Step,
+        epochs: int | None = None,
+        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+        val_step: Step | None = None,
+        metrics: "Mapping[str, Metric] | None" = None,
+        scheduler: "Scheduler | None" = None,
+        scheduler_every: str = "epoch",
+        monitor: str | None = None,
+        steps_per_epoch: int | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: NonFinite = "raise",
+        max_skipped: int = 10,
+        step_timeout_s: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        max_steps: int | None = None,
+        max_time: float | str | None = None,
+        val_every_steps: int | None = None,
+        sanity_val_batches: int = 0,
+        overfit_batches: int | None = None,
+        restart_stream: bool = False,
+        callbacks: Iterable["Callback | str"] = (),
+        log: "LogSpec" = None,
+        log_every_steps: int = 50,
+        hyperparameters: Mapping[str, Any] | None = None,
+        state: dict[str, Any] | None = None,
+        shard: bool = True,
+    ) -> "History":
+        """Train ``model``, in place.
+
+        Args:
+            model: The plain model; it may be one that :meth:`prepare` returned.
+            optimizer: An optimizer over its parameters.
+            train_loader: Yields the batches. The batch size is that of the whole job: each data
+                rank gets its share of every batch.
+            step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
+                numbers to be averaged and logged. If they are not means over samples, the dict has
+                their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
+            epochs: How often to go through the loader; once by default, or until another limit is reached.
+            val_loader: Evaluated after every epoch. Of several, by name, the results are named "name/...".
+            val_step: The step for it; ``step`` by default.
+            metrics: Metrics of the validation's whole set, as in :meth:`evaluate`; those that are numbers
+                are among its results. What a training step returns under their names is left out.
+            scheduler: A learning-rate scheduler.
+            scheduler_every: Whether the scheduler moves on every "epoch" or every "step".
+            monitor: What a scheduler looks at that looks at a metric (``ReduceLROnPlateau``): "val_f1",
+                "loss" and so on; by default the validation loss, or without a validation the training loss.
+            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
+            clip_norm: The largest global norm of the gradients.
+            clip_value: The largest magnitude of an element of the gradients.
+            nonfinite: Whether a loss or gradients that are NaN or infinite "raise", or "skip" the
+                optimizer step, on all ranks.
+            max_skipped: How many steps in a row may be skipped.
+            step_timeout_s: After a step of so many seconds every rank writes its Python stack to
+                stderr, and the job ends with status 124. The time until a batch is there counts
+                too; writing a checkpoint does not. The first step may have to compile.
+            save_to: A file that the model's state is written to after every epoch.
+            checkpoint: Where and when to save the state of the run; a folder alone means after every
+                epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, saved.
+            resume: "auto" goes on from the newest whole checkpoint there, if there is one; a path
+                goes on from that one.
+            max_steps: After how many optimizer steps the run ends, those before a resume included.
+            max_time: For how long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Evaluate ``val_loader`` after so many optimizer steps, too.
+            sanity_val_batches: On how many batches to try the validation before the first step.
+            overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
+            callbacks: What takes part in the run, or names of installed ones.
+            log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow",
+                "aim"), or loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record
+                is kept in its folder, too: ``tp report`` reads it.
+            log_every_steps: After how many optimizer steps the mean loss is logged, and what callbacks have
+                logged is read from the device.
+            hyperparameters: What loggers are to know of the run, besides what the trainer knows itself.
+            state: What else is saved and restored, by name: anything with ``state_dict`` and
+                ``load_state_dict``, and plain values, lists and dicts, which are put back into this dict.
+            shard: Whether the loaders are split over the data ranks.
+
+        Returns:
+            The record of each epoch.
+
+        Raises:
+            ConfigError: An argument has a wrong value, or the folder has checkpoints after the
+                place where the run begins, or another run writes there.
+            ModelError: The model is wrapped already.
+            LoaderError: A loader has no length, ended early, or cannot be split over the ranks; or it
+                is not at all the one that the checkpoint stands in.
+            StepError: The step returned no usable loss, weight or metric.
+            DisagreementError: Ranks were given different things, or some steps return a weight.
+            NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
+                ``checkpoint`` keep the last good state.
+            StateError: The checkpoint to resume from is damaged or does not fit.
+            OSError: A file cannot be written.
+            Interrupted: A signal asked the run to end; its state is saved.
+        """
+        from tp_trainer._metrics._metric import check_metrics
+        from tp_trainer._running._limits import Limits
+        from tp_trainer._running._settings import FitSettings, check_state
+        from tp_trainer._steps._step import tell_of_evaluation_mode, telling_of_ended_iterators
+
+        check_model("fit()", model)
+        check_optimizer("fit()", optimizer)
+        check_loader("train_loader", train_loader)
+        settings = FitSettings(
+            limits=Limits(
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                max_steps=max_steps,
+                max_time=max_time,
+                val_every_steps=val_every_steps,
+                sanity_val_batches=sanity_val_batches,
+                overfit_batches=overfit_batches,
+                restart_stream=restart_stream,
+            ),
+            validates=val_loader is not None,
+            step_timeout_s=step_timeout_s,
+            checkpoint=checkpoint,
+            resume=resume,
+            state=check_state(state),
+            events=self._events(callbacks),
+            log=log,
+            log_every_steps=log_every_steps,
+            hyperparameters=hyperparameters,
+            accumulate=self._accumulate,
+            progress=self.progress,
+            step=step,
+            val_loader=val_loader,
+            val_step=val_step,
+            metrics=check_metrics(metrics),
+            monitor=monitor,
+            scheduler=scheduler,
+            scheduler_every=scheduler_every,
+            gradients=GradientRules(
+                clip_norm=clip_norm, clip_value=clip_value, nonfinite=nonfinite, max_skipped=max_skipped
+            ),
+            save_to=save_to,
+            shard=shard,
+        )
+        check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
+        tell_of_evaluation_mode(model)
+        try:
+            with telling_of_ended_iterators(), ExitStack() as owned:
+                return self._fit(model, optimizer, train_loader, settings, owned)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
+
+    def _fit(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_loader: Iterable[Any],
+        settings: "FitSettings",
+        owned: ExitStack,
+    ) -> "History":
+        """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
+        from tp_trainer._memory._work import Work
+        from tp_trainer._running._fit import FitHooks, train
+        from tp_trainer._running._loop import build_loop, classify_state
+        from tp_trainer._running._watchdog import Watchdog
+
+        session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
+        logs = self._plan_log(settings, [optimizer])
+        check_owner(optimizer, [model])
+        if session.world_size > 1:
+            check_no_others(optimizer, model, "its gradients would differ between the ranks")
+        if settings.checkpoints() is not None:
+            check_no_others(optimizer, model, "its value would be in no checkpoint")
+        save = owned.enter_context(self._saving(model, settings.save_to))
+        model = self._prepare_model(model)
+        optimizer_step = OptimizerStep(
+            session,
+            model,
+            session.prepare_optimizer(optimizer),
+            settings.gradients,
+            accumulate=self._accumulate,
+            scaler=self._scaler,
+        )
+        loader = self._loader(train_loader, shard=settings.shard)
+        self._epochs.go_on(train_loader, loader)
+        watchdog = Watchdog(self.environment, settings.step_timeout_s)
+        hooks = FitHooks(
+            settings,
+            optimizer_step,
+            self._run_step(),
+            self._validation(settings, watchdog),
+            train=loader,
+            after_epoch=save,
+        )
+        targets = classify_state(
+            session,
+            settings.state,
+            prepared=self._prepared.get,
+            scaler=self._scaler,
+            models={"model": model},
+            optimizers={"optimizer": optimizer_step.optimizer},
+            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler},
+        )
+        loop = build_loop(
+            session,
+            replace(settings, backend=self.selection.chosen.name),
+            targets,
+            loader,
+            hooks=hooks,
+            watchdog=watchdog,
+            logs=logs,
+            optimizer_step=optimizer_step,
+        )
+        self._may_step = True
+        try:
+            return train(loop, hooks)
+        finally:
+            self._may_step = False
+            self._epochs.note(train_loader, loader)
+
+    def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> "Validation | None":
+        from tp_trainer._metrics._evaluation import Validation
+
+        loaders = {
+            name: self._loader(loader, shard=settings.shard, training=False)
+            for name, loader in settings.val_loaders().items()
+        }
+        if not loaders:
+            return None
+        return Validation(
+            run=watchdog.watch(self._run_step()),
+            step=settings.val_step or settings.step,
+            loaders=loaders,
+            metrics=settings.metrics,
+        )
+
+    @contextmanager
+    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Iterator[Callable[[], None]]:
+        """Yield what saves the model after every epoch, if there is a place that can be written to.
+
+        Raises:
+            ConfigError: ``path`` is not a path, or another run's.
+            OSError: No file can be written there; on every rank.
+
+        Collectives: one broadcast, if there is a path.
+        """
+        if path is None:
+            yield lambda: None
+            return
+        from tp_trainer._checkpoint._model_files import own_place, save_model
+
+        with own_place(self.session, path):
+            place = Path(path).absolute()  # wherever the process goes meanwhile
+            yield lambda: save_model(self.session, self._prepare_model(model), place)
+
+    def loop(
+        self,
+        batches: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        state: dict[str, Any] | None = None,
+        validate: Callable[[], Mapping[str, float]] | None = None,
+        steps_per_epoch: int | None = None,
+        max_steps: int | None = None,
+        max_time: float | str | None = None,
+        val_every_steps: int | None = None,
+        sanity_val_batches: int = 0,
+        overfit_batches: int | None = None,
+        restart_stream: bool = False,
+        step_timeout_s: float | None = None,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        callbacks: Iterable["Callback | str"] = (),
+        log: "LogSpec" = None,
+        log_every_steps: int = 50,
+        hyperparameters: Mapping[str, Any] | None = None,
+        shard: bool = True,
+    ) -> "Loop":
+        """Return the loop that :meth:`fit` is built on, for custom training.
+
+        Args:
+            batches: The loader, prepared or not.
+            epochs: How often to go through it; once by default, or until another limit is reached.
+            state: What is saved and restored, by name: prepared models, their optimizers and schedulers,
+                anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
+                are put back into this dict.
+            validate: Returns the results of a validation, as :meth:`evaluate` does; called after every epoch.
+                Those that are numbers are known as ``"val_..."`` to checkpoints and callbacks.
+            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
+            max_steps: After how many optimizer steps the run ends, those before a resume included; a step is
+                as many batches as the trainer accumulates.
+            max_time: For how long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Validate after so many optimizer steps, too.
+            sanity_val_batches: Above 0, try the validation once before the first step.
+            overfit_batches: Train on so many batches alone, the same ones in every epoch.
+            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
+            step_timeout_s: As in :meth:`fit`.
+            checkpoint: As in :meth:`fit`; what it saves is ``state``, and how far the run is.
+            resume: As in :meth:`fit`.
+            callbacks: What takes part in the run, or names of installed ones.
+            log: As in :meth:`fit`; it gets what ``loop.log(...)`` is given.
+            log_every_steps: After how many optimizer steps that is read from the device and written.
+            hyperparameters: As in :meth:`fit`.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            A context manager, and an iterator over the batches of all epochs.
+
+        Raises:
+            ConfigError: An argument has a wrong value.
+            LoaderError: The loader has no length, or cannot be split over the ranks.
+            DisagreementError: Ranks were given different things.
+
+        Example:
+            >>> with trainer.loop(loader, epochs=10, state={"model": model, "optimizer": optimizer}) as loop:
+            ...     for batch in loop:
+            ...         optimizer.zero_grad()
+            ...         loss = trainer.run(step, model, batch)
+            ...         trainer.backward(loss)
+            ...         optimizer.step()
+            ...         loop.log(loss=loss)  # doctest: +SKIP
+        """
+        from tp_trainer._running._custom_loop import CustomLoopHooks
+        from tp_trainer._running._limits import Limits
+        from tp_trainer._running._loop import build_loop, classify_state
+        from tp_trainer._running._settings import LoopSettings, check_state
+        from tp_trainer._running._watchdog import Watchdog
+
+        check_loader("batches", batches)
+        settings = LoopSettings(
+            limits=Limits(
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                max_steps=max_steps,
+                max_time=max_time,
+                val_every_steps=val_every_steps,
+                sanity_val_batches=sanity_val_batches,
+                overfit_batches=overfit_batches,
+                restart_stream=restart_stream,
+            ),
+            validates=validate is not None,
+            step_timeout_s=step_timeout_s,
+            checkpoint=checkpoint,
+            resume=resume,
+            state=check_state(state),
+            events=self._events(callbacks),
+            log=log,
+            log_every_steps=log_every_steps,
+            hyperparameters=hyperparameters,
+            accumulate=self._accumulate,
+            progress=self.progress,
+        )
+        if validate is not None and not callable(validate):
+            msg = f"validate must be a function that returns numbers by name, got {type(validate).__name__}"
+            raise ConfigError(msg)
+        self._open(by="loop()")
+        train = self._loader(batches, shard=shard, watched=True)
+        optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
+        return build_loop(
+            self.session,
+            replace(settings, backend=self.selection.chosen.name),
+            classify_state(self.session, settings.state, prepared=self._prepared.get, scaler=self._scaler),
+            train,
+            hooks=CustomLoopHooks(
+                self.session,
+                settings.events,
+                validate,
+                evaluating=self._evaluating_at,
+                sending=self._sending_steps,
+            ),
+            watchdog=Watchdog(self.environment, settings.step_timeout_s),
+            logs=self._plan_log(settings, optimizers),
+        )
+
+    @contextmanager
+    def _evaluating_at(self, boundaries: "StepBoundaries | None") -> Iterator[None]:
+        """Have evaluations cut short at boundaries meanwhile, where a signal has come."""
+        self._boundaries = boundaries
+        try:
+            yield
+        finally:
+            self._boundaries = None
+
+    @contextmanager
+    def _sending_steps(self, events: "ManualStepEvents") -> Iterator[None]:
+        """Send the events of the steps that are made meanwhile; loops may be open within one another."""
+        before, self._step_events = self._step_events, events
+        try:
+            yield
+        finally:
+            self._step_events = before
+
+    def _events(self, callbacks: Iterable["Callback | str"]) -> "Events":
+        from tp_trainer._running._callbacks import find_callbacks
+        from tp_trainer._running._events import Events
+
+        return Events(*find_callbacks(callbacks, self._lazy.plugins))
+
+    def _plan_log(self, settings: "LoopSettings", optimizers: Iterable[Optimizer]) -> "RunLog":
+        from tp_trainer._running._log import of_optimizer, plan_log
+
+        checkpoints, limits = settings.checkpoints(), settings.limits
+        known = {
+            "epochs": limits.epochs,
+            "max_steps": limits.max_steps,
+            "precision": self._precision,
+            "accumulate": self._accumulate,
+            "seed": self._seed,
+            "world_size": self.session.world_size,
+            "backend": self.selection.chosen.name,
+        }
+        for optimizer in optimizers:
+            known |= of_optimizer(optimizer)
+        return plan_log(
+            self.session,
+            settings.log,
+            plugins=self._lazy.plugins,
+            every_steps=settings.log_every_steps,
+            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
+            selection=self.selection,
+            hyperparameters={**known, **as_hyperparameters(settings.hyperparameters)},
+        )
+
+    # -- the steps of custom loops: forward, backward, update -----------------------------------
+
+    def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
+        """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
+
+        Under the trainer's precision, and on every device of this process at once, each with its part of
+        the batch, where the backend has several.
+
+        Args:
+            step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples. It
+                gets the models with their own methods and attributes.
+            *models_and_batch: The prepared models, and the batch as a prepared loader yielded it, or a tuple
+                of batches of several loaders where the backend does not run the step on parts.
+
+        Returns:
+            What the step returned, for the whole of this rank's batch, to be given to :meth:`backward`.
+
+        Raises:
+            ConfigError: There is no model, or no batch after the models.
+        """
+        *models, batch = models_and_batch or (None,)
+        if not models or isinstance(batch, nn.Module):
+            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
+            raise ConfigError(msg)
+        try:
+            if len(models) == 1:
+                if self._run is None:
+                    self._run = self._run_step()
+                output = self._run(step, self._prepare_model(models[0]), batch)
+            else:
+                run = in_precision(self.session.run_several, self._precision, self.device)
+                output = run(step, list(map(self._prepare_model, models)), batch)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
+        if self._shares is not None and torch.is_grad_enabled():
+            self._shares.note_loss(output, batch)
+        return output
+
+    def backward(
+        self,
+        loss: StepOutput,
+        *,
+        weight: float | Tensor | None = None,
+        total: float | None = None,
+        batch: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of ``loss`` over the global batch to the parameters.
+
+        A loss is a mean over the samples of its batch, or over as many units as its weight says. How many
+        samples each rank has of the batch is known if the loss is what :meth:`run` returned, and else that
+        of the prepared loader which is being iterated. With "fp16-mixed" the loss is scaled, and
+        :meth:`update` makes the step.
+
+        Args:
+            loss: This rank's loss, or what a step returned: a dict with "loss", and maybe "weight".
+            weight: Over how many units the loss is a mean on this rank. One of 0 counts as nothing, and
+                the loss may then be NaN.
+            total: How many units there are on all ranks, and in all batches of the optimizer step, where
+                that is known already.
+            batch: Which batch the loss is of, where several loaders are iterated at once.
+            retain_graph: Whether another loss goes back through the same graph after this one.
+            create_graph: Whether the gradients are to be differentiated in turn.
+
+        Raises:
+            ConfigError: No model was prepared.
+            StepError: The loss or its weight is none; or it can be of several batches that lie differently
+                on the ranks.
+
+        Collectives: those of `Session.backward`; before them an all-reduce of one number, if there is a
+        weight and no total.
+        """
+        if not isinstance(loss, Tensor) or loss.dim():
+            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            loss = loss_of(loss, training=True)
+        session, shares = self._lazy.current, self._shares
+        if session is None:
+            msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
+            raise ConfigError(msg)
+        if shares is not None:
+            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+            if share is not session.share:
+                session.take_share(share)
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
+        try:
+            if weight is None:
+                scaled = loss if scale == 1.0 else loss * scale
+                if graph:
+                    session.backward(scaled, **graph)
+                else:
+                    session.backward(scaled)
+            else:
+                share = session.share
+                units = read_weight(weight) if share is None or share.samples else 0.0
+                total = total_weight(session, units) if total is None else read_weight(total, name="total")
+                add_whole(session, loss, units, total=total, scale=scale, **graph)
+        except (RuntimeError, MemoryError) as error:
+            tell_why(error, lambda: self.selection)
+            raise
+        if not self._has_run_backward:
+            self._has_run_backward = True
+            parameters = [p for model in self._prepared for p in model.parameters()]
+            if not any(map(is_dtensor, parameters)):  # they get gradients when those are reduced
+                tell_of_no_gradients(parameters, whose="any prepared model")
+        if self._step_events is not None:
+            self._step_events.backward_end()
+
+    def global_loss(
+        self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None
+    ) -> Tensor:
+        """Return the loss of the global batch, the same on every rank, without gradients.
+
+        What the closure of an optimizer returns: LBFGS decides by it how many passes it makes, which has to
+        be the same on all ranks.
+
+        Args:
+            loss: As for :meth:`backward`.
+            weight: As for :meth:`backward`.
+            batch: As for :meth:`backward`.
+
+        Raises:
+            StepError: As in :meth:`backward`.
+
+        Collectives: one all-reduce of two numbers over the data ranks, if there are several.
+        """
+        if not isinstance(loss, Tensor) or loss.dim():
+            weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
+            loss = loss_of(loss, training=False)
+        session, shares = self.session, self._shares
+        session.check_in_step("global_loss()")
+        share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+        loss = loss.detach().reshape(())
+        if session.data_size == 1:
+            return loss
+        samples = 1 if share is None else share.samples
+        units = samples if weight is None or not samples else read_weight(weight)
+        is_sum = session.job.loss == "sum"
+        mine = loss.double() * (1 if is_sum else units) if units else loss.new_zeros((), dtype=torch.float64)
+        sums = session.reduce(torch.stack([mine, torch.full_like(mine, units)]), "sum")
+        return (sums[0] if is_sum else sums[0] / sums[1]).to(loss.dtype)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which a custom loop computes the loss, by the trainer's precision."""
+        context = autocast(self._precision, self.device)
+        return nullcontext() if context is None else context()
+
+    def update(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> bool:
+        """Make an optimizer step in a custom loop: unscale, clip, check, step.
+
+        Args:
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            clip_norm: The largest global norm of the gradients, or ``None``.
+            clip_value: The largest magnitude of an element of them, or ``None``.
+
+        Returns:
+            Whether the step was made; with "fp16-mixed" one whose gradients overflowed is left out,
+            on all ranks.
+
+        Raises:
+            ConfigError: A limit is not above 0.
+            NonFiniteLossError: The gradients are NaN or infinite.
+
+        Collectives: those of the session's ``clip_grad_norm``, if gradients are clipped or looked at.
+        """
+        check_optimizer("update()", optimizer)
+        prepared = self._prepare_model(model)
+        rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
+        update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
+        events = self._step_events
+        if events is not None and events.has_step_event:
+            update.tell(events.optimizer_step)
+            events.is_sent = True
+        self._may_step = True
+        try:
+            return update.finish()
+        except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
+            tell_why(error, lambda: self.selection)
+            raise
+        finally:
+            self._may_step = False
+            if events is not None:
+                events.is_sent = False
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which gradients are added up without being reduced over ranks.
+
+        For all but the last batch of an optimizer step; nothing is exchanged by :meth:`backward` meanwhile.
+
+        Args:
+            model: The prepared model.
+
+        Raises:
+            ConfigError: The backend was told that the graph is static, and cannot do it then.
+        """
+        prepared = self._prepare_model(model)
+        return self.session.no_sync(prepared)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``; return the norm before.
+
+        With "fp16-mixed" the gradients are still scaled here: clip by :meth:`update` there.
+
+        Args:
+            model: The prepared model.
+            max_norm: The largest L2 norm of all gradients together; with ``inf`` nothing is scaled.
+
+        Returns:
+            The norm before scaling, a scalar tensor that is equal on all ranks.
+
+        Collectives: those of `Session.clip_grad_norm`.
+
+        Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
+        """
+        prepared = self._prepare_model(model)
+        return self.session.clip_grad_norm(prepared, max_norm)
+
+    # -- evaluation, predictions, gathered rows -------------------------------------------------
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        loader: Iterable[Any] | Mapping[str, Iterable[Any]],
+        *,
+        step: Step,
+        metrics: "Mapping[str, Metric] | None" = None,
+        shard: bool = True,
+    ) -> dict[str, Any]:
+        """Return the means of what ``step`` returns over the samples of ``loader``, and metrics, by name.
+
+        Each sample, or unit of the step's weights, counts once, whatever the number of ranks and the
+        size of the last batch. Training goes on afterwards as if nothing had been.
+
+        Args:
+            model: The plain model, or the prepared one.
+            loader: Yields the batches. Of several, by name, the results are named "name/...".
+            step: ``step(model, batch)`` returns the loss, or a dict of numbers to be averaged, with or
+                without "loss". Under a metric's name it returns the arguments of its ``update``: a tuple, a
+                dict, or one value, which are not averaged.
+            metrics: Objects with ``update``, ``compute`` and ``reset``, by name: of torchmetrics, torcheval,
+                or :class:`FunctionMetric`. Each is fed with all samples in the order of the data, on every
+                rank alike, and is left as it is then.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            Means and numbers of metrics as floats, larger results of metrics as tensors on
+            the CPU; nothing for a loader without samples.
+
+        Raises:
+            ConfigError: The model, a loader, the step, a metric or a name cannot be used.
+            LoaderError: A loader cannot be split over the ranks.
+            StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
+                raised an error.
+        """
+        from tp_trainer._metrics._evaluation import evaluate, named_loaders
+        from tp_trainer._metrics._metric import check_metrics
+
+        check_model("evaluate()", model)
+        check_callable("step", step)
+        loaders, checked = named_loaders("loader", loader), check_metrics(metrics)
+        for each in loaders.values():
+            check_loader("loader", each)
+        model = self._prepare_model(model)
+        results: dict[str, Any] = {}
+        for prefix, each in loaders.items():
+            batches = self._loader(each, shard=shard, training=False)
+            epoch = batches.next_epoch
+            try:
+                run = self._run_step()
+                cut = self._boundaries
+                found = evaluate(self.session, run, step, model, batches, checked, boundaries=cut)
+            finally:
+                batches.set_epoch(epoch)
+            if not found and self.is_main:
+                log.warning(
+                    "evaluate() has no result: the loader has yielded no sample; an iterator, such as a "
+                    "generator, is gone through once"
+                )
+            results |= {prefix + name: value for name, value in found.items()}
+        return results
+
+    def predict(
+        self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
+    ) -> "Predictions":
+        """Return what ``step`` returns for the samples of ``loader``, in their order and each once.
+
+        Args:
+            model: The plain model, or the prepared one. It is in evaluation mode and records no gradients.
+            loader: Yields the batches.
+            step: ``step(model, batch)`` returns values with a row for each sample of the batch: tensors,
+                arrays or lists, alone or in dicts and tuples.
+            shard: Whether the loader is split over the data ranks.
+
+        Returns:
+            What iterates over pieces of the predictions, on every rank; or call its ``collect()`` or
+            ``save(path)``.
+
+        Raises:
+            ConfigError: The model, the loader or the step cannot be used.
+            LoaderError: The loader cannot be split over the ranks.
+
+        Example:
+            >>> def step(model, batch):
+            ...     return {"class": model(batch[0]).argmax(1)}
+            >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
+        """
+        from tp_trainer._metrics._evaluation import Predictions
+
+        check_model("predict()", model)
+        check_loader("loader", loader)
+        check_callable("step", step)
+        model = self._prepare_model(model)
+        batches = self._loader(loader, shard=shard, training=False)
+        run = self._run_step()
+        return Predictions(self.session, run, step, model, batches, boundaries=lambda: self._boundaries)
+
+    def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
+        """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
+
+        Of a rank that has a stand-in in place of a sample nothing is taken.
+
+        Args:
+            value: A tensor whose first dimension goes over the samples of this rank's batch, or a dict,
+                list or tuple of such. A scalar is one row.
+            batch: Which batch it is of, where several loaders are iterated at once.
+
+        Returns:
+            The same with the rows of all ranks, in the order of the global batch, without gradients.
+
+        Raises:
+            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known;
+                or this is a step, or the forward of a model, that has one device's part of the batch.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
+        """
+        session, shares = self._open(by="gather_for_metrics()"), self._shares
+        session.check_in_step("gather_for_metrics()")
+        is_nothing = shares is not None and shares.holds_nothing(batch)
+        from tp_trainer._steps._loaders import gather_rows
+
+        return gather_rows(session, value, is_nothing=is_nothing)
+
+    def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
+        """Return the rows of all data ranks and devices, with gradients: for losses that compare samples.
+
+        To be called in a step or in a custom loop, on all ranks alike. A loss that every rank computes
+        from all rows, the same on all of them, then has the gradient of one device on the whole batch.
+
+        Args:
+            rows: Of this rank's samples, (samples, ...).
+            batch: Which batch they are of, where several loaders are iterated at once in a custom loop.
+
+        Returns:
+            The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
+
+        Raises:
+            StepError: The backend runs the step or the model's forward on parts of the batch, and this is not
+                such a step, or is such a forward; or not all parts take part; or there are no rows; or a rank
+                without a sample does not take part.
+            DisagreementError: The ranks' tensors differ in more than their first dimension.
+
+        Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
+        all-reduce.
+        """
+        session = self.session
+        session.check_in_step("all_gather()", may_meet=True)
+        from tp_trainer._steps._loaders import gather_with_gradients, has_nothing
+
+        return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))
+
+    # -- models in files ------------------------------------------------------------------------
+
+    def save_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write the model's state, with the plain model's names; call it on every rank.
+
+        A crash while it is written leaves the old file as it was.
+
+        Raises:
+            OSError: The file cannot be written; on every rank.
+
+        Collectives: the backend's gathering of the state, one broadcast.
+        """
+        from tp_trainer._checkpoint._model_files import save_model
+
+        prepared = self._prepare_model(model)
+        save_model(self.session, prepared, path)
+
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None) -> None:
+        """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
+
+        So are weights that :meth:`export` wrote, or another program: a safetensors file, an index of several,
+        or their folder; and the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
+
+        Args:
+            model: The model.
+            path: The file or folder.
+            name: Which model of a checkpoint that has several: as it was called in ``state={...}``.
+
+        Raises:
+            ConfigError: ``name`` is given for what is not the checkpoint of several models.
+            FileNotFoundError: The file does not exist.
+            StateError: The file is damaged, or is of another model; the model is untouched.
+        """
+        from tp_trainer._checkpoint._model_files import load_model
+
+        prepared = self._prepare_model(model)
+        load_model(self.session, prepared, path, name=name)
+
+    def export(
+        self, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
+    ) -> None:
+        """Write the weights as safetensors files, which are loaded without tp; call it on every rank.
+
+        ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it into the plain model. Tied
+        weights are written under each of their names. A crash while it is written leaves the old file
+        as it was. One tensor at a time is whole in memory, if the backend splits them.
+
+        Args:
+            model: The model.
+            path: The file, ``model.safetensors``.
+            max_file_nbytes: The largest size of a file in bytes, from which on there are several, such as
+                ``model-00001-of-00003.safetensors``, and an index, as Hugging Face's libraries have it.
+
+        Raises:
+            ConfigError: There are several files, and ``path`` does not end in ".safetensors".
+            OSError: A file cannot be written; on every rank.
+            StateError: The model's state holds something that is not a tensor.
+
+        Collectives: the backend's gathering of the state, one broadcast.
+        """
+        prepared = self._prepare_model(model)
+        from tp_trainer._checkpoint._model_files import export_model
+
+        export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
+
+    # -- what all of them need ------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Session | None:
+        return self._lazy.current
+
+    def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
+        def add_memory(job: Job) -> Job:
+            from tp_trainer._memory import _work
+
+            return _work.add_memory(job, work or _work.Work())
+
+        is_open = self._lazy.current is not None
+        session = self._lazy.open(*models, by=by, estimate=add_memory)
+        if not is_open and session.data_size > 1:
+            self._shares = BatchShares(session)
+            if self._seed is not None:
+                # Models are made alike on all ranks; dropout and augmentation must not be.
+                seed_everything(self._seed + session.data_rank * 1_000_003)
+        return session
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        """Prepare a model once; a prepared one is returned as it is."""
+        if model is not None and self._prepared_last() is model:  # as in every step of a custom loop
+            return model
+        check_model("the trainer", model)
+        prepared = self._prepared.get(model)
+        if prepared is None:
+            session = self._open(model, by="the preparation of a model")
+            if self._precision == "bf16-true":
+                model.to(torch.bfloat16)
+            prepared = session.prepare_model(model)
+            if self._compile:
+                session.compile_model(prepared)
+            # Both the user's own module and the prepared one are known from now on.
+            self._prepared[model] = self._prepared[prepared] = prepared
+            self._lazy.note_fitting(prepared)
+        self._prepared_last = weakref.ref(prepared)
+        return prepared
+
+    def _loader(
+        self, loader: Iterable[Any], *, shard: bool, training: bool = True, watched: bool = False
+    ) -> PreparedLoader:
+        """Prepare a loader; a prepared one is returned as it is.
+
+        Args:
+            loader: The loader.
+            shard: Whether it is split over the data ranks.
+            training: Whether it is to train on.
+            watched: Whether the trainer takes note of the shares of its batches, for custom loops.
+        """
+        if isinstance(loader, PreparedLoader):
+            return loader
+        prepared = self.session.prepare_loader(loader, training=training, shard=shard)
+        if watched and self._shares is not None:
+            self._shares.watch(prepared, training=training)
+        return prepared
+
+    def _run_step(self) -> RunStep:
+        """Return what runs a step in the trainer's precision; the session's own way where it can."""
+        return in_precision(self.session.run, self._precision, self.device)
+
+
+def _devices_here(
+    devices: DeviceSpec, environment: LaunchEnvironment, *, explicit: bool
+) -> tuple[torch.device, ...]:
+    """Return the devices of this process: under a launcher one of those of its host."""
+    found = resolve_devices(devices)
+    return (device_of_rank(found, environment, explicit=explicit),) if environment.is_distributed else found
