@@ -76,10 +76,6 @@ class Batching:
         """Make a batch of ``items``."""
         return (self.collate or collate)(items)
 
-    def split(self, answer: Any, n_items: int) -> list[Any]:
-        """Take the answer to a batch apart into one result for each item."""
-        return separate(answer, n_items)
-
 
 class _PickledFunction:
     """A pickled function, loaded by its first call: a failure to load it is then a failure of an item."""

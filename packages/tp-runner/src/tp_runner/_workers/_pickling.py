@@ -80,6 +80,19 @@ LARGE = 64 << 10
 """Buffers of at least so many bytes are kept apart."""
 
 
+def large_buffers_into(buffers: list[memoryview], large: int) -> Callable[[pickle.PickleBuffer], bool]:
+    """Return a pickler's callback that puts buffers of ``large`` bytes into a list."""
+
+    def keep_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < large:
+            return True
+        buffers.append(raw)
+        return False
+
+    return keep_small
+
+
 def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
     """Pickle an object with cloudpickle; add its large buffers to ``buffers``, in order.
 
@@ -87,13 +100,6 @@ def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
     share it afterwards, too.
     """
     import cloudpickle
-
-    def keep_small(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < LARGE:
-            return True
-        buffers.append(raw)
-        return False
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_reducers_of_multiprocessing())
@@ -103,7 +109,7 @@ def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
         storages: dict[int, _Storage] = {}
         Pickler.dispatch_table[tensor] = lambda value: _reduce_tensor(value, storages)
     stream = io.BytesIO()
-    Pickler(stream, protocol=5, buffer_callback=keep_small).dump(obj)
+    Pickler(stream, protocol=5, buffer_callback=large_buffers_into(buffers, LARGE)).dump(obj)
     return stream.getvalue()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_runner._batching import NOT_AWAITED, Batching, refuse_async
+from tp_runner._batching import NOT_AWAITED, Batching, refuse_async, separate
 from tp_runner._cfg import copy_cfg
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._item import Task, seed_generators
@@ -93,7 +93,7 @@ def _run_batches(
             answer = work(batching.join(part))
             if type(answer) in _UNAWAITED:
                 raise _not_awaited(answer)
-            results += batching.split(answer, len(part))
+            results += separate(answer, len(part))
         except BaseException as error:
             if _is_interrupt(error):
                 raise
@@ -254,7 +254,7 @@ def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
 
     def work_on_batch(items: list[Any]) -> list[Any]:
         good = [item for item in items if not isinstance(item, ItemError)]
-        results = iter(batching.split(function(batching.join(good)), len(good)) if batching and good else ())
+        results = iter(separate(function(batching.join(good)), len(good)) if batching and good else ())
         return [item if isinstance(item, ItemError) else next(results) for item in items]
 
     return work if batching is None else work_on_batch

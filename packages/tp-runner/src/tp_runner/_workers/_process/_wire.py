@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tp_runner._workers._pickling import is_plain_memory
+from tp_runner._workers._pickling import is_plain_memory, large_buffers_into
 
 # -- Classes and functions of the main module -------------------------------------------------
 #
@@ -276,7 +276,9 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
     stream = io.BytesIO()
     if not _Pickler.knows_torch and "torch" in sys.modules:
         _register_tensor_reducer()
-    pickler = (_Pickler if key_of is None else _KeyPickler)(stream, 5, buffer_callback=_collector(buffers))
+    pickler = (_Pickler if key_of is None else _KeyPickler)(
+        stream, 5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)
+    )
     pickler.key_of = key_of
     pickler.dump(obj)
     return stream.getvalue(), buffers
@@ -287,25 +289,14 @@ def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
     import cloudpickle
 
     buffers: list[memoryview] = []
-    return cloudpickle.dumps(obj, protocol=5, buffer_callback=_collector(buffers)), buffers
+    return cloudpickle.dumps(
+        obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)
+    ), buffers
 
 
 def unpack(payload: Any, buffers: Sequence[Any]) -> Any:
     """Undo :func:`pack`; arrays and tensors are views of ``buffers``."""
     return pickle.loads(payload, buffers=buffers)
-
-
-def _collector(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return what decides whether a buffer stays in the pickle, and keeps the others."""
-
-    def keep_small(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < OUT_OF_BAND:
-            return True
-        buffers.append(raw)
-        return False
-
-    return keep_small
 
 
 class _Pickler(pickle.Pickler):
