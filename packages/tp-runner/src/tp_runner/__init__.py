@@ -34,7 +34,7 @@ The way of an item, and the files that it passes::
         Run.next_finished                    in order, or as it comes
         |
         v
-    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _map
+    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _async_stream
 
 Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
 (``tp run``) by public names, and ``_ray``, whose ``RayFleet`` stands beside those above, by

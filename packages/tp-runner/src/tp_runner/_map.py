@@ -1,15 +1,9 @@
-"""Streams over the results of a pool, also asynchronous ones; `map`, which makes a pool of its own."""
+"""Streams over the results of a pool, plain or with a progress bar; `map`, which makes a pool of its own."""
 
-import asyncio
 import contextlib
-import copy
-import weakref
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, Unpack, cast, overload
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
-from tp_core.errors import TpError
 from tp_core.internal import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
@@ -18,156 +12,11 @@ from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, length_of
 from tp_runner._stream import OpenRun, ResultStream
 from tp_runner._workers._work import FunctionProgram
-from tp_runner.errors import ItemError, RunCancelledError, RunnerClosedError
+from tp_runner.errors import ItemError, RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
     from tp_core.internal import Progress
-
-
-_END_S = 5.0
-
-
-class _OpenStream(NamedTuple):
-    executor: ThreadPoolExecutor
-    chunks: Generator[list[Any], None, None]
-    cancel: Callable[[float | None], None]
-
-
-class AsyncResultStream(AsyncIterator[Any]):
-    """The results of one run of a pool, for ``async for``.
-
-    The run begins when the first result is asked for. It has ended as soon as the stream is exhausted,
-    closed or dropped, or the task that waits for a result is cancelled. (An
-    asynchronous generator that is left early ends at a moment of the event loop's choice, or never.)
-
-    Args:
-        pool: Works on the items.
-        items: What to work on.
-        progress: Whether to show a progress bar.
-    """
-
-    def __init__(
-        self, pool: "RunnerPool", items: Iterable[Any] | AsyncIterable[Any], *, progress: bool
-    ) -> None:
-        self._pool = pool
-        self._items = items
-        self._progress = progress
-        self._ready: deque[Any] = deque()
-        self._open: _OpenStream | None = None
-        self._has_ended = False
-        self._fetching = asyncio.Lock()
-        self._error: BaseException | None = None
-        self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # the tasks that have got that error
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        while not self._ready:
-            # Tasks may share it, as threads share a stream: one fetches, and all of them take.
-            async with self._fetching:
-                if self._ready:
-                    break
-                if self._has_ended:
-                    task = asyncio.current_task()
-                    if self._error is None or task in self._raised_in:
-                        raise StopAsyncIteration
-                    self._raised_in.add(task)
-                    raise copy.copy(self._error) if isinstance(self._error, TpError) else self._error
-                results = await self._next_results()
-                if results is None:
-                    self._end()
-                else:
-                    self._ready.extend(results)
-        return self._ready.popleft()
-
-    async def aclose(self) -> None:
-        """End the call; what was not asked for yet is dropped."""
-        self._end()
-
-    def __del__(self) -> None:
-        self._end()
-
-    async def _next_results(self) -> list[Any] | None:
-        """Return neighboring results, or ``None`` at the end."""
-        if self._open is None:
-            self._open = self._begin()
-        step = self._open.executor.submit(next, self._open.chunks, None)
-        result = asyncio.wrap_future(step)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            self._open.cancel(None)
-            result.add_done_callback(_forget_error)
-            await _await_step(step, result)
-            self._end_with(RunCancelledError("the task that waited for this stream was cancelled"))
-            raise
-        except BaseException as error:
-            self._end_with(error)
-            raise
-
-    def _end_with(self, error: BaseException) -> None:
-        """End; no other task must take the end of a stream that failed for that of its results."""
-        self._error = error
-        self._raised_in.add(asyncio.current_task())
-        self._end()
-
-    def _begin(self) -> _OpenStream:
-        items, loop = self._items, asyncio.get_running_loop()
-        source = _iterate_async(items, loop) if isinstance(items, AsyncIterable) else items
-        run = self._pool.open_run(source)
-        chunks = run.chunks
-        if self._progress:
-            from tp_runner._progress import with_progress
-
-            chunks = with_progress(chunks, length_of(items), self._pool)
-        return _OpenStream(ThreadPoolExecutor(1, thread_name_prefix="tp-runner-async"), chunks, run.cancel)
-
-    def _end(self) -> None:
-        self._has_ended = True
-        self._ready.clear()
-        begun, self._open = self._open, None
-        if begun is None:
-            return
-        try:
-            begun.chunks.close()
-        except ValueError:  # an event loop that was closed has left the thread in it
-            begun.cancel(None)
-            begun.executor.submit(begun.chunks.close)
-        begun.executor.shutdown(wait=False)
-
-
-def _forget_error(result: "asyncio.Future[Any]") -> None:
-    """Look at the error of a call that was cancelled, which asyncio would report otherwise."""
-    if not result.cancelled():
-        result.exception()
-
-
-async def _await_step(step: "Future[Any]", result: "asyncio.Future[Any]") -> None:
-    """Wait until a call that was cancelled has noticed it, whatever else is cancelled meanwhile."""
-    with contextlib.suppress(TpError):
-        try:
-            await asyncio.shield(result)
-        except asyncio.CancelledError:  # the event loop is about to end; whoever comes next needs the pool
-            wait([step], _END_S)
-
-
-def _iterate_async(items: AsyncIterable[Any], loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
-    """Yield the items of an asynchronous iterator, from another thread than its loop's."""
-    iterator = aiter(items)
-
-    async def pull() -> tuple[bool, Any]:
-        try:
-            return True, await anext(iterator)
-        except StopAsyncIteration:
-            return False, None
-
-    while True:
-        there, item = asyncio.run_coroutine_threadsafe(pull(), loop).result()
-        if not there:
-            return
-        yield item
 
 
 T = TypeVar("T")

@@ -154,7 +154,7 @@ class _Runner:
         Raises:
             RunnerClosedError: The runner is closed.
         """
-        from tp_runner._map import AsyncResultStream
+        from tp_runner._async_stream import AsyncResultStream
 
         return AsyncResultStream(self._running(), items, progress=self._progress)
 
