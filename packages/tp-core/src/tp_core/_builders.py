@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_core._raised import raised_where
-from tp_core._suggestions import did_you_mean, file_meant
+from tp_core._messages import did_you_mean, file_meant, raised_where
 from tp_core.errors import ConfigError, ModelError, TpError
 
 __all__ = ["call_builder", "load_function"]

@@ -1,22 +1,108 @@
-"""The contract of a backend: it assesses a job, and opens a session that runs it."""
+"""The contract of a backend: it assesses a job (`Verdict`), and opens a session that runs it."""
 
 import abc
 import dataclasses
+import math
+import types
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
-from tp_core._contracts._option_values import check_option_types
-from tp_core._contracts._verdict import Verdict
+from tp_core._contracts._job import MemoryNeed
 from tp_core.errors import ConfigError
 
-if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
+if TYPE_CHECKING:
     from torch import nn
 
     from tp_core._contracts._job import Job
-    from tp_core._contracts._memory import MemoryNeed
     from tp_core._contracts._session import Session
 
-__all__ = ["Backend", "NoOptions"]
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of an ``assess()``: made by :meth:`fits` or :meth:`unfit`, never directly.
+
+    Attributes:
+        score: How well the candidate fits, higher is better; ``None`` when it does not fit.
+        reason: One sentence for people, without a full stop at its end.
+        remedy: What to install or change to be chosen, or to do better; may be empty.
+        memory: What the job needs on each device; ``None`` where that was not estimated.
+
+    Example:
+        >>> Verdict.fits(50, "one device").is_fit
+        True
+        >>> Verdict.unfit("needs 2 devices", remedy="devices=2").is_fit
+        False
+    """
+
+    score: float | None
+    reason: str
+    remedy: str = ""
+    memory: MemoryNeed | None = None
+
+    def __post_init__(self) -> None:
+        """Check it: an answer of another kind would end the selection for all."""
+        if self.score is not None:
+            _require_score(self.score)
+        if not isinstance(self.reason, str) or not self.reason:
+            msg = f"a verdict needs a reason: one sentence that tells a user why, got {self.reason!r}"
+            raise ConfigError(msg)
+        if not isinstance(self.remedy, str):
+            msg = f"the remedy of a verdict must be a string, got {self.remedy!r}"
+            raise ConfigError(msg)
+
+    @classmethod
+    def fits(cls, score: float, reason: str, *, remedy: str = "") -> Self:
+        """Return the verdict that the candidate can do the job; scores are by convention from 0 to 100.
+
+        Raises:
+            ConfigError: ``score`` is not a finite number, or ``reason`` is empty or no string.
+        """
+        _require_score(score)
+        return cls(float(score), reason, remedy)
+
+    @classmethod
+    def unfit(cls, reason: str, *, remedy: str = "") -> Self:
+        """Return the verdict that the candidate cannot do the job.
+
+        Raises:
+            ConfigError: ``reason`` is empty or no string.
+        """
+        return cls(None, reason, remedy)
+
+    def with_memory(self, need: MemoryNeed) -> Self:
+        """Return the verdict with what the job needs: unfit where that is more than is free."""
+        if not self.is_fit or need.fits:
+            return replace(self, memory=need)
+        return replace(self, score=None, reason=str(need), remedy=need.remedy, memory=need)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether memory alone is what the candidate does not fit for."""
+        return self.memory is not None and not self.memory.fits and self.reason == str(self.memory)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the candidate can do the job."""
+        return self.score is not None
+
+
+def _require_score(score: object) -> None:
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        msg = f"a score must be a finite number, got {score!r}"
+        raise ConfigError(msg)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +155,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Returns:
             The need; ``None`` where ``job.footprint`` is.
         """
-        from tp_core._contracts._whole_copies import need_of_copy
+        from tp_core._contracts._job import need_of_copy
 
         return None if job.footprint is None else need_of_copy(job, job.footprint)
 
@@ -121,3 +207,68 @@ class Backend(abc.ABC, Generic[OptionsT]):
         options = self.options_type(**given)
         check_option_types(options)
         return options
+
+
+# -- Values of options against the types of their fields ------------------------------------------
+
+
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "None",
+}
+
+
+def check_option_types(options: object) -> None:
+    """Make sure that fields of plain types have values of these types; a whole number is a number, too.
+
+    Fields of any other type, such as functions or what is only imported for typing, are left to who reads
+    them.
+
+    Args:
+        options: An instance of a dataclass.
+
+    Raises:
+        ConfigError: A value is of another type, or none of those that a ``Literal`` lists.
+    """
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]  # any dataclass
+        kinds = _plain_types(field.type)
+        value = getattr(options, field.name)
+        if kinds and not any(_is_of(value, kind) for kind in kinds):
+            wanted = " or ".join(dict.fromkeys(_WORDS.get(kind) or repr(kind) for kind in kinds))
+            msg = f"{type(options).__name__}({field.name}=...) must be {wanted}, got {value!r}"
+            raise ConfigError(msg)
+
+
+def check_above_zero(options: object, *names: str) -> None:
+    """Make sure that these options are ``None`` or finite numbers above 0.
+
+    Raises:
+        ConfigError: One is not; the message names it.
+    """
+    for name in names:
+        value = getattr(options, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < math.inf):
+            msg = f"{type(options).__name__}({name}=...) must be a finite number above 0, got {value!r}"
+            raise ConfigError(msg)
+
+
+def _plain_types(annotation: Any) -> list[Any]:
+    """Return the types, and the values of a ``Literal``, that are allowed; none where any is not plain."""
+    if get_origin(annotation) in {Union, types.UnionType}:
+        parts = [_plain_types(part) for part in get_args(annotation)]
+        return [kind for part in parts for kind in part] if all(parts) else []
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [annotation] if isinstance(annotation, type) and annotation in _WORDS else []
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if not isinstance(kind, type):  # a value of a Literal
+        return type(value) is type(kind) and value == kind
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -4,7 +4,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tp_core._contracts._verdict import Verdict
+from tp_core._contracts._backend import Verdict
 from tp_core._data._parts import Parts
 
 __all__ = ["CollateAdapter"]

@@ -4,7 +4,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from tp_core._contracts._verdict import Verdict
+from tp_core._contracts._backend import Verdict
 
 if TYPE_CHECKING:  # listing plugins must not import torch
     import torch

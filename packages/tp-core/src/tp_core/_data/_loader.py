@@ -2,19 +2,18 @@
 
 The order of the samples is a pure function of (seed, epoch): the sampler is asked for the epoch's
 batches inside a random state made of the two, which then goes back to what it was. So every rank
-sees the same batches, takes its share of each, and no rank has to tell another one how many
-samples it has.
+sees the same batches, takes its share of each, and no rank has to send another one its number of
+samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tp_core._data._batches import EpochBatches, Share
-from tp_core._data._counting import count_samples, has_fewer
-from tp_core._data._position import LoaderPosition
+from tp_core._data._batches import EpochBatches, Share, count_samples, has_fewer
 from tp_core._data._streams import Stream, split_stream, start
 from tp_core._data._user_loaders import (
     cannot_shard,
@@ -28,13 +27,11 @@ from tp_core._data._user_loaders import (
 )
 from tp_core.errors import LoaderError
 
-__all__ = ["PreparedLoader"]
-
 _NOTHING = object()
 _WHOLE_DATA = "tp splits the data over the ranks itself: give every rank the whole dataset, in the same order"
 
 
-class PreparedLoader(LoaderPosition):
+class PreparedLoader:
     """Yields one data rank's share of every batch of a loader, moved to its device.
 
     Each new iteration is the next epoch, unless :meth:`set_epoch` chose another. The loader that
@@ -303,3 +300,98 @@ class PreparedLoader(LoaderPosition):
                 samples = count_samples(batch)
                 self._on_share(Share(0 if mine is _NOTHING else samples, samples * self._size))
             yield batch if self._move is None else self._move(batch)
+
+    # -- where it stands, for a checkpoint ------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have an iteration go over all of a stream in this block; one that trains on it goes on after it."""
+        stream, number = self.stream, self.number
+        if stream is None or not self.goes_on:
+            yield
+            return
+        self.stream = own = stream.anew()
+        self.goes_on = False
+        try:
+            yield
+        finally:
+            own.close()
+            self.stream, self.goes_on, self.number = stream, True, number
+
+    def check_position(self) -> None:
+        """Make sure that a run could go on from a checkpoint in the middle of these batches.
+
+        Raises:
+            LoaderError: Only workers would know where a stream stands.
+        """
+        if self.stream is not None and self.goes_on:
+            self.stream.check_position()
+
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """Return where the loader stands, for :meth:`load_state_dict`.
+
+        Args:
+            batches: How many batches of the current epoch have been used; all that were yielded by default.
+        """
+        epoch = self._epoch - 1
+        if batches is None:
+            epoch, batches = (epoch, self.number + 1) if self._has_begun else (self._epoch, self._first)
+        state: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "batches": batches}
+        if self._batches is not None:
+            state["samples"] = sum(map(len, self._batches.order_of(epoch)[:batches]))
+            state["dataset"] = self._n_samples()
+            if not order_is_ours(self._batches.inner):
+                state["order"] = self._batches.digest_of(epoch)
+        elif self.stream is not None:
+            state["stream"] = self.stream.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> int:
+        """Make the next iteration go on from where a loader stood.
+
+        Batches of a ``DataLoader`` over a dataset with length are skipped by their indices: no
+        sample of them is read.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            replay: Read the batches before it again and drop them, where the loader has no other
+                way.
+
+        Returns:
+            How many batches of the epoch are done; another batch size makes another number.
+
+        Raises:
+            LoaderError: The loader can only be brought there by a replay; or the place is in the
+                middle of one of its batches; or of an epoch over another number of samples.
+        """
+        had, has = state.get("dataset"), self._n_samples()
+        if state.get("samples") and had != has:
+            msg = (
+                f"the dataset has {has} samples, and had {had} where it stood at sample {state['samples']} "
+                "of an epoch: their order is another one now; give the same data, or go on from the end "
+                "of an epoch"
+            )
+            raise LoaderError(msg)
+        self._seed, self._epoch, self._has_begun = state["seed"], state["epoch"], False
+        batches: int = state["batches"]
+        if self._batches is not None:
+            self._batches.seed = self._seed
+            self._first = batches = self._batches.find(
+                self._epoch, state.get("samples", 0), order=state.get("order")
+            )
+        elif self.stream is not None:
+            stream = state.get("stream") or state
+            self.stream.load_state_dict(
+                stream,
+                seed=self._seed,
+                epoch=self._epoch,
+                batches=batches,
+                replay=replay,
+                goes_on=self.goes_on,
+            )
+            self._first = batches
+        return batches
+
+    def _n_samples(self) -> int | None:
+        dataset = getattr(self.loader, "dataset", None)
+        return len(dataset) if isinstance(dataset, Sized) else None

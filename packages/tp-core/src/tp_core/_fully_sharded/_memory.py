@@ -14,8 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tp_core._contracts._job import Job
-from tp_core._contracts._memory import Footprint, MemoryNeed
+from tp_core._contracts._job import Footprint, Job, MemoryNeed
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
 

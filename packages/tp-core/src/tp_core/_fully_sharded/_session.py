@@ -10,11 +10,9 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._process_group_session import ProcessGroupSession
 from tp_core._contracts._session import StepOutput
-from tp_core._fully_sharded._given import sharded_modules
-from tp_core._fully_sharded._gradients import local_gradients
-from tp_core._fully_sharded._optimizers import check_optimizer, move_state
-from tp_core._fully_sharded._sharding import Sharding
-from tp_core._tensors._sharding import is_dtensor
+from tp_core._fully_sharded._optimizers import check_optimizer, local_gradients, move_state
+from tp_core._fully_sharded._sharding import Sharding, sharded_modules
+from tp_core._tensors._slices import is_dtensor
 from tp_core.errors import ConfigError, StepError
 
 __all__ = ["FullyShardedSession"]

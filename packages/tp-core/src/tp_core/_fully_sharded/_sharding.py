@@ -1,5 +1,6 @@
-"""How a model is sharded, and how a step runs on it."""
+"""How a model is sharded, how a step runs on it, and models that were sharded before they came here."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -12,19 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import StepOutput
-from tp_core._fully_sharded._given import sharded_modules
-from tp_core._fully_sharded._gradients import WholeParameters
+from tp_core._fully_sharded._optimizers import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
-from tp_core._fully_sharded._writes import WriteWatch
 from tp_core._tensors._deferred import initial_value, materialize
-from tp_core._tensors._sharding import is_dtensor
-from tp_core.errors import ModelError
+from tp_core._tensors._slices import check_no_first_fsdp, is_dtensor
+from tp_core.errors import ModelError, StepError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["Sharding"]
 
 _RUN = "_tp_run"
 """The method of a sharded model that calls its argument inside of what torch does around a forward pass."""
@@ -273,3 +270,150 @@ def _kept_whole(module: nn.Module) -> list[nn.Parameter]:
         return tiny
     most = max(elements, key=elements.__getitem__)
     return [*tiny, *(parameter for parameter in trained if parameter.dtype != most)]
+
+
+# -- Models that were sharded before they came to the backend ---------------------------------------
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that have been through ``fully_shard``, in the model's order."""
+    # Where nobody has imported it, nobody has used it; importing it takes long.
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    if torch_fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, torch_fsdp.FSDPModule)]
+
+
+def describe_given(model: nn.Module) -> str | None:
+    """Return what was done to a model that ``fully_shard`` has sharded; ``None`` for a plain one.
+
+    Raises:
+        ModelError: The model was sharded in a way that the backend cannot go on with.
+    """
+    check_no_first_fsdp(model)
+    modules = sharded_modules(model)
+    if not modules:
+        return None
+    given_mesh(model)
+    return f"taken over as fully_shard left it, with {len(modules)} module(s) sharded"
+
+
+def given_mesh(model: nn.Module) -> "DeviceMesh | None":
+    """Return the mesh that ``fully_shard`` has sharded a model over; ``None`` for a plain one.
+
+    Raises:
+        ModelError: There are several, or parameters split otherwise; or the mesh is not that of all ranks.
+    """
+    mesh: DeviceMesh | None = None
+    for name, parameter in model.named_parameters():
+        its: DeviceMesh | None = getattr(parameter, "device_mesh", None)
+        if its is None:
+            continue
+        if mesh is not None and its != mesh:
+            msg = (
+                f"the model's parameters lie on different meshes: {name!r} on {its}, others on {mesh}; "
+                "backend 'fsdp' takes over a model that fully_shard has sharded over one mesh, of all ranks"
+            )
+            raise ModelError(msg)
+        mesh = its
+        placements = parameter.placements  # type: ignore[attr-defined]  # a DTensor's
+        if any(p.is_shard() for p in placements[:-1]) or not placements[-1].is_shard():
+            msg = (
+                f"the model's {name!r} has the placements {placements}, which fully_shard alone does not "
+                "make; give the plain model, which backend 'fsdp' shards"
+            )
+            raise ModelError(msg)
+    return mesh
+
+
+# -- Weights that a forward pass writes, which would be lost with the gathered copy ---------------
+
+
+_WENT_BACK = (
+    "the step made a backward pass of its own (torch.autograd.grad, for a gradient penalty, say), after "
+    "which fully sharded parameters are shards again; take the backend 'ddp', whose ranks have whole ones"
+)
+
+
+class WriteWatch:
+    """Makes sure that the parameters of one unit are as they were when its forward pass ends.
+
+    Seen are writes that version counters count, data that is replaced, and in the first forward pass those
+    into ``.data``, too.
+
+    Args:
+        module: The unit, which is about to be sharded: what no unit within it has.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (f"{prefix}.{name}".lstrip("."), inner._parameters, name)
+            for prefix, inner in module.named_modules()
+            for name, parameter in inner._parameters.items()
+            if parameter is not None and not is_dtensor(parameter)
+        ]
+        self._class = type(module).__name__
+        self._before: list[tuple[int, int]] | None = None
+        self._sums: list[Tensor] | None = None
+        self._is_first = True
+
+    def hook(self, module: nn.Module) -> None:
+        """Watch each call of the unit: before it is sharded, so that torch drops the weights after it."""
+        module.register_forward_hook(self.after)
+
+    def hook_begin(self, module: nn.Module) -> None:
+        """The other end: after it is sharded, so that torch has gathered the weights before it."""
+        module.register_forward_pre_hook(self.begin)
+
+    def begin(self, *_: Any) -> None:
+        """Note what the parameters are, now that they are whole."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            self._before = None
+            return
+        self._before = self._now()
+        if self._is_first:
+            self._sums = self._sums_now()
+
+    def after(self, *_: Any) -> None:
+        """Make sure that they still are.
+
+        Raises:
+            StepError: One was written.
+        """
+        before, self._before = self._before, None
+        if before is None or torch.compiler.is_compiling():
+            return
+        now = self._now()
+        if len(now) != len(before):  # torch dropped what was gathered, as after a backward pass
+            raise StepError(_WENT_BACK)
+        changed = [a != b for a, b in zip(before, now, strict=True)]
+        if self._is_first and self._sums is not None:
+            sums = zip(self._sums, self._sums_now(), strict=True)
+            changed = [c or not a.equal(b) for c, (a, b) in zip(changed, sums, strict=True)]
+            self._is_first, self._sums = False, None
+        if not any(changed):
+            return
+        names = [name for name, row, key in self._places if _is_whole(row[key])]
+        msg = (
+            f"the forward pass wrote the parameter {names[changed.index(True)]!r} of the model's "
+            f"{self._class}, which each rank has gathered for this pass "
+            "alone: fully sharded, what is written is lost. Change weights between two steps, on what "
+            "model.parameters() gives then, compute the changed weight anew in each forward pass "
+            "(torch.nn.utils.parametrize), or take the backend 'ddp', also for a step that asks "
+            "torch.autograd.grad for gradients"
+        )
+        raise StepError(msg)
+
+    def _tensors(self) -> list[Tensor]:
+        return [row[key] for _, row, key in self._places if _is_whole(row[key])]
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(t._version, t.data_ptr()) for t in self._tensors()]
+
+    @torch.no_grad()
+    def _sums_now(self) -> list[Tensor]:
+        return [t.sum().nan_to_num() for t in self._tensors()]
+
+
+def _is_whole(tensor: Tensor | None) -> bool:
+    return tensor is not None and not is_dtensor(tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_core._fully_sharded._options import UnitRule
-from tp_core._tensors._written import check_no_max_norm
+from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
 
 __all__ = ["Units", "find_units"]

@@ -48,7 +48,7 @@ def write_tensors(
 
     Collectives: with ``together`` those of ``torch.distributed.checkpoint.save``.
     """
-    from tp_core._tensors._format import write
+    from tp_core._tensors._folder_format import write
 
     return write(tensors, Path(folder), group=group, together=together)
 
@@ -60,7 +60,7 @@ def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         FileNotFoundError: ``folder`` has no checkpoint.
         StateError: The folder's index is damaged.
     """
-    from tp_core._tensors._format import read_index
+    from tp_core._tensors._folder_format import read_index
 
     return _infos(read_index(Path(folder)))
 
@@ -89,7 +89,7 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
         StateError: A tensor is missing there, or has another shape; or a file is damaged. What has
             another name or shape is found before any target is touched.
     """
-    from tp_core._tensors._format import read_index, read_into
+    from tp_core._tensors._folder_format import read_index, read_into
 
     folder = Path(folder)
     index = read_index(folder)

@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from tp_core._suggestions import did_you_mean
+from tp_core._messages import did_you_mean
 from tp_core.errors import ContractError, TpError
 from tp_core.plugins import Command, Contribution, PluginRegistry, registry
 from tp_core.plugins._hooks import PluginInfo, describe

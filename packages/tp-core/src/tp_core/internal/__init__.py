@@ -7,19 +7,23 @@ from tp_core import _lazy
 if TYPE_CHECKING:
     from tp_core._builders import call_builder as call_builder
     from tp_core._builders import load_function as load_function
-    from tp_core._contracts._option_values import check_above_zero as check_above_zero
+    from tp_core._contracts._backend import check_above_zero as check_above_zero
+    from tp_core._data._batches import Envelope as Envelope
     from tp_core._data._batches import split_evenly as split_evenly
-    from tp_core._data._counting import Envelope as Envelope
-    from tp_core._data._cutting import cut_rows as cut_rows
-    from tp_core._data._cutting import is_array as is_array
-    from tp_core._data._cutting import join_cut as join_cut
-    from tp_core._data._cutting import length_along as length_along
+    from tp_core._data._rows import cut_rows as cut_rows
+    from tp_core._data._rows import is_array as is_array
+    from tp_core._data._rows import join_cut as join_cut
+    from tp_core._data._rows import length_along as length_along
     from tp_core._data._seeding import device_rng_state as device_rng_state
     from tp_core._data._seeding import kept_generators as kept_generators
     from tp_core._data._seeding import seed_everything as seed_everything
     from tp_core._data._seeding import seed_of as seed_of
     from tp_core._data._seeding import seeded as seeded
     from tp_core._data._seeding import set_device_rng_state as set_device_rng_state
+    from tp_core._data._step_outputs import SampleRows as SampleRows
+    from tp_core._data._step_outputs import backward_of_nothing as backward_of_nothing
+    from tp_core._data._step_outputs import join_rows as join_rows
+    from tp_core._data._step_outputs import row_count as row_count
     from tp_core._data._user_loaders import iterates_itself as iterates_itself
     from tp_core._devices._resolve import device_of_rank as device_of_rank
     from tp_core._devices._resolve import free_nbytes as free_nbytes
@@ -27,16 +31,17 @@ if TYPE_CHECKING:
     from tp_core._devices._tree import Container as Container
     from tp_core._devices._tree import PerType as PerType
     from tp_core._devices._tree import containers as containers
-    from tp_core._fully_sharded._given import describe_given as describe_given
-    from tp_core._fully_sharded._given import given_mesh as given_mesh
-    from tp_core._fully_sharded._gradients import total_shard_norm as total_shard_norm
     from tp_core._fully_sharded._memory import need_of_shards as need_of_shards
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
+    from tp_core._fully_sharded._optimizers import total_shard_norm as total_shard_norm
+    from tp_core._fully_sharded._optimizers import whole_matrix_optimizer as whole_matrix_optimizer
     from tp_core._fully_sharded._options import check_offload as check_offload
     from tp_core._fully_sharded._options import parameter_type as parameter_type
     from tp_core._fully_sharded._options import reduction_type as reduction_type
     from tp_core._fully_sharded._session import FullyShardedSession as FullyShardedSession
     from tp_core._fully_sharded._sharding import Sharding as Sharding
+    from tp_core._fully_sharded._sharding import describe_given as describe_given
+    from tp_core._fully_sharded._sharding import given_mesh as given_mesh
     from tp_core._fully_sharded._units import Units as Units
     from tp_core._fully_sharded._units import find_units as find_units
     from tp_core._launch._environment import available_cores as available_cores
@@ -51,14 +56,9 @@ if TYPE_CHECKING:
     from tp_core._launch._process_group import new_process_group as new_process_group
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
     from tp_core._lazy import lazy_exports as lazy_exports
-    from tp_core._raised import raised_where as raised_where
-    from tp_core._steps._optimizer_kinds import whole_matrix_optimizer as whole_matrix_optimizer
-    from tp_core._steps._outputs import SampleRows as SampleRows
-    from tp_core._steps._outputs import backward_of_nothing as backward_of_nothing
-    from tp_core._steps._outputs import join_rows as join_rows
-    from tp_core._steps._outputs import row_count as row_count
-    from tp_core._suggestions import did_you_mean as did_you_mean
-    from tp_core._suggestions import file_meant as file_meant
+    from tp_core._messages import did_you_mean as did_you_mean
+    from tp_core._messages import file_meant as file_meant
+    from tp_core._messages import raised_where as raised_where
     from tp_core._tensors._atomic import atomic_part as atomic_part
     from tp_core._tensors._atomic import showing_system_errors as showing_system_errors
     from tp_core._tensors._atomic import sync_folder as sync_folder
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from tp_core._tensors._ownership import Ownership as Ownership
     from tp_core._tensors._ownership import lock_file_of as lock_file_of
     from tp_core._tensors._ownership import run_in as run_in
-    from tp_core._tensors._sharding import check_initialized as check_initialized
-    from tp_core._tensors._sharding import is_dtensor as is_dtensor
+    from tp_core._tensors._slices import check_initialized as check_initialized
+    from tp_core._tensors._slices import is_dtensor as is_dtensor
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.replicas._random import is_random_op as is_random_op
@@ -81,10 +81,9 @@ else:
         __name__,
         {
             "tp_core._builders": ["call_builder", "load_function"],
-            "tp_core._contracts._option_values": ["check_above_zero"],
-            "tp_core._data._batches": ["split_evenly"],
-            "tp_core._data._counting": ["Envelope"],
-            "tp_core._data._cutting": ["cut_rows", "is_array", "join_cut", "length_along"],
+            "tp_core._contracts._backend": ["check_above_zero"],
+            "tp_core._data._batches": ["Envelope", "split_evenly"],
+            "tp_core._data._rows": ["cut_rows", "is_array", "join_cut", "length_along"],
             "tp_core._data._seeding": [
                 "device_rng_state",
                 "kept_generators",
@@ -93,16 +92,16 @@ else:
                 "seeded",
                 "set_device_rng_state",
             ],
+            "tp_core._data._step_outputs": ["SampleRows", "backward_of_nothing", "join_rows", "row_count"],
             "tp_core._data._user_loaders": ["iterates_itself"],
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],
-            "tp_core._fully_sharded._given": ["describe_given", "given_mesh"],
-            "tp_core._fully_sharded._gradients": ["total_shard_norm"],
             "tp_core._fully_sharded._memory": ["need_of_shards", "resolve_options"],
+            "tp_core._fully_sharded._optimizers": ["total_shard_norm", "whole_matrix_optimizer"],
             "tp_core._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "tp_core._fully_sharded._session": ["FullyShardedSession"],
-            "tp_core._fully_sharded._sharding": ["Sharding"],
+            "tp_core._fully_sharded._sharding": ["Sharding", "describe_given", "given_mesh"],
             "tp_core._fully_sharded._units": ["Units", "find_units"],
             "tp_core._launch._environment": ["available_cores", "check_process_count"],
             "tp_core._launch._output": [
@@ -119,10 +118,7 @@ else:
                 "rendezvous_store",
             ],
             "tp_core._lazy": ["lazy_exports"],
-            "tp_core._raised": ["raised_where"],
-            "tp_core._steps._optimizer_kinds": ["whole_matrix_optimizer"],
-            "tp_core._steps._outputs": ["SampleRows", "backward_of_nothing", "join_rows", "row_count"],
-            "tp_core._suggestions": ["did_you_mean", "file_meant"],
+            "tp_core._messages": ["did_you_mean", "file_meant", "raised_where"],
             "tp_core._tensors._atomic": [
                 "atomic_part",
                 "showing_system_errors",
@@ -131,7 +127,7 @@ else:
             ],
             "tp_core._tensors._digests": ["DIGESTS", "INDEX", "read_digests", "records_of"],
             "tp_core._tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
-            "tp_core._tensors._sharding": ["check_initialized", "is_dtensor"],
+            "tp_core._tensors._slices": ["check_initialized", "is_dtensor"],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._optimizers": ["is_zero_redundancy"],

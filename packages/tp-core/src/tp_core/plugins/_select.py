@@ -9,10 +9,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-from tp_core._contracts._backend import Backend
-from tp_core._contracts._job import Job
-from tp_core._contracts._memory import MemoryNeed
-from tp_core._contracts._verdict import Verdict
+from tp_core._contracts._backend import Backend, Verdict
+from tp_core._contracts._job import Job, MemoryNeed
 from tp_core.errors import ContractError, PluginError, SelectionError
 from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, describe
 from tp_core.plugins._isolation import call

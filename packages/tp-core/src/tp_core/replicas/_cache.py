@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tp_core._tensors._written import check_no_max_norm
+from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ModelError
 from tp_core.replicas._mirror import (
     OriginalBuffers,

@@ -13,8 +13,7 @@ from torch import Tensor
 from tp_core._tensors._atomic import showing_system_errors
 from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
 from tp_core._tensors._files import read_tensors, tensor_infos
-from tp_core._tensors._sharding import is_dtensor
-from tp_core._tensors._slices import TensorInfo, TensorSlice
+from tp_core._tensors._slices import TensorInfo, TensorSlice, is_dtensor
 from tp_core.errors import StateError
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor

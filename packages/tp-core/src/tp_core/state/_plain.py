@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_core._tensors._nested import leaves_in
+from tp_core._tensors._deferred import leaves_in
 from tp_core.errors import StateError
 
 # -- Plain values as JSON, and back as they were: tuples, sets, counters, keys that are not strings

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._tensors._sharding import is_dtensor
-from tp_core._tensors._slices import TensorInfo, TensorSlice
+from tp_core._tensors._slices import TensorInfo, TensorSlice, is_dtensor
 from tp_core.errors import StateError
 from tp_core.state._files import Cut, Place, StoredTensors, fill_from_whole, is_cut, slice_of
 from tp_core.state._optimizers import (

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tp_core._contracts._backend import Verdict
 from tp_core._contracts._collate import CollateAdapter
-from tp_core._contracts._verdict import Verdict
 from tp_core._data._parts import Parts
 from tp_core.testing._kit import DeclaredLimits
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 from torch.utils.data import DataLoader
 
-from tp_core._contracts._memory import MemoryNeed
-from tp_core._contracts._verdict import Verdict
+from tp_core._contracts._backend import Verdict
+from tp_core._contracts._job import MemoryNeed
 from tp_core._data._loader import PreparedLoader
 from tp_core.testing import _session_checks as sessions
 from tp_core.testing import _training_checks as training

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import Session, StepOutput
+from tp_core._data._step_outputs import LossReduction
 from tp_core._devices._resolve import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._steps._outputs import LossReduction
 from tp_core.errors import ConfigError
 from tp_core.testing._ranks import run_ranks
 

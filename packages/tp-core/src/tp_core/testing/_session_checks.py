@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tp_core._contracts._memory import Footprint
+from tp_core._contracts._job import Footprint
 from tp_core._contracts._session import Session
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._process_group import join_process_group

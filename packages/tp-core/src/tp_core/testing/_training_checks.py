@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tp_core._contracts._session import Session
+from tp_core._data._step_outputs import LossReduction
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._steps._outputs import LossReduction
 from tp_core.errors import StepError
 from tp_core.testing._kit import (
     ConformanceKit,

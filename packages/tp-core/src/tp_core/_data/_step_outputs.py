@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from tp_core._data._cutting import join_cut, length_along, take_rows
 from tp_core._data._parts import Parts
+from tp_core._data._rows import join_cut, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
 
 # -- What a step returned for its samples, in rows that are joined and not averaged ---------------

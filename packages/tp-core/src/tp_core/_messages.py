@@ -1,12 +1,11 @@
-"""The name that was meant, at the end of a message about one that is not there."""
+"""Words of messages: the name that was meant, and an error of a user's code in one line."""
 
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = ["did_you_mean", "file_meant"]
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -29,3 +28,13 @@ def _closest(given: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # for messages alone: every worker process would wait for it
 
     return next(iter(get_close_matches(given, sorted(known), n=1)), None)
+
+
+def raised_where(error: BaseException) -> str:
+    """Return what was raised and where: ``"ValueError: no data (line 3 of train.py)"``."""
+    file, line = traceback.extract_tb(error.__traceback__)[-1][:2]
+    text = str(error)
+    if isinstance(error, SyntaxError):
+        file, line, text = error.filename or file, error.lineno or line, error.msg
+    said = " ".join(f"{type(error).__name__}: {text}".split()).rstrip(": ")
+    return f"{said} (line {line} of {file})"

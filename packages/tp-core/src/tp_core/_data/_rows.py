@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from tp_core.errors import ConfigError
 
-__all__ = ["cut_rows", "is_array", "join_cut", "length_along", "take_rows"]
-
 _LAYOUTS = (torch.strided, torch.jagged, torch.sparse_coo)
 
 

@@ -4,8 +4,6 @@ from torch import nn
 
 from tp_core.errors import ModelError
 
-__all__ = ["check_no_max_norm"]
-
 
 def check_no_max_norm(model: nn.Module, who: str) -> None:
     """Make sure that no embedding writes its weight while it looks rows up.

@@ -1,1 +1,0 @@
-"""What a training step returns, and the backward pass of one that counts as nothing."""
