@@ -71,7 +71,7 @@ def plugins_text():
             lines.append(f"{info.distribution}: {info.name}")
             lines += [
                 f"    {kind}: {', '.join(names)}"
-                for kind, names in sorted(plugins.brought(info.name).items())
+                for kind, names in sorted(plugins.contributions(info.name).items())
             ]
     return "\n".join(lines) + "\n"
 

@@ -24,8 +24,8 @@ PUBLIC = {
         PluginInfo PluginRegistry Pool
         Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
         Session Share StepOutput TensorSlice Verdict build_deferred combine_outputs count_samples hookimpl
-        initial_value is_deferred is_sharded join_process_group materialize need_of_copy read_weight registry
-        restore_order select split_weight
+        initial_value is_deferred is_sharded join_process_group materialize read_weight registry
+        replicated_memory restore_order select split_weight
     """,
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state
@@ -34,17 +34,18 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        DIGESTS INDEX KNOWN_BACKENDS LEFT_KEY Container Envelope FullyShardedSession NotebookOutput
-        Ownership PerType Progress SampleRows Sharding Units atomic_part available_cores
-        backward_of_nothing call_builder check_above_zero check_backend_name check_initialized
-        check_offload check_process_count containers cut_rows describe_given device_of_rank
-        device_rng_state did_you_mean file_meant find_units free_nbytes given_mesh
-        has_left in_notebook is_array is_dtensor is_random_op is_zero_redundancy iterates_itself
-        join_cut join_rows kept_generators lazy_exports length_along load_function lock_file_of move_module
-        need_of_shards new_process_group output_console parameter_type raised_where read_digests
-        records_of reduction_type rendezvous_store resolve_options row_count run_in seed_everything
-        seed_of seeded set_device_rng_state showing_system_errors shows_progress split_evenly
-        sync_folder total_shard_norm whole_matrix_optimizer write_atomically
+        DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container Envelope FullyShardedSession
+        NotebookOutput Ownership PerType Progress SampleRows Sharding Units atomic_part
+        available_cores call_builder cat_rows check_above_zero check_backend_name check_initialized
+        check_offload check_process_count containers describe_presharded device_of_rank
+        device_rng_state did_you_mean file_meant find_units free_nbytes has_exited in_notebook
+        is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports
+        length_along load_function lock_file_of move_module new_process_group output_console
+        parameter_type preserve_rng_state presharded_mesh raised_where read_digests records_of
+        reduction_type rendezvous_store resolve_options row_count run_in seed_everything seed_of
+        seeded set_device_rng_state sharded_memory showing_system_errors shows_progress split_evenly
+        split_rows sync_folder total_shard_norm whole_matrix_optimizer write_atomically
+        zero_backward
     """,
 }
 

@@ -59,7 +59,7 @@ class NoShares(IterableDataset):
 def stream(dataset, **options):
     options = {"batch_size": 2} | options
     loader = PreparedLoader(DataLoader(dataset, collate_fn=list, **options))
-    loader.goes_on = True
+    loader.continues_stream = True
     return loader
 
 
@@ -85,13 +85,13 @@ def test_a_stream_shorter_than_an_epoch_ends_with_it():
 
 def test_each_epoch_begins_anew_where_that_is_wanted():
     loader = stream(Numbers())
-    loader.goes_on = False
+    loader.continues_stream = False
     assert epochs(loader, 2, 2) == [[[0, 1], [2, 3]], [[100, 101], [102, 103]]]
 
 
 def test_two_iterations_at_once_are_their_own():
     loader = stream(Numbers())
-    loader.goes_on = False
+    loader.continues_stream = False
     first, second = iter(loader), iter(loader)
     assert [next(first), next(second), next(first)] == [[0, 1], [100, 101], [2, 3]]
 
@@ -154,7 +154,7 @@ def test_one_rank_leaves_a_stream_as_it_is_without_workers():
 def test_a_split_stream_goes_on_and_is_put_where_it_stood():
     def own():
         loader = PreparedLoader(DataLoader(Placed(20), batch_size=4, collate_fn=list), rank=1, size=2)
-        loader.goes_on = True
+        loader.continues_stream = True
         return loader
 
     whole = epochs(own(), 3, 3)
@@ -180,11 +180,11 @@ class Noisy(Numbers):
         return (number + torch.rand(()) for number in super().__iter__())
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_what_is_read_again_draws_nothing_from_the_generators_of_the_run(goes_on):
+@pytest.mark.parametrize("continues_stream", [False, True])
+def test_what_is_read_again_draws_nothing_from_the_generators_of_the_run(continues_stream):
     loaders = [PreparedLoader(DataLoader(Noisy(12), batch_size=2), seed=1) for _ in range(2)]
     for loader in loaders:
-        loader.goes_on = goes_on
+        loader.continues_stream = continues_stream
     batches = iter(loaders[0])
     for _ in range(3):
         next(batches)

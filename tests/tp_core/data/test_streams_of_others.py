@@ -27,7 +27,7 @@ def numbers(items):
 
 def prepared(loader, **options):
     found = PreparedLoader(loader, **options)
-    found.goes_on = True
+    found.continues_stream = True
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
-from tp_core.internal import need_of_shards, resolve_options
+from tp_core.internal import resolve_options, sharded_memory
 from tp_core.plugins import Footprint, Job, registry, select
 from tp_trainer import FsdpOptions
 
@@ -66,7 +66,7 @@ def make_job(free, *, device="cuda:0", footprint=FOOTPRINT, **values):
 
 def need_of(**options):
     job = make_job(None)
-    return need_of_shards(job, FsdpOptions(**options), ranks=4).total
+    return sharded_memory(job, FsdpOptions(**options), ranks=4).total
 
 
 def way_of(free, **values):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import recursive_to
 from tp_core.errors import ConfigError
-from tp_core.internal import containers, is_array, join_cut, length_along
+from tp_core.internal import cat_rows, containers, is_array, length_along
 
 from tp_dp_gather._scatter import are_samples, is_sequence
 
@@ -101,13 +101,13 @@ class Gathering:
                 )
                 raise ConfigError(msg)
         if kind is not Tensor:
-            return join_cut(recursive_to(list(outputs), self._device), self._dim)
+            return cat_rows(recursive_to(list(outputs), self._device), self._dim)
         wait = self._device.type == "cpu"  # the host could read the copy before it is there
         moved = [o.to(self._device, non_blocking=not wait) for o in outputs]
         if moved[0].dim() == 0:
             return torch.stack(moved)
         self._has_rows(moved, path)
-        return join_cut(moved, self._dim)
+        return cat_rows(moved, self._dim)
 
     def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
         """Return whether all parts have their rows along the dimension; what is nested is not looked at.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import Envelope, containers, cut_rows, is_array, length_along, seeded, split_evenly
+from tp_core.internal import Envelope, containers, is_array, length_along, seeded, split_evenly, split_rows
 
 log = logging.getLogger("tp_dp_gather")
 
@@ -508,7 +508,7 @@ class Scattering:
             shape = getattr(value, "shape", None)
             if shape is not None and any(tuple(shape) in shapes for shapes in self.batches.shapes):
                 raise ConfigError(self._as_long_as_the_batch(value))
-        return list(cut_rows(value, sizes, self.dim))
+        return list(split_rows(value, sizes, self.dim))
 
     def _length(self, leaf: Any) -> int | None:
         if isinstance(leaf, _SAMPLES):

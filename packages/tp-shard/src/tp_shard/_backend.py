@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import check_above_zero
-from tp_core.plugins import Backend, Footprint, Job, MemoryNeed, Verdict, need_of_copy
+from tp_core.plugins import Backend, Footprint, Job, MemoryNeed, Verdict, replicated_memory
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from torch import nn
@@ -121,16 +121,16 @@ class ShardBackend(Backend[ShardOptions]):
         options = self._fully_sharded(job)
         if options is None:
             return self._need_of_ddp(job, job.footprint)
-        from tp_core.internal import need_of_shards
+        from tp_core.internal import sharded_memory
 
         together, copies = self._ranks(job)
         footprint = job.footprint.with_batch_of(together)
         ranks = max(1, copies // options.replicas)
-        return need_of_shards(replace(job, footprint=footprint), options, ranks=ranks)
+        return sharded_memory(replace(job, footprint=footprint), options, ranks=ranks)
 
     def _need_of_ddp(self, job: Job, footprint: Footprint) -> MemoryNeed:
         together, copies = self._ranks(job)
-        return need_of_copy(
+        return replicated_memory(
             job, footprint.with_batch_of(together), keeps_gradients=job.accumulate > 1 or copies > 1
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import tree_leaves
 from tp_core.errors import ConfigError, TransferError
-from tp_core.internal import containers, join_cut
+from tp_core.internal import cat_rows, containers
 from tp_core.replicas import Replicas
 
 _CONTAINERS = containers()
@@ -59,7 +59,7 @@ def _cat(parts: Sequence[Any], dim: int) -> Any:
     for kind in (Tensor, PackedSequence):
         if all(isinstance(p, kind) for p in parts):
             moved = [p.to(first.data.device) for p in parts]
-            return torch.stack(moved) if kind is Tensor and first.dim() == 0 else join_cut(moved, dim)
+            return torch.stack(moved) if kind is Tensor and first.dim() == 0 else cat_rows(moved, dim)
     return parts
 
 

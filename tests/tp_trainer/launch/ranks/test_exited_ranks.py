@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
-from tp_core.internal import LEFT_KEY
+from tp_core.internal import EXITED_KEY
 from tp_trainer._launch import _monitor
 from tp_trainer._launch._addresses import Endpoint
 from tp_trainer._launch._monitor import Attempt, Death, ExitedRanks, Rank
@@ -19,7 +19,7 @@ def test_a_rank_that_exits_well_is_announced_while_others_run(collected, tmp_pat
     exited = ExitedRanks(lambda: deaths)
     try:
         exited.follow(Attempt(4, 1, Endpoint("127.0.0.1", store.port)), ranks)
-        store.wait([LEFT_KEY.format(attempt=4, rank=11)], timedelta(seconds=800))
+        store.wait([EXITED_KEY.format(attempt=4, rank=11)], timedelta(seconds=800))
     finally:
         exited.close()
-    assert not store.check([LEFT_KEY.format(attempt=4, rank=12)])
+    assert not store.check([EXITED_KEY.format(attempt=4, rank=12)])

@@ -155,9 +155,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Returns:
             The need; ``None`` where ``job.footprint`` is.
         """
-        from tp_core._contracts._job import need_of_copy
+        from tp_core._contracts._job import replicated_memory
 
-        return None if job.footprint is None else need_of_copy(job, job.footprint)
+        return None if job.footprint is None else replicated_memory(job, job.footprint)
 
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
         """Return a plain model in the form that this backend trains; by default as it is.

@@ -255,7 +255,7 @@ class Job:
 # -- What a job needs of memory where each device holds a copy of everything ----------------------
 
 
-def need_of_copy(
+def replicated_memory(
     job: Job, footprint: Footprint, *, keeps_gradients: bool | None = None, communication: int = 0
 ) -> MemoryNeed:
     """Return what a job needs on a device that holds a copy of everything.

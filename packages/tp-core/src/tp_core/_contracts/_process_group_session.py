@@ -18,7 +18,7 @@ from tp_core._contracts._ddp import ReductionWatch, SteppingDataParallel
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, StepOutput
 from tp_core._data._batches import Share
-from tp_core._data._step_outputs import backward_of_nothing
+from tp_core._data._step_outputs import zero_backward
 from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import DisagreementError
 
@@ -223,7 +223,7 @@ class ProcessGroupSession(Session):
             if factor:
                 (loss if factor == 1.0 else loss * factor).backward(None, retain_graph, create_graph)
             else:
-                backward_of_nothing(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
+                zero_backward(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
 
         self._reductions.go_back(go_back)
 

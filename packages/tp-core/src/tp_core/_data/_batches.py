@@ -105,20 +105,20 @@ class EpochBatches:
         if self._is_found and epoch == self._epoch:
             self._is_found = False  # asked again, a sampler that keeps count would give the next one
             return
-        tell_epoch(self.inner, epoch)
+        call_set_epoch(self.inner, epoch)
         own = getattr(getattr(self.inner, "sampler", None), "generator", None)
         with seeded(self.seed, epoch), seeded_own(own, self.seed, epoch):
             # The length bounds samplers that never end.
             batches = iter(self.inner)
             self.order = [list(batch) for batch in islice(batches, len(self.inner))]
             if not self._was_asked:
-                self._tell_of_more(batches)
+                self._warn_of_more(batches)
         if self._joins:
             ends = [0, *_joined_ends(list(map(len, self.order)), self._size)]
             self.order = [list(chain.from_iterable(self.order[a:b])) for a, b in pairwise(ends)]
         self._epoch, self._digest, self._is_found = epoch, "", False
 
-    def _tell_of_more(self, batches: Iterator[Any]) -> None:
+    def _warn_of_more(self, batches: Iterator[Any]) -> None:
         """Point out, once, that a sampler yields more batches than its length says: no epoch has them."""
         self._was_asked = True
         if next(batches, None) is None:
@@ -250,7 +250,7 @@ def _joined_ends(sizes: list[int], least: int) -> list[int]:
     return ends
 
 
-def tell_epoch(holder: Any, epoch: int) -> None:
+def call_set_epoch(holder: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader or batch sampler, and of its sampler, where there is one."""
     for listener in (holder, getattr(holder, "sampler", None)):
         if listener is not None and hasattr(listener, "set_epoch"):

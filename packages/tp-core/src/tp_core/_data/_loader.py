@@ -43,11 +43,11 @@ class PreparedLoader:
         number: Which batch of the epoch was yielded last, from 0: of those of all data ranks. In evaluation
             a rank may have no sample of a batch, and does not meet it.
         share: How many samples of it this rank has, and all ranks have; ``None`` before the first.
-        goes_on: Whether an iteration over a stream goes on where the one before was left, instead of
+        continues_stream: Whether an iteration over a stream goes on where the one before was left, instead of
             beginning anew. It ends where its taker ends it, or at the stream's end if it began with it.
     """
 
-    goes_on = False
+    continues_stream = False
     stream: Stream | None = None
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     number = -1
@@ -274,7 +274,7 @@ class PreparedLoader:
 
     def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
         """Return the batches of a loader that are not ours to choose: one generator is on each one's way."""
-        source = stream.epoch(epoch, goes_on=self.goes_on, done=first)
+        source = stream.epoch(epoch, continues_stream=self.continues_stream, done=first)
         if self._any_rank is not None:
             return self._iterate_together(source, self._any_rank)
         return self._iterate_counted(source, first, stream.leave)
@@ -307,16 +307,16 @@ class PreparedLoader:
     def whole(self) -> Iterator[None]:
         """Have an iteration go over all of a stream in this block; one that trains on it goes on after it."""
         stream, number = self.stream, self.number
-        if stream is None or not self.goes_on:
+        if stream is None or not self.continues_stream:
             yield
             return
         self.stream = own = stream.anew()
-        self.goes_on = False
+        self.continues_stream = False
         try:
             yield
         finally:
             own.close()
-            self.stream, self.goes_on, self.number = stream, True, number
+            self.stream, self.continues_stream, self.number = stream, True, number
 
     def check_position(self) -> None:
         """Make sure that a run could go on from a checkpoint in the middle of these batches.
@@ -324,7 +324,7 @@ class PreparedLoader:
         Raises:
             LoaderError: Only workers would know where a stream stands.
         """
-        if self.stream is not None and self.goes_on:
+        if self.stream is not None and self.continues_stream:
             self.stream.check_position()
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
@@ -387,7 +387,7 @@ class PreparedLoader:
                 epoch=self._epoch,
                 batches=batches,
                 replay=replay,
-                goes_on=self.goes_on,
+                continues_stream=self.continues_stream,
             )
             self._first = batches
         return batches

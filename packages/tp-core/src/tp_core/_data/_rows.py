@@ -41,7 +41,7 @@ def length_along(value: Any, dim: int = 0) -> int | None:
     return None
 
 
-def cut_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
+def split_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
     """Return a value for each size, with so many of the rows; gradients flow back through tensors.
 
     Args:
@@ -70,8 +70,8 @@ def cut_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
     return torch.split(value, list(sizes), dim)
 
 
-def join_cut(values: Sequence[Any], dim: int = 0) -> Any:
-    """Return one value with the rows of all, one after the other: what `cut_rows` has cut.
+def cat_rows(values: Sequence[Any], dim: int = 0) -> Any:
+    """Return one value with the rows of all, one after the other: what `split_rows` has cut.
 
     Raises:
         ConfigError: A tensor has a layout that cannot be joined.
@@ -97,8 +97,8 @@ def join_cut(values: Sequence[Any], dim: int = 0) -> Any:
 def take_rows(value: Any, place: Sequence[int]) -> Any:
     """Return a value with its rows in another order: row ``place[i]`` becomes row ``i``."""
     if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
-        rows = cut_rows(value, [1] * len(place))
-        return join_cut([rows[i] for i in place])
+        rows = split_rows(value, [1] * len(place))
+        return cat_rows([rows[i] for i in place])
     return value[torch.tensor(place, device=value.device) if isinstance(value, Tensor) else list(place)]
 
 

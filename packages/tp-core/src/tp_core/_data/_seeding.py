@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "device_rng_state",
-    "kept_generators",
+    "preserve_rng_state",
     "seed_everything",
     "seed_generators",
     "seed_of",
@@ -30,13 +30,13 @@ def seeded(*key: int) -> Iterator[None]:
 
     Their states are restored afterwards.
     """
-    with kept_generators():
+    with preserve_rng_state():
         seed_generators(key)
         yield
 
 
 @contextmanager
-def kept_generators(devices: "Iterable[torch.device]" = ()) -> Iterator[None]:
+def preserve_rng_state(devices: "Iterable[torch.device]" = ()) -> Iterator[None]:
     """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
 
     Args:

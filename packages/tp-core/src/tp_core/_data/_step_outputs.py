@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from tp_core._data._parts import Parts
-from tp_core._data._rows import join_cut, length_along, take_rows
+from tp_core._data._rows import cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
 
 # -- What a step returned for its samples, in rows that are joined and not averaged ---------------
@@ -71,7 +71,7 @@ def join_rows(values: Sequence[Any]) -> Any:
     first = values[0]
     kinds = {Tensor if isinstance(v, Tensor) else type(v) for v in values}
     if len(kinds) == 1 and all(length_along(v) is not None for v in values):
-        return join_cut(values)
+        return cat_rows(values)
     if all(isinstance(v, list) for v in values):
         return [entry for value in values for entry in value]
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
@@ -241,12 +241,12 @@ class _Combining:
             if name == "loss" or (all(v.numel() == 1 for v in moved) and not are_rows):
                 return _average(moved, self.weights, total=is_total)
             if all(v.dim() for v in moved):
-                joined = join_cut(moved)
+                joined = cat_rows(moved)
                 in_order = length_along(joined) == sum(self.parts.counts)
                 return restore_order(joined, self.parts.order) if in_order else joined
         elif all(isinstance(v, PackedSequence) for v in values):
             pieces = joined_over_parts([SampleRows((v,)) for v in values], self.parts, self.device).pieces
-            return join_cut(pieces)
+            return cat_rows(pieces)
         elif all(isinstance(v, Real) for v in values):
             return _average(values, self.weights, total=is_total)
         elif all(isinstance(v, tuple) for v in values):
@@ -332,7 +332,7 @@ def split_weight(name: str, value: Any) -> tuple[Any, float | None]:
 # -- A backward pass that takes part and adds nothing ---------------------------------------------
 
 
-def backward_of_nothing(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
+def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
     """Call ``backward`` of a loss that counts as nothing, so that zeros are added to the gradients.
 
     The other ranks wait for this one's gradients, so it takes part. To multiply the loss by 0 is not
@@ -345,7 +345,7 @@ def backward_of_nothing(loss: Tensor, backward: Callable[[Tensor], None]) -> Non
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
-        >>> backward_of_nothing(weight.sum() * float("nan"), torch.Tensor.backward)
+        >>> zero_backward(weight.sum() * float("nan"), torch.Tensor.backward)
         >>> weight.grad
         tensor([0., 0.])
     """

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from tp_core._data._batches import tell_epoch
-from tp_core._data._seeding import kept_generators, seeded
+from tp_core._data._batches import call_set_epoch
+from tp_core._data._seeding import preserve_rng_state, seeded
 from tp_core._data._user_loaders import copy_loader, is_hugging_face, position_holder
 from tp_core._data._workers import outliving_workers
 from tp_core.errors import LoaderError
@@ -152,15 +152,15 @@ class Stream:
         self._is_placed = False  # the loader itself knows where the next iteration begins
         self._beginning: str | None = None  # a digest of what it knows at the beginning of a pass
 
-    def epoch(self, epoch: int, *, goes_on: bool, done: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, *, continues_stream: bool, done: int = 0) -> Iterator[Any]:
         """Return an iterator over the batches of an epoch; who takes them says where it ends.
 
         Args:
             epoch: Which one.
-            goes_on: Whether to go on where the epoch before has ended.
+            continues_stream: Whether to go on where the epoch before has ended.
             done: How many batches of it have been yielded before, which are left out.
         """
-        if goes_on and self._is_endless:
+        if continues_stream and self._is_endless:
             return self._go_on(done)
         if not self._is_placed:
             self._skip = done
@@ -192,13 +192,13 @@ class Stream:
 
     def _start(self) -> Iterator[Any]:
         if not self._is_placed:
-            self._tell_pass()
+            self._note_pass()
             if (holder := position_holder(self.loader)) is not None:
                 self._beginning = _digest(holder.state_dict())
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         if skip:
-            with kept_generators():  # what is read again draws again
+            with preserve_rng_state():  # what is read again draws again
                 deque(islice(iterator, skip), maxlen=0)
         self._left = iterator
         return iterator
@@ -221,8 +221,8 @@ class Stream:
         loader = copy_loader(self.loader, None, None) if isinstance(self.loader, DataLoader) else self.loader
         return Stream(loader, seed=self._seed, size=self._size, is_ours=self._is_ours)
 
-    def _tell_pass(self) -> None:
-        tell_epoch(self.loader, self._pass)
+    def _note_pass(self) -> None:
+        call_set_epoch(self.loader, self._pass)
         dataset: Any = getattr(self.loader, "dataset", None)
         if self._is_endless and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self._pass)
@@ -269,7 +269,7 @@ class Stream:
         epoch: int,
         batches: int,
         replay: bool,
-        goes_on: bool,
+        continues_stream: bool,
     ) -> None:
         """Go on from where a stream stood.
 
@@ -279,7 +279,7 @@ class Stream:
             epoch: Which epoch it is in.
             batches: How many batches of the epoch were done.
             replay: Read what is before it again, where the loader has no other way.
-            goes_on: Whether the epochs go on where the ones before have ended.
+            continues_stream: Whether the epochs go on where the ones before have ended.
 
         Raises:
             LoaderError: The stream cannot go on from there, or was split over another number of ranks.
@@ -290,17 +290,17 @@ class Stream:
                 "where each of them stood says nothing of other shares; resume on as many ranks"
             )
             raise LoaderError(msg)
-        goes_on, self._seed = goes_on and self._is_endless, seed
-        done = state.get("done", batches) if goes_on else batches
-        self._pass, self._done = state.get("pass", epoch) if goes_on else epoch, done
+        continues_stream, self._seed = continues_stream and self._is_endless, seed
+        done = state.get("done", batches) if continues_stream else batches
+        self._pass, self._done = state.get("pass", epoch) if continues_stream else epoch, done
         self._iterator, self._ahead, self._skip, self._is_placed = None, _NOTHING, 0, False
         self._beginning = state.get("beginning")
         holder = position_holder(self.loader)
         if replay and is_hugging_face(getattr(self.loader, "dataset", None)):
             holder = None  # their positions are without what lies in a shuffle buffer
         if "position" in state and holder is not None:
-            if done or goes_on:  # else an iteration begins at the beginning
-                self._tell_pass()
+            if done or continues_stream:  # else an iteration begins at the beginning
+                self._note_pass()
                 holder.load_state_dict(state["position"])
                 self._is_placed = True
         elif replay or not done or isinstance(self.loader, Sequence):

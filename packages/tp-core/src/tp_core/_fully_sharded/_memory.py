@@ -18,7 +18,7 @@ from tp_core._contracts._job import Footprint, Job, MemoryNeed
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
 
-__all__ = ["need_of_shards", "resolve_options"]
+__all__ = ["resolve_options", "sharded_memory"]
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
 
@@ -57,7 +57,7 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
     return ways[-1]
 
 
-def need_of_shards(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
+def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
     """Return what a job needs on each rank with its options; ``None`` where too little is known.
 
     Args:

@@ -284,7 +284,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, torch_fsdp.FSDPModule)]
 
 
-def describe_given(model: nn.Module) -> str | None:
+def describe_presharded(model: nn.Module) -> str | None:
     """Return what was done to a model that ``fully_shard`` has sharded; ``None`` for a plain one.
 
     Raises:
@@ -294,11 +294,11 @@ def describe_given(model: nn.Module) -> str | None:
     modules = sharded_modules(model)
     if not modules:
         return None
-    given_mesh(model)
+    presharded_mesh(model)
     return f"taken over as fully_shard left it, with {len(modules)} module(s) sharded"
 
 
-def given_mesh(model: nn.Module) -> "DeviceMesh | None":
+def presharded_mesh(model: nn.Module) -> "DeviceMesh | None":
     """Return the mesh that ``fully_shard`` has sharded a model over; ``None`` for a plain one.
 
     Raises:

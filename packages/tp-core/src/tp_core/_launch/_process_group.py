@@ -22,7 +22,7 @@ from tp_core.errors import LaunchEnvironmentError, RankFailedError
 # -- The key-value store through which the processes of one job find each other -------------------
 
 
-LEFT_KEY = "tp-launch/left/{attempt}/{rank}"
+EXITED_KEY = "tp-launch/left/{attempt}/{rank}"
 """What ``tp launch`` sets in its store when a process has ended with status 0 and others go on."""
 
 
@@ -64,7 +64,7 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
         raise RankFailedError(msg) from error
 
 
-def has_left(store: Store, rank: int) -> bool:
+def has_exited(store: Store, rank: int) -> bool:
     """Return whether ``tp launch`` has reported that the process of a rank ended with status 0.
 
     Args:
@@ -73,7 +73,7 @@ def has_left(store: Store, rank: int) -> bool:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return bool(store.check([LEFT_KEY.format(attempt=_attempt(), rank=rank)]))
+    return bool(store.check([EXITED_KEY.format(attempt=_attempt(), rank=rank)]))
 
 
 def _attempt() -> str:

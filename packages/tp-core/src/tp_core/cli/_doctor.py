@@ -133,7 +133,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         },
         "devices": [_device(load) for load in device_loads()],
         "environment": None if environment is None else _fields(environment),
-        "plugins": [{**_fields(p), "brings": plugins.brought(p.name)} for p in plugins.plugins()],
+        "plugins": [{**_fields(p), "brings": plugins.contributions(p.name)} for p in plugins.plugins()],
         "disabled": [_fields(p) for p in plugins.disabled()],
         "broken": broken,
         "backend": None if selection is None else selection.chosen.name,

@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from tp_core._contracts._backend import check_above_zero as check_above_zero
     from tp_core._data._batches import Envelope as Envelope
     from tp_core._data._batches import split_evenly as split_evenly
-    from tp_core._data._rows import cut_rows as cut_rows
+    from tp_core._data._rows import cat_rows as cat_rows
     from tp_core._data._rows import is_array as is_array
-    from tp_core._data._rows import join_cut as join_cut
     from tp_core._data._rows import length_along as length_along
+    from tp_core._data._rows import split_rows as split_rows
     from tp_core._data._seeding import device_rng_state as device_rng_state
-    from tp_core._data._seeding import kept_generators as kept_generators
+    from tp_core._data._seeding import preserve_rng_state as preserve_rng_state
     from tp_core._data._seeding import seed_everything as seed_everything
     from tp_core._data._seeding import seed_of as seed_of
     from tp_core._data._seeding import seeded as seeded
     from tp_core._data._seeding import set_device_rng_state as set_device_rng_state
     from tp_core._data._step_outputs import SampleRows as SampleRows
-    from tp_core._data._step_outputs import backward_of_nothing as backward_of_nothing
     from tp_core._data._step_outputs import join_rows as join_rows
     from tp_core._data._step_outputs import row_count as row_count
+    from tp_core._data._step_outputs import zero_backward as zero_backward
     from tp_core._data._user_loaders import iterates_itself as iterates_itself
     from tp_core._devices._resolve import device_of_rank as device_of_rank
     from tp_core._devices._resolve import free_nbytes as free_nbytes
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tp_core._devices._tree import Container as Container
     from tp_core._devices._tree import PerType as PerType
     from tp_core._devices._tree import containers as containers
-    from tp_core._fully_sharded._memory import need_of_shards as need_of_shards
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
+    from tp_core._fully_sharded._memory import sharded_memory as sharded_memory
     from tp_core._fully_sharded._optimizers import total_shard_norm as total_shard_norm
     from tp_core._fully_sharded._optimizers import whole_matrix_optimizer as whole_matrix_optimizer
     from tp_core._fully_sharded._options import check_offload as check_offload
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from tp_core._fully_sharded._options import reduction_type as reduction_type
     from tp_core._fully_sharded._session import FullyShardedSession as FullyShardedSession
     from tp_core._fully_sharded._sharding import Sharding as Sharding
-    from tp_core._fully_sharded._sharding import describe_given as describe_given
-    from tp_core._fully_sharded._sharding import given_mesh as given_mesh
+    from tp_core._fully_sharded._sharding import describe_presharded as describe_presharded
+    from tp_core._fully_sharded._sharding import presharded_mesh as presharded_mesh
     from tp_core._fully_sharded._units import Units as Units
     from tp_core._fully_sharded._units import find_units as find_units
     from tp_core._launch._environment import available_cores as available_cores
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from tp_core._launch._output import in_notebook as in_notebook
     from tp_core._launch._output import output_console as output_console
     from tp_core._launch._output import shows_progress as shows_progress
-    from tp_core._launch._process_group import LEFT_KEY as LEFT_KEY
-    from tp_core._launch._process_group import has_left as has_left
+    from tp_core._launch._process_group import EXITED_KEY as EXITED_KEY
+    from tp_core._launch._process_group import has_exited as has_exited
     from tp_core._launch._process_group import new_process_group as new_process_group
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
     from tp_core._lazy import lazy_exports as lazy_exports
@@ -83,25 +83,25 @@ else:
             "tp_core._builders": ["call_builder", "load_function"],
             "tp_core._contracts._backend": ["check_above_zero"],
             "tp_core._data._batches": ["Envelope", "split_evenly"],
-            "tp_core._data._rows": ["cut_rows", "is_array", "join_cut", "length_along"],
+            "tp_core._data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core._data._seeding": [
                 "device_rng_state",
-                "kept_generators",
+                "preserve_rng_state",
                 "seed_everything",
                 "seed_of",
                 "seeded",
                 "set_device_rng_state",
             ],
-            "tp_core._data._step_outputs": ["SampleRows", "backward_of_nothing", "join_rows", "row_count"],
+            "tp_core._data._step_outputs": ["SampleRows", "join_rows", "row_count", "zero_backward"],
             "tp_core._data._user_loaders": ["iterates_itself"],
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],
-            "tp_core._fully_sharded._memory": ["need_of_shards", "resolve_options"],
+            "tp_core._fully_sharded._memory": ["resolve_options", "sharded_memory"],
             "tp_core._fully_sharded._optimizers": ["total_shard_norm", "whole_matrix_optimizer"],
             "tp_core._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "tp_core._fully_sharded._session": ["FullyShardedSession"],
-            "tp_core._fully_sharded._sharding": ["Sharding", "describe_given", "given_mesh"],
+            "tp_core._fully_sharded._sharding": ["Sharding", "describe_presharded", "presharded_mesh"],
             "tp_core._fully_sharded._units": ["Units", "find_units"],
             "tp_core._launch._environment": ["available_cores", "check_process_count"],
             "tp_core._launch._output": [
@@ -112,8 +112,8 @@ else:
                 "shows_progress",
             ],
             "tp_core._launch._process_group": [
-                "LEFT_KEY",
-                "has_left",
+                "EXITED_KEY",
+                "has_exited",
                 "new_process_group",
                 "rendezvous_store",
             ],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import MemoryNeed as MemoryNeed
     from tp_core._contracts._job import ModelTraits as ModelTraits
     from tp_core._contracts._job import Precision as Precision
-    from tp_core._contracts._job import need_of_copy as need_of_copy
+    from tp_core._contracts._job import replicated_memory as replicated_memory
     from tp_core._contracts._logger import Logger as Logger
     from tp_core._contracts._logger import LoggerFactory as LoggerFactory
     from tp_core._contracts._logger import RunInfo as RunInfo
@@ -78,7 +78,7 @@ else:
                 "MemoryNeed",
                 "ModelTraits",
                 "Precision",
-                "need_of_copy",
+                "replicated_memory",
             ],
             "tp_core._contracts._logger": ["Logger", "LoggerFactory", "RunInfo", "RunStatus"],
             "tp_core._contracts._process_group_session": ["ProcessGroupSession"],

@@ -318,7 +318,7 @@ class PluginRegistry:
                 self._collect(asked)
             return tuple(conflict for asked in kinds for conflict in self._conflicts[asked])
 
-    def brought(self, plugin: str) -> dict[str, tuple[str, ...]]:
+    def contributions(self, plugin: str) -> dict[str, tuple[str, ...]]:
         """Return the names of what a plugin brings, by kind: ``{"backend": ("mine",)}``."""
         found = {}
         for kind, word in WORD_OF.items():

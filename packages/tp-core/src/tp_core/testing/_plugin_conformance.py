@@ -130,10 +130,10 @@ class PluginConformance(DeclaredLimits):
         assert built_for == CONTRACT_VERSION, f"its module needs tp_contract = {CONTRACT_VERSION}"
 
     def test_it_brings_what_it_is_for(self) -> None:
-        assert self._brought() == self.brings
+        assert self._contributions() == self.brings
 
     def test_it_brings_the_same_when_it_is_asked_again(self) -> None:
-        first, second = self._brought(), self._brought()
+        first, second = self._contributions(), self._contributions()
         assert first == second
         assert any(first.values()), "it brings nothing"
 
@@ -162,7 +162,7 @@ class PluginConformance(DeclaredLimits):
             "pip install it, with -e while you work on it"
         )
 
-    def _brought(self) -> dict[str, tuple[str, ...]]:
+    def _contributions(self) -> dict[str, tuple[str, ...]]:
         plugins = PluginRegistry(environ={})
         module = import_module(self.plugin)
         installed = {p.value: p.name for p in entry_points(group=ENTRY_POINT_GROUP)}.get(self.plugin)
@@ -173,4 +173,4 @@ class PluginConformance(DeclaredLimits):
             assert broken.info.name != name, str(broken)
         conflicts = [str(c) for c in plugins.conflicts() if any(info.name == name for info in c.left_out)]
         assert not conflicts, conflicts[0]
-        return plugins.brought(name)
+        return plugins.contributions(name)

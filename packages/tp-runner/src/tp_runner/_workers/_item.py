@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Mu
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tp_core.internal import kept_generators, seed_everything, seed_of
+from tp_core.internal import preserve_rng_state, seed_everything, seed_of
 
 from tp_runner._options import Settings
 
@@ -100,7 +100,7 @@ def seed_generators(*key: int) -> None:
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
     """Leave the generators as they were: the caller's own, where its thread does the work."""
-    with kept_generators(_devices_in_use()):
+    with preserve_rng_state(_devices_in_use()):
         yield
 
 

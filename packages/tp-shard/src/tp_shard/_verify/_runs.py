@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tp_core.internal import kept_generators, seed_everything
+from tp_core.internal import preserve_rng_state, seed_everything
 
 from tp_shard._groups._group import Group
 from tp_shard._plans._choose import choose
@@ -67,7 +67,7 @@ def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
         call: What it is called with.
         watched: The names of modules inside whose inputs are kept.
     """
-    with kept_generators(), torch.enable_grad():
+    with preserve_rng_state(), torch.enable_grad():
         run = Run()
         return _run(copied(module), call, run, watched)
 
@@ -112,7 +112,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout:
 
     started = [False] * ranks
     watched = frozenset(rows_of(module, plan))
-    with kept_generators():
+    with preserve_rng_state():
         try:
             simulate(ranks, body)
         except SimulatedError as failure:

@@ -15,7 +15,7 @@ from tp_core.plugins import (
     ProcessGroupSession,
     Verdict,
     join_process_group,
-    need_of_copy,
+    replicated_memory,
 )
 
 __all__ = ["DdpBackend", "DdpOptions", "DdpSession"]
@@ -93,7 +93,7 @@ class DdpBackend(Backend[DdpOptions]):
         options = self.parse_options(job)
         # Gradients live in the buckets, or are copied to them.
         buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
-        return need_of_copy(job, job.footprint, keeps_gradients=True, communication=buckets)
+        return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
 
     def open(self, job: Job) -> "DdpSession":
         """Join the process group, unless the script has done so already."""

@@ -8,10 +8,10 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import (
     check_above_zero,
     check_offload,
-    describe_given,
+    describe_presharded,
     find_units,
-    need_of_shards,
     resolve_options,
+    sharded_memory,
 )
 from tp_core.plugins import Backend, FullyShardOptions, Job, MemoryNeed, Verdict, join_process_group
 
@@ -81,7 +81,7 @@ class FsdpBackend(Backend[FsdpOptions]):
         )
         if model is None:
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
-        given = describe_given(model)
+        given = describe_presharded(model)
         if given is not None:
             # A model that was sharded before it came here has no other backend.
             return Verdict.fits(60, f"{given}, over {over}")
@@ -105,7 +105,7 @@ class FsdpBackend(Backend[FsdpOptions]):
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
         """Return what each rank needs: its part of the states, and what is whole for a time."""
         options = self.parse_options(job)
-        return need_of_shards(job, options, ranks=job.environment.world_size // options.replicas)
+        return sharded_memory(job, options, ranks=job.environment.world_size // options.replicas)
 
     def open(self, job: Job) -> "FsdpSession":
         """Join the process group, unless the script has, and leave it when the session is closed.

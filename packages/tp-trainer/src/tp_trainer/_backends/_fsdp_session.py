@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from tp_core.errors import ModelError
-from tp_core.internal import FullyShardedSession, Sharding, describe_given, given_mesh, total_shard_norm
+from tp_core.internal import (
+    FullyShardedSession,
+    Sharding,
+    describe_presharded,
+    presharded_mesh,
+    total_shard_norm,
+)
 from tp_core.plugins import FullyShardOptions, Job
 
 if TYPE_CHECKING:
@@ -56,10 +62,10 @@ class FsdpSession(FullyShardedSession):
         return self.shard_model(model)
 
     def _check(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module) or describe_given(model) is None:
+        if not isinstance(model, nn.Module) or describe_presharded(model) is None:
             self.check_plain(model)
             return
-        mesh = given_mesh(model)
+        mesh = presharded_mesh(model)
         if mesh is None:
             return
         if mesh.size() != self.world_size:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdict, need_of_copy
+from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdict, replicated_memory
 
 __all__ = ["SingleBackend"]
 
@@ -36,7 +36,7 @@ class SingleBackend(Backend[NoOptions]):
         """Return what the device needs; if there are others, it has their shares of a batch, too."""
         if job.footprint is None:
             return None
-        return need_of_copy(job, job.footprint.with_batch_of(len(job.devices)))
+        return replicated_memory(job, job.footprint.with_batch_of(len(job.devices)))
 
     def open(self, job: Job) -> Session:
         """Open a session of defaults: this is the case that they are correct for."""

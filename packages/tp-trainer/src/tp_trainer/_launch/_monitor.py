@@ -302,7 +302,7 @@ class ExitedRanks:
 
 def _announce(attempt: Attempt, exited: list[int]) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
-    from tp_core.internal import LEFT_KEY
+    from tp_core.internal import EXITED_KEY
 
     try:
         store = TCPStore(
@@ -313,6 +313,6 @@ def _announce(attempt: Attempt, exited: list[int]) -> None:
             timeout=timedelta(seconds=_CONNECT_S),
         )
         for rank in exited:
-            store.set(LEFT_KEY.format(attempt=attempt.number, rank=rank), "")
+            store.set(EXITED_KEY.format(attempt=attempt.number, rank=rank), "")
     except RuntimeError:
         return  # the store is gone, which the ranks that wait notice themselves

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import DisagreementError, RankFailedError
-from tp_core.internal import has_left, rendezvous_store
+from tp_core.internal import has_exited, rendezvous_store
 from tp_core.plugins import Session
 
 __all__ = ["agree_at_start", "check_same", "check_same_at_start", "check_same_optimizers"]
@@ -180,7 +180,7 @@ def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:
             # Not store.wait() with a short limit: torch writes a warning each time that one is over.
             if store.check([key]):
                 return
-            is_gone = has_left(store, of)
+            is_gone = has_exited(store, of)
         except RuntimeError as error:
             msg = f"the store was lost while rank {of} was waited for at the job's start: {error}"
             raise RankFailedError(msg) from error

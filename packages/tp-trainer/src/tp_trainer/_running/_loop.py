@@ -762,7 +762,7 @@ def build_loop(
     Collectives: two gathers of objects.
     """
     steps = _steps_in(train, settings.limits)
-    train.goes_on = settings.limits.overfit_batches is None and not settings.limits.restart_stream
+    train.continues_stream = settings.limits.overfit_batches is None and not settings.limits.restart_stream
     logged = {LOG_STATE: logs} if logs.is_asked else {}
     kept = Kept(session, settings.state, targets.others, callbacks={**settings.events.states(), **logged})
     kinds = {

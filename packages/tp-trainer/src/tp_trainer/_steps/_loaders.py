@@ -265,7 +265,7 @@ class Epochs:
         """Note which epoch of ``loader`` is next."""
         if prepared is not loader and _is_known_by_reference(loader):
             self._next[loader] = prepared.next_epoch
-            if prepared.goes_on and prepared.stream is not None:
+            if prepared.continues_stream and prepared.stream is not None:
                 self._streams[loader] = prepared.stream
 
     def close(self) -> None:

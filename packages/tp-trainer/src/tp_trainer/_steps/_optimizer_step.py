@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, NonFiniteLossError
-from tp_core.internal import backward_of_nothing
+from tp_core.internal import zero_backward
 from tp_core.plugins import Session
 
 from tp_trainer._checks._values import check_limit, check_not_negative
@@ -86,7 +86,7 @@ def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
         return
     _adding_nothing.add(session)
     try:
-        backward_of_nothing(loss, lambda nothing: session.backward(nothing * 0.0, **graph))
+        zero_backward(loss, lambda nothing: session.backward(nothing * 0.0, **graph))
     finally:
         _adding_nothing.discard(session)
 

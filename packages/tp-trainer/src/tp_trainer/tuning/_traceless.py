@@ -29,7 +29,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaler = trainer._scaler
     scale = None if scaler is None else scaler.state_dict()
-    kept_generators = generators.capture(trainer.session.job.devices)
+    preserve_rng_state = generators.capture(trainer.session.job.devices)
     try:
         with modes_kept(model):
             yield
@@ -48,7 +48,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if scaler is not None and scale is not None:
             scaler.load_state_dict(scale)
-        generators.restore(kept_generators)
+        generators.restore(preserve_rng_state)
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tp_core.plugins import (
     Session,
     StepOutput,
     Verdict,
-    need_of_copy,
+    replicated_memory,
 )
 
 __all__ = ["MyPluginBackend", "MyPluginOptions"]
@@ -57,7 +57,7 @@ class MyPluginBackend(Backend[MyPluginOptions]):
         """Return what the device needs; what is left of the activations there is not known."""
         if job.footprint is None:
             return None
-        return replace(need_of_copy(job, job.footprint), activations=None)
+        return replace(replicated_memory(job, job.footprint), activations=None)
 
     def open(self, job: Job) -> Session:
         """Open a session with the job's options."""
