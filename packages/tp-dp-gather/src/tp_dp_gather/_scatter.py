@@ -82,7 +82,7 @@ class _IdentitySet:
             self._strong.append(value)
 
     def __contains__(self, value: object) -> bool:
-        # A dead object's id may be that of a new one, so identity decides. The default is not None, for batches
+        # A dead object's id may be that of a new one, so identity decides. The default is not None: batches
         # hold that, too.
         found = self._weak.get(id(value), self)
         return found is value or any(each is value for each in self._strong)
