@@ -30,7 +30,8 @@ def load_pretrained(
     """Fill a split model from safetensors files of the whole one; each rank reads its own slices.
 
     The model may be on the meta device, so that no rank ever has the whole of it: what is there gets memory
-    for this rank's shard, and no more is taken beside it than a few MiB. Types are the model's.
+    for this rank's shard. Files are mapped into memory for one tensor at a time, pages that
+    the system can take back. Types are the model's.
 
     Buffers that are not part of the state (tables of positions) have to hold numbers already; models of
     transformers make theirs again by themselves.
@@ -63,15 +64,15 @@ def load_pretrained(
     model = unwrap(model)
     reshard(model)
     table = ShardTable(model)
-    with TensorFiles(path) as files:
-        names = _names(model, files, table, prefix, strict=strict)
-        _check_buffers(model)
-        shards = {id(shard.tensor): shard for shard in table.exact.values()}
-        made: dict[int, Tensor] = {}
-        for tensor, name in names:
-            target = made[id(tensor)] = _with_memory(tensor, device)
-            for offsets, part in _parts(target, shards.get(id(tensor))):
-                files.fill(name, offsets, part)
+    files = TensorFiles(path)
+    names = _names(model, files, table, prefix, strict=strict)
+    _check_buffers(model)
+    shards = {id(shard.tensor): shard for shard in table.exact.values()}
+    made: dict[int, Tensor] = {}
+    for tensor, name in names:
+        target = made[id(tensor)] = _with_memory(tensor, device)
+        for offsets, part in _parts(target, shards.get(id(tensor))):
+            files.fill(name, offsets, part)
     _put_in_place(model, made)
     _make_buffers(model, device)
     return model
@@ -93,23 +94,23 @@ def _names(
     for tensor, own in named.values():
         stored = [prefix + plain_name(name) for name in own]
         known.update(stored)
-        there = next((name for name in stored if name in files.tensors), None)
+        there = next((name for name in stored if name in files.shapes), None)
         if there is None:
-            some = ", ".join(list(files.tensors)[:5])
+            some = ", ".join(list(files.shapes)[:5])
             msg = (
                 f"{files.path} lacks {stored[0]!r}; it has {some} ...; prefix= goes before the model's names"
             )
             raise StateError(msg)
         shard = table.get(own[0])
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
-        if files.tensors[there].shape != shape:
-            msg = f"{files.path} has {there!r} of shape {files.tensors[there].shape}, not {shape}"
+        if files.shapes[there] != shape:
+            msg = f"{files.path} has {there!r} of shape {files.shapes[there]}, not {shape}"
             raise StateError(msg)
         if is_dtensor(tensor) and tensor.is_meta:
             msg = f"{own[0]} is a DTensor on the meta device: call model.to_empty(device=...) first"
             raise StateError(msg)
         found.append((tensor, there))
-    others = [name for name in files.tensors if name not in known]
+    others = [name for name in files.shapes if name not in known]
     if strict and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         msg = f"{files.path} has {others[0]!r}{more}, which the model lacks; strict=False leaves it out"

@@ -1,23 +1,22 @@
-"""The safetensors format: a header that says where each tensor's bytes are, then the bytes.
+"""Safetensors files of whole models: each rank reads its own slices of them, and writes one with the others.
 
+The library reads. It writes what is in memory all at once, so that writing tensor by tensor is done here:
 https://github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
-tensors, little end first. Read here piece by piece, so that a rank reads what it holds and no more.
+tensors, little end first.
 """
 
 import ctypes
-import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tp_core.errors import RankFailedError, StateError
 from tp_core.internal import write_atomically
@@ -26,7 +25,7 @@ from tp_core.state import plain_name
 from tp_shard._shards._slices import ShardTable, unwrap
 from tp_shard._state._state_dict import is_writer, stream
 
-DTYPES = {
+_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -40,37 +39,18 @@ DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-"""The names of types in files."""
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
-
 _INDEX = ".safetensors.index.json"
-_MAX_HEADER = 100_000_000  # as the format's own library has it
-_BLOCK = 4 << 20  # what is read at once where a shard is made of short runs
-_LONG = 64 << 10  # a run of that many bytes is worth a read of its own
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor in a file.
-
-    Attributes:
-        path: The file.
-        dtype: The type of its elements.
-        shape: Its shape.
-        offset: Where in the file its bytes begin.
-    """
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
 
 
 class TensorFiles:
-    """The tensors of one or several safetensors files, which stay open until the end of a ``with`` block.
+    """The tensors of one or several safetensors files.
 
     Args:
         path: A file, or a folder with one or several, with or without an index.
+
+    Attributes:
+        path: As it was given.
+        shapes: The shape of each tensor, by name.
 
     Raises:
         FileNotFoundError: There is no such file, or none in the folder.
@@ -79,124 +59,49 @@ class TensorFiles:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._open = ExitStack()
-        self._files: dict[Path, BinaryIO] = {}
-        if sys.byteorder != "little":
-            msg = "safetensors files are little-endian, and this machine is not"
-            raise StateError(msg)
-        self.tensors: dict[str, StoredTensor] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
         for file, names in _files_of(self.path):
-            found = _read_header(file)
-            for name in found if names is None else names:
-                if name not in found:
-                    msg = f"the index of {self.path} has {name!r} in {file.name}, which lacks it"
-                    raise StateError(msg)
-                if name in self.tensors:
-                    msg = f"{name!r} is in two files: {self.tensors[name].path.name} and {file.name}"
-                    raise StateError(msg)
-                self.tensors[name] = found[name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+            with _opened(file) as stored:
+                found = set(stored.keys())
+                for name in found if names is None else names:
+                    if name not in found:
+                        msg = f"the index of {self.path} has {name!r} in {file.name}, which lacks it"
+                        raise StateError(msg)
+                    if name in self.shapes:
+                        msg = f"{name!r} is in two files: {self._files[name].name} and {file.name}"
+                        raise StateError(msg)
+                    self.shapes[name] = tuple(stored.get_slice(name).get_shape())
+                    self._files[name] = file
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Read a rectangular part of a tensor.
 
-        No more memory is taken than 4 MiB beside ``target``, on the CPU, of the tensor's own type.
-
         Args:
             name: Which tensor.
             offsets: Where the part begins, in each dimension.
-            target: What is filled, of the shape of the part; contiguous in a tensor of the CPU is fastest.
+            target: What is filled, of the shape of the part.
 
         Raises:
             OSError: The file cannot be read.
-            StateError: The file has become shorter since it was opened.
+            StateError: The file was damaged since its header was read.
         """
-        stored = self.tensors[name]
-        file = self._files.get(stored.path)
-        if file is None:
-            file = self._files[stored.path] = self._open.enter_context(stored.path.open("rb", buffering=0))
-        if target.numel():
-            _Reader(file, stored).fill(offsets, target)
+        # Opened for each part anew: what was read of a mapped file counts as this process's memory until the
+        # file is closed, and with one tensor at a time that is at most the largest of them.
+        with _opened(self._files[name]) as stored:
+            part = tuple(slice(n, n + size) for n, size in zip(offsets, target.shape, strict=True))
+            target.copy_(stored.get_slice(name)[part])  # a view of the file: the one copy is this one
 
 
-class _Reader:
-    """Reads parts of one tensor.
-
-    Elements that lie side by side in the file are a run. Long runs are read into their place at once, short
-    ones by the block, with what lies between them.
-    """
-
-    def __init__(self, file: BinaryIO, stored: StoredTensor) -> None:
-        self._file, self._stored = file, stored
-
-    def fill(self, offsets: tuple[int, ...], target: Tensor) -> None:
-        shape, sizes = self._stored.shape, tuple(target.shape)
-        if not shape:
-            self._run(0, target.view(1))
-            return
-        # All dimensions behind this one are taken whole: a run is what lies in it.
-        dim = max((i for i, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n != m), default=0)
-        inner = math.prod(shape[dim + 1 :])
-        row, column = shape[dim] * inner, offsets[dim] * inner
-        if dim == 0:
-            self._run(column, target)
-            return
-        for prefix in itertools.product(*map(range, sizes[: dim - 1])):
-            first = 0  # the number of the first row, of those along the dimension before
-            for n, at in zip(
-                shape[:dim], (*map(sum, zip(prefix, offsets, strict=False)), offsets[dim - 1]), strict=True
-            ):
-                first = first * n + at
-            self._rows(first, row, column, target[prefix])
-
-    def _rows(self, first: int, row: int, column: int, target: Tensor) -> None:
-        """Fill ``target`` from rows of ``row`` elements, of each those from ``column`` on."""
-        itemsize = self._stored.dtype.itemsize
-        run = target[0].numel()
-        if run * itemsize >= _LONG:
-            for i, part in enumerate(target.unbind()):
-                self._run((first + i) * row + column, part)
-            return
-        count = max(1, _BLOCK // (row * itemsize))
-        for start in range(0, target.size(0), count):
-            part = target[start : start + count]
-            found = self._read((first + start) * row + column, (part.size(0) - 1) * row + run)
-            part.copy_(found.as_strided((part.size(0), run), (row, 1)).reshape(part.shape))
-
-    def _run(self, start: int, target: Tensor) -> None:
-        if not target.is_contiguous():
-            step = target[0].numel()
-            for i, part in enumerate(target.unbind()):
-                self._run(start + i * step, part)
-            return
-        flat = target.view(-1)
-        if flat.device.type == "cpu" and flat.dtype == self._stored.dtype:
-            self._read_into(start, flat)
-            return
-        for part in flat.split(_BLOCK // self._stored.dtype.itemsize):
-            part.copy_(self._read(start, part.numel()))
-            start += part.numel()
-
-    def _read(self, start: int, count: int) -> Tensor:
-        found = torch.empty(count, dtype=self._stored.dtype)
-        self._read_into(start, found)
-        return found
-
-    def _read_into(self, start: int, flat: Tensor) -> None:
-        stored = self._stored
-        memory = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
-        at = stored.offset + start * stored.dtype.itemsize
-        while memory:
-            nbytes = os.preadv(self._file.fileno(), [memory], at)
-            if nbytes == 0:
-                msg = f"{stored.path} is cut off at byte {at}"
-                raise StateError(msg)
-            memory, at = memory[nbytes:], at + nbytes
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Map a file into memory, and name it where the library finds it damaged."""
+    try:
+        with safe_open(path, framework="pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        msg = f"{path} is damaged: {error}"
+        raise StateError(msg) from error
 
 
 def _files_of(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
@@ -225,45 +130,11 @@ def _files_of(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{index} is damaged: {error!r}"
         raise StateError(msg) from error
-    for file_name, its in names.items():
+    for file_name, own in names.items():
         if Path(file_name).name != file_name:
             msg = f"{index} names {file_name!r}, which is not a file beside it"
             raise StateError(msg)
-        yield index.parent / file_name, its
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    if not path.is_file():
-        msg = f"there is no file {path}"
-        raise FileNotFoundError(msg)
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
-                msg = f"a header of {length} bytes in a file of {size}"
-                raise ValueError(msg)
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        return {name: _stored(path, entry, 8 + length, size) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{path} is damaged: {error!r}"
-        raise StateError(msg) from error
-
-
-def _stored(path: Path, entry: Any, begin: int, size: int) -> StoredTensor:
-    dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if any(not isinstance(n, int) or n < 0 for n in (*shape, start)):
-        msg = f"{entry} has what is not a size"
-        raise ValueError(msg)
-    if stop - start != math.prod(shape) * dtype.itemsize or begin + stop > size:
-        msg = f"{entry} does not fit a file of {size} bytes"
-        raise ValueError(msg)
-    return StoredTensor(path, dtype, shape, begin + start)
-
-
-# -- Files in the safetensors format, written tensor by tensor ------------------------------------
+        yield index.parent / file_name, own
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
@@ -300,7 +171,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     # On the other ranks there is nothing to see, and on rank 0 the rest must be taken in case of failure.
     for _ in tensors:
         pass
-    message = _tell(None if failure is None else str(failure))
+    message = _broadcast_message(None if failure is None else str(failure))
     if failure is not None:
         raise failure
     if message is not None:
@@ -308,7 +179,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
         raise RankFailedError(msg)
 
 
-def _tell(message: str | None) -> str | None:
+def _broadcast_message(message: str | None) -> str | None:
     """Return rank 0's message on all ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return message
@@ -322,14 +193,14 @@ def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in state.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in _DTYPES:
             msg = f"{name} has type {tensor.dtype}, which a safetensors file cannot hold"
             raise StateError(msg)
         shard = table.get(name)
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
         nbytes = torch.Size(shape).numel() * tensor.element_size()
         entries[prefix + plain_name(name)] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": _DTYPES[tensor.dtype],
             "shape": list(shape),
             "data_offsets": [offset, offset + nbytes],
         }
