@@ -296,7 +296,7 @@ def dropout_between_split_layers_is_found_by_the_proposal():
         def forward(self, x):
             return self.outer(self.down_proj(self.inner(self.up_proj(x))))
 
-    proposed = ts.plans.auto(Mlp(), verbose=False)
+    proposed = ts.plans.auto(Mlp(), torch.randn(3, 8), verbose=False)
     assert proposed == {"up_proj": Column(), "down_proj": Row(), "inner": Replicated()}
 
 

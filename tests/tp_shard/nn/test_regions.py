@@ -73,25 +73,26 @@ def same_gradients(whole, split, *inputs):
         torch.testing.assert_close(found[name], p.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def split_by_auto(model):
-    return ts.parallelize(copy.deepcopy(model), ts.plans.auto(model, verbose=False))
+def split_by_auto(model, *inputs):
+    return ts.parallelize(copy.deepcopy(model), ts.plans.auto(model, inputs, verbose=False))
 
 
 def norms_of_heads_get_the_sum_of_the_ranks_gradients():
     for kind in (NormedHeads, NeedsMore):
         whole = kind().double()
-        proposed = ts.plans.auto(whole, verbose=False)
-        assert proposed["q_norm"] == proposed["k_norm"] == Replicated(), kind
         inputs = [torch.randn(2, 5, 16, dtype=torch.float64)]
         inputs += [{"scale": 2.0}] if kind is NeedsMore else []
-        same_gradients(whole, split_by_auto(whole), *inputs)
+        proposed = ts.plans.auto(whole, inputs, verbose=False)
+        assert proposed["q_norm"] == proposed["k_norm"] == Replicated(), kind
+        same_gradients(whole, split_by_auto(whole, *inputs), *inputs)
 
 
 def a_slope_between_up_and_down_gets_the_sum_of_the_ranks_gradients():
     whole = Swish(nn.PReLU()).double()
-    proposed = ts.plans.auto(whole, verbose=False)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    proposed = ts.plans.auto(whole, x, verbose=False)
     assert proposed == {"up_proj": Column(), "down_proj": Row(), "between": Replicated()}
-    same_gradients(whole, split_by_auto(whole), torch.randn(3, 2, 8, dtype=torch.float64))
+    same_gradients(whole, split_by_auto(whole, x), x)
 
 
 def a_plan_that_forgets_what_stands_inside_names_it_at_the_first_forward():
@@ -123,11 +124,10 @@ def a_replicated_module_whose_input_is_whole_is_refused():
 
 
 def interleaved_queries_keys_and_values_are_not_taken_for_others():
-    whole = Interleaved().double()
-    with pytest.raises(ConfigError, match="no layer of Interleaved"):
-        ts.plans.auto(whole, verbose=False)
-    split = ts.parallelize(copy.deepcopy(whole), {"query_key_value": Column(heads=4), "dense": Row(heads=4)})
-    same_gradients(whole, split, torch.randn(2, 5, 16, dtype=torch.float64))
+    whole, x = Interleaved().double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    proposed = ts.plans.auto(whole, x, verbose=False)
+    assert proposed == {"query_key_value": Column(heads=4, kv_heads=4), "dense": Row(heads=4, kv_heads=4)}
+    same_gradients(whole, split_by_auto(whole, x), x)
 
 
 def the_order_of_fused_layers_is_proven_and_not_guessed():
@@ -142,27 +142,30 @@ def the_order_of_fused_layers_is_proven_and_not_guessed():
             apart = both.unflatten(-1, (12, 2)).unbind(-1) if self.interleaved else both.chunk(2, -1)
             return self.down_proj(F.silu(apart[0]) * apart[1])
 
-    class NotAlone(Gated):
-        def forward(self, x, residual):
-            return super().forward(x + residual)
-
-    assert ts.plans.auto(Gated(False), verbose=False)["gate_up_proj"] == Column(sections=2)
-    for model in (Gated(True), NotAlone(False)):
-        with pytest.raises(ConfigError, match="no layer of"):
-            ts.plans.auto(model, verbose=False)
+    x = torch.randn(2, 5, 8)
+    assert ts.plans.auto(Gated(False), x, verbose=False)["gate_up_proj"] == Column(sections=2)
+    with pytest.raises(ConfigError, match="no layer of"):
+        ts.plans.auto(Gated(True), x, verbose=False)
 
 
-def blocks_that_cannot_work_in_parts_stay_whole():
-    for model in (Swish(nn.LayerNorm(12)), Swish(nn.Softmax(-1)), Swish(nn.PReLU(12)), CountsHeads()):
-        with pytest.raises(ConfigError, match="no layer of"):
-            ts.plans.auto(model, verbose=False)
+def blocks_that_cannot_work_in_parts_stay_whole_or_are_joined_or_count_their_heads():
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="no layer of"):
+        ts.plans.auto(Swish(nn.LayerNorm(12)).double(), x, verbose=False)
+    joined = Swish(nn.Softmax(-1)).double()
+    assert ts.plans.auto(joined, x, verbose=False)["up_proj"].gather_output
+    same_gradients(joined, split_by_auto(joined, x), x)
+    counts, x = CountsHeads().double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    assert ts.plans.auto(counts, x, verbose=False)[""].query == ("num_heads",)
+    same_gradients(counts, split_by_auto(counts, x), x)
 
 
 def encoder_layers_of_torch_are_right_in_evaluation():
     layer = nn.TransformerEncoderLayer(16, 2, 64, batch_first=True)
     for whole in (layer, nn.TransformerEncoder(layer, 2)):
-        split = split_by_auto(whole).eval()
-        whole.eval().use_nested_tensor = False  # which warns
+        whole.use_nested_tensor = False  # which warns
+        split = split_by_auto(whole, torch.randn(2, 3, 16)).eval()
+        whole.eval()
         x, padded = torch.randn(2, 3, 16), torch.tensor([[False, False, True], [False] * 3])
         with torch.no_grad():
             for given in ({}, {"src_key_padding_mask": padded}):
@@ -183,7 +186,7 @@ CHECKS = [
     a_replicated_module_whose_input_is_whole_is_refused,
     interleaved_queries_keys_and_values_are_not_taken_for_others,
     the_order_of_fused_layers_is_proven_and_not_guessed,
-    blocks_that_cannot_work_in_parts_stay_whole,
+    blocks_that_cannot_work_in_parts_stay_whole_or_are_joined_or_count_their_heads,
     encoder_layers_of_torch_are_right_in_evaluation,
     a_column_layer_without_its_row_layer_is_named,
 ]

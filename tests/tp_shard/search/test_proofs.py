@@ -259,7 +259,6 @@ def test_layers_that_compute_their_weight_stay_whole(name):
         TRANSFORMS[name](model[0].up)
     words = f"0.up cannot be split: its (weight|bias) is .* computed, by {name.partition(',')[0]}"
     assert ts.plans.auto(model, x, verbose=False).keys() == {"1.up", "1.down"}
-    assert ts.plans.auto(model, verbose=False).keys() == {"1.up", "1.down"}  # by names
     for use in (ts.parallelize, lambda model, plan: ts.verify(model, plan, x)):
         with pytest.raises(ModelError, match=words):
             use(model, {"0.up": ts.Column(), "0.down": ts.Row()})
@@ -348,10 +347,19 @@ def test_the_proposal_begins_with_the_share_and_says_why_the_rest_stays_whole(ca
     assert rest[-1] == "proven for [0] (3, 8); and, with values of tp's own, [0] (4, 8)"
 
 
-def test_a_plan_by_names_is_not_called_proven(capsys):
-    ts.plans.auto(nn.Sequential(Block(0)))
-    printed = capsys.readouterr().out
-    assert "not proven as a whole, only block by block: the model was not called; give a batch" in printed
+def test_a_model_that_cannot_be_called_needs_a_batch():
+    for model, words in [
+        (nn.Sequential(Block(0)), "Sequential cannot be called without a batch of yours: auto"),
+        (
+            nn.Sequential(nn.Embedding(5, 4), nn.Linear(3, 3)),
+            "fails on what was made up for it .*a batch",
+        ),
+    ]:
+        with pytest.raises(ModelError, match=words):
+            ts.plans.auto(model)
+
+
+def test_a_model_of_which_nothing_can_be_split_is_refused():
     with pytest.raises(ConfigError, match=r"could be split over 2 ranks and proven right \(\*: its"):
         ts.plans.auto(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))[:1], torch.randn(3, 8))
 

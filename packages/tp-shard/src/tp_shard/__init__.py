@@ -8,7 +8,7 @@ Example:
 The way of a finished model that is split and trained, and the files that it passes::
 
     plans.auto, plans.from_hf     _search/: run it and look at what feeds what (_trace), try styles on its
-        |                         blocks (_variants, _prove), or go by names and shapes (_named)
+        |                         blocks (_variants), keep what is proven (_prove)
         |   a plan                _plans/_styles: {"name": Column(), ...}
         v
     verify                        _verify/: the whole model beside the split one, on ranks that are threads

@@ -8,7 +8,6 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._describe import describe, reasons
 from tp_shard._plans._styles import Style, Vocab
-from tp_shard._search._named import by_names
 from tp_shard._search._prove import Proof, prove
 from tp_shard._search._transformers import restrict, translate
 from tp_shard._search._variants import vocabulary, with_sequences
@@ -17,8 +16,6 @@ from tp_shard._verify._examples import example_call
 from tp_shard._verify._report import as_call, check_whole
 
 __all__ = ["auto", "from_hf"]
-
-_UNCALLED = "the model was not called; give a batch that it takes"
 
 
 def auto(
@@ -42,12 +39,10 @@ def auto(
     verified as :func:`tp_shard.verify` does, with the batch and with random values of other lengths, each
     block as it is; what is not right stays whole. Caches of keys and values are off meanwhile.
 
-    A model that cannot be called, for want of a batch, is tried block by block, by the names of its layers.
-
     Args:
         model: The model; it is not changed. It may be on the meta device.
         batch: What the model can be called with: a mapping by names, a tuple or list in order, or one
-            value. By default tokens, or what a model of transformers says that it takes.
+            value. By default what a model of transformers says that it takes, or tokens for an embedding.
         parallel_loss: Whether logits stay split, for a parallel loss; otherwise they are joined, so
             that any loss and ``generate()`` can follow.
         sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
@@ -62,9 +57,8 @@ def auto(
         A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
 
     Raises:
-        ConfigError: Nothing in the model can be split, or ``sequence`` is asked of a model that cannot be
-            called.
-        ModelError: The model cannot be called with the batch that was given, or has no blocks that could
+        ConfigError: Nothing in the model can be split.
+        ModelError: The model cannot be called with the batch, or needs one; or it has no blocks that could
             work on parts of the sequence.
 
     Collectives: none; every rank comes to the same plan.
@@ -76,39 +70,21 @@ def auto(
     """
     ranks = as_group(group)
     count = max(2, ranks.size)
-    notes: dict[str, str] = {}
-    proof = _proof(model, batch, count, notes)
-    if proof is None and sequence:
-        msg = (
-            f"how {type(model).__name__} uses sequences is seen when it runs: give auto() a batch "
-            "that it takes"
-        )
-        raise ConfigError(msg)
-    if proof is None:
-        plan = by_names(model, count if ranks.size > 1 else 1, notes)
-        plan.update(vocabulary(model, plan, notes, parallel_loss=parallel_loss))
-    else:
-        plan = _verified(proof, count, parallel_loss=parallel_loss)
-        plan = _with_sequences(proof, plan, count) if sequence else plan
-        plan, notes = proof.everywhere(plan), _notes(proof, plan)
-        _note_attention_of_torch(model, notes)
-    if not plan and proof is not None:
+    proof = _proof(model, batch, count)
+    plan = _verified(proof, count, parallel_loss=parallel_loss)
+    plan = _with_sequences(proof, plan, count) if sequence else plan
+    plan, notes = proof.everywhere(plan), _notes(proof, plan)
+    _note_attention_of_torch(model, notes)
+    if not plan:
         msg = (
             f"no layer of {type(model).__name__} could be split over {count} ranks and proven right "
             f"({reasons(notes) or 'it has no linear layer that feeds another'}); write a plan and verify it "
             "with ts.verify(), or leave the model whole"
         )
         raise ConfigError(msg)
-    if not plan:
-        why = reasons(notes)
-        msg = (
-            f"no layer of {type(model).__name__} is named as in a usual transformer{why and f' ({why})'}; "
-            'give a batch, or write a plan: {"layers.*.up": Column(), "layers.*.down": Row()}'
-        )
-        raise ConfigError(msg)
     if verbose:
         print(describe(model, plan, notes, ranks.size))
-        print(proof or f"not proven as a whole, only block by block: {_UNCALLED}")
+        print(proof)
     return plan
 
 
@@ -153,10 +129,7 @@ def from_hf(
     named = translate(model)
     ranks = as_group(group)
     count = max(2, ranks.size)
-    proof = _proof(model, batch, count, {})
-    if proof is None:
-        msg = f"{type(model).__name__} cannot be called without a batch of yours: from_hf(model, batch)"
-        raise ModelError(msg)
+    proof = _proof(model, batch, count)
     restrict(proof, named)
     plan = _verified(proof, count, parallel_loss=parallel_loss, must=True)
     plan = proof.everywhere(_with_sequences(proof, plan, count) if sequence else plan)
@@ -172,18 +145,25 @@ def _notes(proof: Proof, plan: dict[str, Style]) -> dict[str, str]:
     return proof.everywhere({**why, **proof.notes})
 
 
-def _proof(model: nn.Module, batch: Any, ranks: int, notes: dict[str, str]) -> Proof | None:
+def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof:
+    """Return what trying the model shows.
+
+    Raises:
+        ModelError: It cannot be called with the batch, or needs one.
+    """
     check_whole(model)
     call = example_call(model) if batch is None else as_call(batch)
+    name = type(model).__name__
     if call is None:
-        return None
+        msg = f"{name} cannot be called without a batch of yours: auto(model, batch) or from_hf(model, batch)"
+        raise ModelError(msg)
     try:
         return prove(model, call, ranks)
     except Exception as error:
-        if batch is None:  # what was made up is not what it takes
-            notes[""] = f"it does not take what was made up for it: {first_line(error)}"
-            return None
-        msg = f"{type(model).__name__} fails on this batch: {type(error).__name__}: {error}"
+        if batch is None:
+            msg = f"{name} fails on what was made up for it ({first_line(error)}); give a batch that it takes"
+        else:
+            msg = f"{name} fails on this batch: {type(error).__name__}: {error}"
         raise ModelError(msg) from error
 
 
@@ -191,9 +171,7 @@ def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = Fal
     """Return the proven plan with the vocabulary, less what makes the whole differ."""
     plan = dict(proof.plan)
     flow = proof.flow
-    plan.update(
-        vocabulary(proof.probe, plan, proof.notes, parallel_loss=False, last=flow.heads, called=flow.called)
-    )
+    plan.update(vocabulary(proof.probe, plan, proof.notes, last=flow.heads, called=flow.called))
     while plan:
         fault = proof.verify(plan, ranks)
         if fault is None:

@@ -36,7 +36,6 @@ from tp_shard.nn._kinds import (
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
 
 _FEW_CLASSES = 1024
-_HEAD = re.compile(r"(lm_head|head|embed_out|output|classifier|unembed)$")
 
 
 def vocabulary(
@@ -44,9 +43,8 @@ def vocabulary(
     plan: Plan,
     notes: dict[str, str],
     *,
-    parallel_loss: bool,
-    last: Collection[str] | None = None,
-    called: Collection[str] | None = None,
+    last: Collection[str],
+    called: Collection[str],
 ) -> dict[str, Style]:
     """Split the head, and the embeddings as tall as it or tied to it; else the tallest embedding.
 
@@ -56,10 +54,9 @@ def vocabulary(
         model: The model.
         plan: What is split already.
         notes: Gets why a table or a head stays whole, by its name.
-        parallel_loss: Whether logits stay split.
-        last: The layers whose outputs the model returns, if that is known; else their names decide.
-        called: The layers that are called, if that is known. The weight of another table may be read as it
-            is, as queries are in detectors.
+        last: The layers whose outputs the model returns.
+        called: The layers that are called. The weight of another table may be read as it is, as queries are
+            in detectors.
     """
     modules = dict(model.named_modules())
     conversion = Conversion(model, ALONE)
@@ -67,7 +64,7 @@ def vocabulary(
         path: m
         for path, m in modules.items()
         if isinstance(m, nn.Embedding)
-        and (called is None or path in called or any(p in called for p, _ in conversion.partners(m)))
+        and (path in called or any(p in called for p, _ in conversion.partners(m)))
     }
     heights = {m.num_embeddings for m in tables.values()}
     heads = {
@@ -75,11 +72,11 @@ def vocabulary(
         for path, m in modules.items()
         if isinstance(m, nn.Linear)
         and path not in plan
-        and (_HEAD.match(path.rpartition(".")[2]) if last is None else path in last)
+        and path in last
         and (m.out_features in heights or m.out_features >= _FEW_CLASSES)
     }
     sizes = {m.out_features for m in heads.values()} or {max(heights, default=0)}
-    found: dict[str, Style] = {path: Vocab(gather_output=not parallel_loss) for path in heads}
+    found: dict[str, Style] = {path: Vocab(gather_output=True) for path in heads}
     found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
     refused = {path: reason for path in found if (reason := refusal(modules[path]))}
     while True:  # who shares a weight with what stays whole stays whole, too
