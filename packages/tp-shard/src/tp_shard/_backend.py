@@ -199,7 +199,7 @@ class ShardBackend(Backend[ShardOptions]):
 
 
 def _is_fully_sharded(model: "nn.Module | None") -> bool:
-    """Whether DTensors of a model are shards sharded once more, as in models prepared before."""
+    """Return whether DTensors of a model are shards sharded once more, as in models prepared before."""
     from tp_core.internal import is_dtensor
 
     from tp_shard._shards._attributes import holds_shard

@@ -77,7 +77,7 @@ def _parallel_names(module: nn.Module) -> list[str]:
 
 
 @_patches.while_split
-def teach_ddp() -> list[_patches.Undo]:
+def patch_ddp() -> list[_patches.Undo]:
     """Let every DDP that is made from now on know of shards; return what ends it."""
     original = DistributedDataParallel.__init__
     signature = inspect.signature(original)
@@ -88,7 +88,7 @@ def teach_ddp() -> list[_patches.Undo]:
             original(self, module, *args, **kwargs)
             return
         given = signature.bind_partial(self, module, *args, **kwargs).arguments
-        if _meets_other_shards(module, given):
+        if _holds_different_shards(module, given):
             register_ddp_parameters_to_ignore(module)
         if _all_ignored(module):
             _wrap_all_split(self, module, given)
@@ -113,7 +113,7 @@ class _AllSplit(DistributedDataParallel):
 
 
 def _all_ignored(module: nn.Module) -> bool:
-    """Whether DDP is to leave every trained parameter to us; there are some, or its own message is right."""
+    """Return whether DDP is to leave all trained parameters to us; without any its own message is right."""
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
     return bool(trained) and trained <= set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
 
@@ -138,12 +138,13 @@ def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
 def _share_buffers(ddp: DistributedDataParallel) -> None:
     """Give all ranks the first one's buffers; a broadcast each."""
     for name, buffer in ddp.module.named_buffers():
+        # A buffer that is split is another one on each rank, and a broadcast would overwrite it.
         if name not in ddp.parameters_to_ignore and get_parallel_dim(buffer) is None:
             dist.broadcast(buffer, group_src=0, group=ddp.process_group)
 
 
-def _meets_other_shards(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether the ranks of a DDP to be hold different shards of a layer."""
+def _holds_different_shards(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether the ranks of a DDP to be hold different shards of a layer."""
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if mesh is not None:
         group = mesh.get_group(0)
@@ -166,8 +167,9 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
         if group is None or dist.get_world_size(group) == 1:
             continue
+        # As DDP does with what is its own: copies that were seeded differently would be averaged apart.
         dist.broadcast(parameter.data, group_src=0, group=group)
-        if parameter in _hooks:
+        if parameter in _hooks:  # wrapped before: two hooks would average, and wait for ranks, twice
             _hooks[parameter].remove()
         if parameter.requires_grad:
             hook = functools.partial(_average, group=group, size=dist.get_world_size(group))

@@ -45,7 +45,7 @@ class Split:
 
     @property
     def is_even(self) -> bool:
-        """Whether this is the cut that :meth:`even` makes."""
+        """Return whether this is the cut that :meth:`even` makes."""
         return all(r == (bounds(self.size, self.parts, i),) for i, r in enumerate(self.ranges))
 
     def local_size(self, rank: int) -> int:

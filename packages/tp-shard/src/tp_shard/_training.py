@@ -122,6 +122,7 @@ def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
     for group in dict.fromkeys(group for axes in norms for group in axes):
         cut = [axes for axes in norms if group in axes]
         values = torch.stack([wide[axes] for axes in cut])
+        # In the order in which all ranks have the groups: in another one they would wait for one another.
         dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         wide.update(zip(cut, values.unbind(), strict=True))
     everything = torch.stack(list(wide.values()))
@@ -165,7 +166,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if self._group.size == 1:
             return found
-        # One message, whatever devices this rank's gradients are on.
+        # One message, whatever devices this rank's gradients are on, and from a rank without any, too: the
+        # others would wait for it.
         worst = found_inf.clone()
         for flag in found.values():
             worst = torch.maximum(worst, flag.to(worst.device))

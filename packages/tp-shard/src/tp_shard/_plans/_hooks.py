@@ -237,7 +237,7 @@ def _explain(model: Any, error: Exception) -> str | None:
         f"{layers}; where its code "
         "counts all heads or features, add "
         f'{{"{block}": ts.Local(heads=..., query=("num_heads", ...))}} to the plan '
-        "with the names of those numbers, or leave the block whole. ts.verify() tells whether "
+        "with the names of those numbers, or leave the block whole. ts.verify() says whether "
         "a plan is right, and "
         "ts.plans.auto() finds one"
     )

@@ -17,7 +17,7 @@ from tp_shard._verify._compare import Fault, compare, compare_ranks, missed
 from tp_shard._verify._copies import bytes_needed, probe_copy, repeated_blocks
 from tp_shard._verify._examples import other_calls, without_cache
 from tp_shard._verify._report import tolerance_of
-from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_somehow
+from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_or_detached
 from tp_shard.nn._kinds import widths
 
 __all__ = ["Proof", "prove"]
@@ -216,10 +216,10 @@ def _traced_in(
 
 
 def _takes(model: nn.Module, call: Call) -> bool:
-    """Whether a model can be called so."""
+    """Return whether a model can be called so."""
     try:
         for training in (False, True):
-            run, _ = run_whole_somehow(model, replace(call, training=training), ())
+            run, _ = run_whole_or_detached(model, replace(call, training=training), ())
             if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
                 return False
     except Exception:  # noqa: BLE001 - values and shapes that were made up need not be right
@@ -268,7 +268,7 @@ def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[
         ModelError: It fails.
     """
     try:
-        return run_whole_somehow(module, call, frozenset(rows_of(module, plan)))
+        return run_whole_or_detached(module, call, frozenset(rows_of(module, plan)))
     except Exception as error:
         mode = "training" if call.training else "evaluation"
         msg = f"{type(module).__name__} fails in {mode}, not split: {first_line(error)}"
@@ -300,7 +300,7 @@ def _repeat_names(model: nn.Module) -> dict[str, str]:
 
 
 def _shares(model: nn.Module, name: str) -> bool:
-    """Whether another module has the weight of this one: that is a table of the vocabulary."""
+    """Return whether another module has the weight of this one: that is a table of the vocabulary."""
     layer = model.get_submodule(name)
     weight = layer._parameters.get("weight")
     return weight is not None and any(

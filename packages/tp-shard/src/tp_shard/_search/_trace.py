@@ -78,7 +78,7 @@ class Flow:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module has weights of experts, with three dimensions, and no linear layers inside."""
+    """Return whether a module has weights of experts, with three dimensions, and no linear layers inside."""
     weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.size(0) > 1]
     return len(weights) > 1 and not any(is_linear(m) for m in module.modules())
 
@@ -105,7 +105,7 @@ class _Called:
 
 @dataclass(slots=True)
 class _Way:
-    """What is met on the way back from a module's input."""
+    """Collect what is met on the way back from a module's input."""
 
     sources: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)  # dropouts, which one looks through

@@ -399,7 +399,7 @@ class _Block:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether it is, or has, something that may mix places or be split: all but norms and the like."""
+    """Return whether it is, or has, something that may mix places or be split: all but norms and the like."""
     return any(is_linear(m) or isinstance(m, nn.Embedding) or _is_block(m) for m in module.modules())
 
 

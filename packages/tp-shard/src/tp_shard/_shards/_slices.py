@@ -143,7 +143,7 @@ def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = Fa
     return TensorSlice(whole, parts_of_whole(parts, shard.split, shard.group.rank, own=own))
 
 
-def cut_of(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
+def shard_spec(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
     """Return ``cut(parameter, value)``, which says which part of the whole ``value`` is.
 
     Args:

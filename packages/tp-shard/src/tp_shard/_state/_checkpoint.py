@@ -25,7 +25,7 @@ from tp_core.state import (
 )
 
 from tp_shard._shards._dtensors import reshard
-from tp_shard._shards._slices import cut_of, unwrap
+from tp_shard._shards._slices import shard_spec, unwrap
 from tp_shard._state._state_dict import is_writer
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _MANIFEST = "manifest.json"  # a trainer's checkpoint has the digests of its files there
 
 
-def together(do: Callable[[], T]) -> T:
+def agree_on_failure(do: Callable[[], T]) -> T:
     """Do something that may fail on some ranks, and then fails on all.
 
     Raises:
@@ -48,6 +48,7 @@ def together(do: Callable[[], T]) -> T:
         done = do()
     except (OSError, TpError) as error:
         failure = error
+    # Every rank comes here, also after an error: one that raised at once would leave the others waiting.
     messages = _gather_objects(None if failure is None else str(failure))
     if failure is not None:
         raise failure
@@ -70,17 +71,17 @@ def _gather_objects(mine: T) -> list[T]:
     return everyones
 
 
-def forget_digests(folder: Path) -> None:
+def delete_digests(folder: Path) -> None:
     """Take away the digests of a checkpoint that will be overwritten.
 
-    Collectives: those of :func:`together`.
+    Collectives: those of :func:`agree_on_failure`.
     """
 
     def forget() -> None:
         if is_writer() and folder.is_dir():
             (folder / DIGESTS).unlink(missing_ok=True)
 
-    together(forget)
+    agree_on_failure(forget)
 
 
 def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
@@ -103,7 +104,7 @@ def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
         listed = {name: record.to_dict() for name, record in sorted(records.items())}
         path.write_text(to_json(DIGESTS, listed, indent=1))
 
-    together(lambda: write_atomically(write, folder / DIGESTS) if is_writer() else None)
+    agree_on_failure(lambda: write_atomically(write, folder / DIGESTS) if is_writer() else None)
 
 
 def check_digests(folder: Path) -> None:
@@ -115,9 +116,9 @@ def check_digests(folder: Path) -> None:
         FileNotFoundError: The folder has no checkpoint.
         StateError: A file is missing, cut off or changed, or the checkpoint was never finished; on all ranks.
 
-    Collectives: those of :func:`together`.
+    Collectives: those of :func:`agree_on_failure`.
     """
-    together(lambda: _check_share(folder))
+    agree_on_failure(lambda: _check_share(folder))
 
 
 def _check_share(folder: Path) -> None:
@@ -166,10 +167,12 @@ def save_sharded(
     model = unwrap(model)
     reshard(model)
     folder = Path(path)
-    tensors = together(lambda: collect_state(model, optimizer, cut=cut_of(model, own=True)))
+    tensors = agree_on_failure(lambda: collect_state(model, optimizer, cut=shard_spec(model, own=True)))
     with ExitStack() as owned:
-        together(lambda: owned.enter_context(Ownership(folder, is_folder=True)) if is_writer() else None)
-        forget_digests(folder)
+        agree_on_failure(
+            lambda: owned.enter_context(Ownership(folder, is_folder=True)) if is_writer() else None
+        )
+        delete_digests(folder)  # before the first file changes: what a crash cuts off has none
         written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
         write_digests(folder, written)
 
@@ -199,4 +202,4 @@ def load_sharded(
     model = unwrap(model)
     reshard(model)
     check_digests(Path(path))
-    together(lambda: restore_state(model, optimizer, open_tensors(path), cut=cut_of(model)))
+    agree_on_failure(lambda: restore_state(model, optimizer, open_tensors(path), cut=shard_spec(model)))

@@ -177,18 +177,18 @@ def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
     missing = list(_meta_buffers(model))
     for _, module, name, buffer in missing:
         # What is left of this afterwards was not made.
-        module._buffers[name] = torch.full_like(buffer, _nothing(buffer.dtype), device=device or "cpu")
+        module._buffers[name] = torch.full_like(buffer, _sentinel(buffer.dtype), device=device or "cpu")
     for module in {id(module): module for _, module, _, _ in missing}.values():
         model._init_weights(module)  # type: ignore[operator]  # a method, as _check_buffers saw
     for full_name, module, name, buffer in missing:
         made = module._buffers[name]
-        nothing = torch.full_like(buffer, _nothing(buffer.dtype), device="cpu")
+        nothing = torch.full_like(buffer, _sentinel(buffer.dtype), device="cpu")
         if made is None or torch.equal(made.cpu().nan_to_num(7.5), nothing.nan_to_num(7.5)):
             msg = f"{full_name} is not part of the state, and the model's _init_weights() does not make it"
             raise StateError(msg)
 
 
-def _nothing(dtype: torch.dtype) -> float:
+def _sentinel(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return -1 if dtype.is_signed else 1

@@ -168,7 +168,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
             _write(Path(path), header, tensors)
         except OSError as error:
             failure = error
-    # On the other ranks there is nothing to see, and on rank 0 the rest must be taken in case of failure.
+    # The other ranks send their shards here; and where rank 0 cannot write, it has to take the rest in, or
+    # they would wait in their sends.
     for _ in tensors:
         pass
     message = _broadcast_message(None if failure is None else str(failure))

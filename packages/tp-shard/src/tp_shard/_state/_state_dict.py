@@ -193,6 +193,7 @@ def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> 
             piece = local.contiguous()
         else:
             piece = local.new_empty(split.local_shape(shard.full_shape, rank))
+        # Shard by shard, and not an all-gather: beside the whole tensor only one shard is in memory.
         dist.broadcast(piece, group_src=rank, group=group.handle)
         split.put(full, piece, rank)
     return full
@@ -209,7 +210,7 @@ def _to_first(local: Tensor, shard: Shard) -> Tensor:
         return local.new_empty(0)
     full = torch.empty(shard.full_shape, dtype=local.dtype)
     split.put(full, local, 0)
-    for rank in range(1, group.size):
+    for rank in range(1, group.size):  # in order: the others wait in their sends, and one shard is in memory
         piece = local.new_empty(split.local_shape(shard.full_shape, rank))
         dist.recv(piece, group_src=rank, group=group.handle)
         split.put(full, piece, rank)

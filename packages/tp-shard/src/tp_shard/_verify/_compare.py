@@ -87,20 +87,20 @@ def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | N
     for key, mine in _numbered(first.steps):
         alike = [other[key] for other in others if key in other and mine.shape == shapes.get(key)]
         if key[0] not in first.cuts and any(
-            _apart(mine, t) > tolerance for t in alike if t.shape == mine.shape
+            _relative_diff(mine, t) > tolerance for t in alike if t.shape == mine.shape
         ):
             return Fault(key[0], "with dropout its outputs differ between ranks", reason)
     for name, value in first.gradients.items():
         same = [run.gradients.get(name) for run in runs[1:]]
         if name not in first.splits and any(
-            _gradient_apart(value, other, None, 0, _largest(value)) > tolerance for other in same
+            _gradient_diff(value, other, None, 0, _largest(value)) > tolerance for other in same
         ):
             return Fault(
                 name.rpartition(".")[0], f"with dropout the gradient of {name} differs between ranks", reason
             )
     for name, (kept, saved) in first.kept.items():
         found = [run.kept[name][0] for run in runs[1:] if name in run.kept]
-        if saved and name not in first.splits and any(_apart(kept, t) > tolerance for t in found):
+        if saved and name not in first.splits and any(_relative_diff(kept, t) > tolerance for t in found):
             return Fault(name.rpartition(".")[0], f"with dropout its {name} differs between ranks", reason)
     return None
 
@@ -166,7 +166,7 @@ def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
             right = _part(expected, run.cuts.get(name), rank)
             if right.shape != got.shape:
                 continue  # what a rank has of the features inside a block is not known from outside
-            apart = _apart(right, got)
+            apart = _relative_diff(right, got)
             comparison.forward[name] = max(comparison.forward.get(name, 0.0), apart)
             if apart > tolerance and first is None:
                 reason = "it computes something else on a rank than in one piece"
@@ -183,7 +183,7 @@ def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
     if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
         joined = torch.cat([part for part in parts if part is not None], -1)
         if joined.shape == whole.shape:
-            if _apart(whole.sort(-1).values, joined.sort(-1).values) < 1e-6:
+            if _relative_diff(whole.sort(-1).values, joined.sort(-1).values) < 1e-6:
                 return "the features that reach it stand in another order than it is cut"
             return (
                 "what reaches it is not each rank's part of what reaches it in one piece: the "
@@ -201,7 +201,7 @@ def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
         tensors = [tensor for tensor in got if tensor is not None]
         if len(tensors) < len(got):
             return Fault("", f"{name} of its output is missing on a rank", "the ranks take other ways")
-        apart = _apart_of_ranks(expected, tensors)
+        apart = _joined_diff(expected, tensors)
         if apart > worst:
             worst, where = apart, name
     comparison.outputs = worst
@@ -209,7 +209,7 @@ def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
         return Fault("", f"{where} of its output differs by {worst:.2g}", "and no module inside before it")
     for rank, run in enumerate(runs):
         if whole.loss is not None and run.loss is not None:
-            apart = _apart(whole.loss, run.loss)
+            apart = _relative_diff(whole.loss, run.loss)
             comparison.loss = max(comparison.loss or 0.0, apart)
             if apart > tolerance and all(
                 r.outputs[n].shape == t.shape for r in runs for n, t in whole.outputs.items()
@@ -226,16 +226,16 @@ def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
     return None
 
 
-def _apart_of_ranks(expected: Tensor, got: list[Tensor]) -> float:
+def _joined_diff(expected: Tensor, got: list[Tensor]) -> float:
     """Return how far outputs are from the whole one, where each rank may have a part along one dimension."""
     if all(tensor.shape == expected.shape for tensor in got):
-        return max(_apart(expected, tensor) for tensor in got)
+        return max(_relative_diff(expected, tensor) for tensor in got)
     if any(tensor.dim() != expected.dim() for tensor in got):
         return float("inf")
     cut = [d for d in range(expected.dim()) if any(t.size(d) != expected.size(d) for t in got)]
     if len(cut) != 1 or sum(t.size(cut[0]) for t in got) != expected.size(cut[0]):
         return float("inf")
-    return _apart(expected, torch.cat(got, cut[0]))
+    return _relative_diff(expected, torch.cat(got, cut[0]))
 
 
 def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
@@ -253,7 +253,7 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
         shards = [run.gradients.get(name) for run in runs]
         split = runs[0].splits.get(name)
         apart = max(
-            _gradient_apart(expected, g, run.splits.get(name), r, scale)
+            _gradient_diff(expected, g, run.splits.get(name), r, scale)
             for r, (g, run) in enumerate(zip(shards, runs, strict=True))
         )
         if expected is not None or any(g is not None for g in shards):
@@ -266,7 +266,7 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
     return max(wrong, key=lambda item: item[0])[1] if wrong else None
 
 
-def _gradient_apart(
+def _gradient_diff(
     expected: Tensor | None, got: Tensor | None, split: Split | None, rank: int, scale: float
 ) -> float:
     if expected is None or got is None:
@@ -275,7 +275,7 @@ def _gradient_apart(
     right = expected if split is None else split.take(expected, rank)
     if right.shape != got.shape:
         return float("inf")
-    return _apart(right, got, scale)
+    return _relative_diff(right, got, scale)
 
 
 def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
@@ -283,23 +283,25 @@ def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None,
     tensors = [g for g in got if g is not None]
     scale = _largest(expected) or scale  # beside larger ones anything would be a multiple of it
     if expected is not None and len(tensors) == ranks and split is None:
-        if _apart(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
+        if _relative_diff(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
             return (
                 "each rank has the gradient of its own part of the heads or features alone, "
                 "and they have to be summed: "
                 "give the module ts.Replicated() in the plan"
             )
-        if all(_apart(expected * ranks, g, scale) < 1e-3 for g in tensors):
+        if all(_relative_diff(expected * ranks, g, scale) < 1e-3 for g in tensors):
             return (
                 f"it is summed over {ranks} ranks that all have the whole of it: leave the module "
                 "out of the plan"
             )
-        if any(_apart(tensors[0], g, scale) > 1e-3 for g in tensors):
+        if any(_relative_diff(tensors[0], g, scale) > 1e-3 for g in tensors):
             return "it differs between ranks: part of what it works on is a rank's own"
     if (
         expected is not None
         and split is not None
-        and all(_apart(split.take(expected, r) * ranks, g, scale) < 1e-3 for r, g in enumerate(tensors))
+        and all(
+            _relative_diff(split.take(expected, r) * ranks, g, scale) < 1e-3 for r, g in enumerate(tensors)
+        )
     ):
         return f"it is {ranks} times too large: what follows is done by all ranks, and its gradient summed"
     return "what follows it goes backward otherwise than in one piece"
@@ -311,7 +313,7 @@ def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     scale = max(scale, _ROUNDING * max(map(_largest, whole.gradients.values()), default=0.0))
     for name, expected in whole.inputs.items():
         for rank, run in enumerate(runs):
-            apart = _gradient_apart(expected, run.inputs.get(name), None, rank, scale)
+            apart = _gradient_diff(expected, run.inputs.get(name), None, rank, scale)
             if apart > tolerance:
                 reason = "each rank has the gradient of its own part alone, or it is summed too often"
                 return Fault(
@@ -327,7 +329,7 @@ def _kept(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
             right = expected if split is None else split.take(expected, rank)
             # Another shape of no state: what a rank keeps of its own heads, such as a bias made once.
             other = float("inf") if saved else 0.0
-            apart = _apart(right, got) if right.shape == got.shape else other
+            apart = _relative_diff(right, got) if right.shape == got.shape else other
             if apart > tolerance:
                 owner, _, own = name.rpartition(".")
                 return Fault(
@@ -359,7 +361,7 @@ def _largest(tensor: Tensor | None) -> float:
     return float(values.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
-def _apart(expected: Tensor, got: Tensor, scale: float | None = None) -> float:
+def _relative_diff(expected: Tensor, got: Tensor, scale: float | None = None) -> float:
     """Return the largest difference, relative to the largest number; infinities have to be alike."""
     if expected.numel() == 0:
         return 0.0

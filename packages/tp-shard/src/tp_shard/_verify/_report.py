@@ -20,7 +20,7 @@ from tp_shard._shards._layer import ParallelLayer
 from tp_shard._verify._call import Call, Loss, cast
 from tp_shard._verify._compare import Comparison, Fault, compare, compare_ranks, missed
 from tp_shard._verify._copies import bytes_needed, probe_copy
-from tp_shard._verify._runs import rows_of, run_split, run_whole_somehow
+from tp_shard._verify._runs import rows_of, run_split, run_whole_or_detached
 from tp_shard.errors import VerificationError
 
 __all__ = ["ModuleReport", "Report", "as_call", "check_whole", "tolerance_of", "verify"]
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the split model computes what the whole one does, in all that the batch reaches."""
+        """Return whether the split model computes what the whole one does, in all that the batch reaches."""
         return self.fault is None
 
     def assert_ok(self) -> None:
@@ -213,7 +213,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         modes.append(mode)
         tried = replace(call, training=mode == "training")
         try:
-            whole, tried = run_whole_somehow(copied, tried, frozenset(rows_of(copied, mine)))
+            whole, tried = run_whole_or_detached(copied, tried, frozenset(rows_of(copied, mine)))
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error

@@ -20,7 +20,7 @@ from tp_shard._verify._call import Call, copied, fresh, loss_of, mapped, tensors
 from tp_shard._verify._simulate import SimulatedError, simulate
 from tp_shard.nn._linear import ParallelLinear
 
-__all__ = ["Run", "Trace", "rows_of", "run_split", "run_whole", "run_whole_somehow"]
+__all__ = ["Run", "Trace", "rows_of", "run_split", "run_whole", "run_whole_or_detached"]
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
         return _run(copied(module), call, run, watched)
 
 
-def run_whole_somehow(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
+def run_whole_or_detached(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
     """Do as :func:`run_whole`, and where arguments with gradients are more than the module takes, without.
 
     Returns:

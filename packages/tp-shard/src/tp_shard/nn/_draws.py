@@ -173,7 +173,7 @@ class SplitDraws:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a block that is being called is watched."""
+        """Return whether a block that is being called is watched."""
         return any(visit.mode is not None for visit in self.visits)
 
     def _inside(self) -> _Inside | None:

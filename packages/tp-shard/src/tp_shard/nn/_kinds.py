@@ -77,7 +77,7 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
 
 
 def computes_linear(layer: nn.Module) -> bool:
-    """Whether a subclass of ``nn.Linear`` with a ``forward`` of its own computes what ``nn.Linear`` does.
+    """Return whether a subclass of ``nn.Linear`` with its own ``forward`` computes what ``nn.Linear`` does.
 
     It is tried with other weights, so that neither their size nor their device matters; nor does a
     default device.
@@ -102,7 +102,7 @@ def computes_linear(layer: nn.Module) -> bool:
 
 
 def _uses_weight(forward: Any) -> bool:
-    """Whether a method takes the values of a weight, and not only its type or device."""
+    """Return whether a method takes the values of a weight, and not only its type or device."""
     if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
         return False
     steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
@@ -145,13 +145,13 @@ def why_not_split(layer: nn.Module) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the ``Conv1D`` of transformers, a linear layer whose weight is (in, out)."""
+    """Return whether it is the ``Conv1D`` of transformers, a linear layer whose weight is (in, out)."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that a plan can split."""
+    """Return whether a module is a linear layer that a plan can split."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 

@@ -61,7 +61,7 @@ class Operation:
 
     @property
     def draws(self) -> bool:
-        """Whether it takes values from a generator."""
+        """Return whether it takes values from a generator."""
         return self.function in _DRAWS
 
 

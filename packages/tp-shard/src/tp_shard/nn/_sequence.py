@@ -63,7 +63,7 @@ class SequenceState:
         return self.note(sum(gather_sizes(part, group, device)))
 
     def _has_neighbors(self, length: int, ranks: int) -> bool:
-        """Whether other lengths may have the same part on some rank; the same on all ranks.
+        """Return whether other lengths may have the same part on some rank; the same on all ranks.
 
         Any rank may take ``length`` for one nearby, and that for the next: the whole chain counts.
         """

@@ -344,7 +344,7 @@ def parallel_linear_cross_entropy(
         ignore_index: As in :func:`parallel_cross_entropy`, like the following.
         reduction: "mean", "sum" or "none".
         label_smoothing: From 0 to 1.
-        num_classes: Over all ranks. By default the weight's mark tells, and without it the ranks'
+        num_classes: Over all ranks. By default the weight's mark says it, and without it the ranks'
             shards have the same size.
         z_loss: The factor of the squared log-sum-exp.
         chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million

@@ -341,7 +341,7 @@ def parallel_margin_cross_entropy(
         ignore_index: Targets that count for nothing.
         reduction: "mean", "sum" or "none".
         label_smoothing: How much of a target is spread over all classes that take part, from 0 to 1.
-        num_classes: Over all ranks. By default the weight's mark tells, and without it the ranks'
+        num_classes: Over all ranks. By default the weight's mark says it, and without it the ranks'
             shards have the same size.
         sampled: Which of this rank's classes take part, as indices into its shard (:func:`sample_classes`
             draws some); those of the targets always do. ``None`` for all.
