@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core.plugins import Callback as Callback
+    from tp_core.plugins import RunView as RunView
+
     from tp_trainer import callbacks as callbacks
     from tp_trainer import compat as compat
     from tp_trainer import loggers as loggers
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
     from tp_trainer._metrics._evaluation import Predictions as Predictions
     from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
     from tp_trainer._metrics._metric import Metric as Metric
-    from tp_trainer._running._callbacks import Callback as Callback
-    from tp_trainer._running._callbacks import RunView as RunView
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
     from tp_trainer._running._loop import Loop as Loop
@@ -34,6 +35,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core.plugins": ["Callback", "RunView"],
             "tp_trainer": ["callbacks", "compat", "loggers", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
             "tp_trainer._backends._ddp": ["DdpOptions"],
@@ -43,7 +45,6 @@ else:
             "tp_trainer._memory._table": ["MemoryTable"],
             "tp_trainer._metrics._evaluation": ["Predictions"],
             "tp_trainer._metrics._metric": ["FunctionMetric", "Metric"],
-            "tp_trainer._running._callbacks": ["Callback", "RunView"],
             "tp_trainer._running._history": ["EpochRecord", "History"],
             "tp_trainer._running._loop": ["Loop"],
             "tp_trainer._running._signals": ["Interrupted"],

@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from tp_trainer._metrics._evaluation import Predictions, Validation
     from tp_trainer._metrics._metric import Metric
     from tp_trainer._opening._boundaries import StepBoundaries
+    from tp_trainer._running._callbacks import Events
     from tp_trainer._running._custom_loop import ManualStepEvents
-    from tp_trainer._running._events import Events
     from tp_trainer._running._fit import Scheduler
     from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
@@ -517,8 +517,7 @@ class Trainer:
             Interrupted: A signal asked the run to end; its state is saved.
         """
         from tp_trainer._metrics._metric import check_metrics
-        from tp_trainer._running._limits import Limits
-        from tp_trainer._running._settings import FitSettings, check_state
+        from tp_trainer._running._settings import FitSettings, Limits, check_state
         from tp_trainer._steps._step import tell_of_evaluation_mode, telling_of_ended_iterators
 
         check_model("fit()", model)
@@ -739,9 +738,8 @@ class Trainer:
             ...         loop.log(loss=loss)  # doctest: +SKIP
         """
         from tp_trainer._running._custom_loop import CustomLoopHooks
-        from tp_trainer._running._limits import Limits
         from tp_trainer._running._loop import build_loop, classify_state
-        from tp_trainer._running._settings import LoopSettings, check_state
+        from tp_trainer._running._settings import Limits, LoopSettings, check_state
         from tp_trainer._running._watchdog import Watchdog
 
         check_loader("batches", batches)
@@ -809,8 +807,7 @@ class Trainer:
             self._step_events = before
 
     def _events(self, callbacks: Iterable["Callback | str"]) -> "Events":
-        from tp_trainer._running._callbacks import find_callbacks
-        from tp_trainer._running._events import Events
+        from tp_trainer._running._callbacks import Events, find_callbacks
 
         return Events(*find_callbacks(callbacks, self._lazy.plugins))
 

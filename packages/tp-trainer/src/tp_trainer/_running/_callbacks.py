@@ -1,13 +1,12 @@
-"""The callbacks of one run: those that the script gives or names, and those that join every run."""
+"""The callbacks of one run, given, named or joined by themselves; and the events that they are sent."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from tp_core.errors import ConfigError
-from tp_core.plugins import Callback, Contribution, NamedCallback, PluginRegistry, RunView
-
-__all__ = ["Callback", "RunView", "find_callbacks"]
+from tp_core.plugins import Callback, Contribution, NamedCallback, PluginRegistry
 
 log = logging.getLogger("tp_trainer")
 
@@ -121,3 +120,62 @@ def _check_events(callback: Callback) -> None:
             f"never be called; {hint}The events are {', '.join(_EVENTS)}; begin a helper's name with '_on_'"
         )
         raise ConfigError(msg)
+
+
+class Events:
+    """Sends the events of a run.
+
+    Args:
+        callbacks: Those of the run, in the order in which they are called.
+        joined: The names of those that no script gave: one that fails is left out, and named in the log.
+
+    Attributes:
+        callbacks: Those that are left.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], joined: Mapping[Callback, str]) -> None:
+        self.callbacks = list(callbacks)
+        self._joined = joined
+        self._find()
+
+    def _find(self) -> None:
+        self._calls: dict[str, list[tuple[Callable[..., None], Callback | None]]] = {
+            name: [
+                (getattr(one, name), one if one in self._joined else None)
+                for one in self.callbacks
+                if _overrides(one, name)
+            ]
+            for name in _EVENTS
+        }
+
+    def has(self, name: str) -> bool:
+        """Return whether a callback has this event."""
+        return bool(self._calls[name])
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Call the callbacks that have an event, in their order."""
+        for call, joined in self._calls[name]:
+            if joined is None:
+                call(*arguments)
+                continue
+            try:
+                call(*arguments)
+            except Exception:
+                which = self._joined[joined]
+                log.exception("the callback %r failed in %s and is left out of the run", which, name)
+                self.callbacks = [other for other in self.callbacks if other is not joined]
+                self._find()
+
+    def states(self) -> dict[str, Callback]:
+        """Return the callbacks by the names under which checkpoints keep their state."""
+        numbers: dict[str, int] = {}
+        named = {}
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            number = numbers[kind] = numbers.get(kind, -1) + 1
+            named[f"{kind}:{number}"] = callback
+        return named
+
+
+def _overrides(callback: Callback, name: str) -> bool:
+    return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)

@@ -10,7 +10,7 @@ from tp_core.plugins import RunView, Session
 
 from tp_trainer._metrics._evaluation import numbers_in
 from tp_trainer._opening._boundaries import StepBoundaries
-from tp_trainer._running._events import Events
+from tp_trainer._running._callbacks import Events
 from tp_trainer._running._loop import LoopHooks
 
 

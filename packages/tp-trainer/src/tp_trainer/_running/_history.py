@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from tp_trainer.loggers._reading import LoggedRun
 
-__all__ = ["EpochRecord", "History"]
 
 # A notebook is light or dark, which its style sheet alone knows: colors that are seen on both.
 _NOTEBOOK_COLORS = (

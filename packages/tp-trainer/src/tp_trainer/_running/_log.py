@@ -16,8 +16,6 @@ from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import LogSpec, make_loggers
 from tp_trainer.loggers._values import ValuesLogger, given_values
 
-__all__ = ["RunLog", "of_optimizer", "plan_log"]
-
 log = logging.getLogger("tp_trainer")
 
 
@@ -56,7 +54,7 @@ class RunLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether this rank has somebody who wants the numbers."""
+        """Whether this rank has a logger."""
         return bool(self._buffer)
 
     def open(self, *, resumed: bool, step: int, epoch: int) -> None:
@@ -81,11 +79,11 @@ class RunLog:
                 self._buffer.open(RunInfo(**where, **self._facts()))
             except Exception as error:  # noqa: BLE001 - all ranks raise it together
                 failure = error
-        told = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
+        failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
         if failure is not None:
             raise failure
-        if told is not None:
-            msg = f"the first rank could not open a logger: {told}"
+        if failure_text is not None:
+            msg = f"the first rank could not open a logger: {failure_text}"
             raise ConfigError(msg)
 
     def add(self, numbers: Mapping[str, Any], *, step: int, epoch: int) -> None:

@@ -24,15 +24,13 @@ from tp_trainer._metrics._metric import CutShortError
 from tp_trainer._opening._agreement import check_same, check_same_optimizers
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._history import EpochRecord, History
-from tp_trainer._running._kept import Kept
-from tp_trainer._running._limits import Limits
 from tp_trainer._running._log import RunLog
-from tp_trainer._running._lost_state import unsaved_averages, watching_optimizers
 from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._saving import Saving
-from tp_trainer._running._settings import LoopSettings
-from tp_trainer._running._signals import Answer, Interrupted, SignalWatch, interrupted
+from tp_trainer._running._settings import Limits, LoopSettings
+from tp_trainer._running._signals import Decision, Interrupted, SignalWatch, interrupted
 from tp_trainer._running._state import RunState, Trained
+from tp_trainer._running._user_state import UserState, unsaved_averages, unsaved_optimizers
 from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep
@@ -334,7 +332,7 @@ class Loop:
             optimizers = self.optimizers.values()
             for words in unsaved_averages(optimizers, [*self.state.values(), *self.models.values()]):
                 log.warning("no checkpoint will have %s: name it in state={...}", words)
-            self._warn_unsaved = open_.enter_context(watching_optimizers(optimizers))
+            self._warn_unsaved = open_.enter_context(unsaved_optimizers(optimizers))
         open_.enter_context(self._hooks.while_open(self))
         max_batches = self._limits.sanity_val_batches
         if max_batches and self._hooks.validates and not state.step:
@@ -514,20 +512,20 @@ class Loop:
             if step >= limits.max_steps:
                 self._ending = f"max_steps={limits.max_steps}"
             looks.append(self._batches_after(max(limits.max_steps - step, 1)))
-        answer = self._ask(at_epoch=not ended_step)
-        if answer.stop is not None:
-            self._ending = answer.stop
+        decision = self._decide(at_epoch=not ended_step)
+        if decision.stop is not None:
+            self._ending = decision.stop
         saving = self._saving
         if saving is not None:
             left = saving.checkpointer.steps_left(step)
-            is_due = answer.is_due or answer.save or saving.checkpointer.is_due(step)
-            if is_due and done == steps and not answer.signal:
+            is_due = decision.is_due or decision.save or saving.checkpointer.is_due(step)
+            if is_due and done == steps and not decision.signal:
                 # After the validation, whose outcome may decide which checkpoint is the best.
                 self._saves_at_epoch_end = True
-            elif is_due or answer.signal:
+            elif is_due or decision.signal:
                 self._save(done, self.meter)
-            if answer.signal:
-                self._interrupt(answer.signal)
+            if decision.signal:
+                self._interrupt(decision.signal)
             if left is not None:
                 looks.append(self._batches_after(left))
         # When the clock next gives a reason to ask; rank 0's alone counts.
@@ -541,20 +539,20 @@ class Loop:
         """Return how many batches are done when ``more`` further optimizer steps are."""
         return min((self._done // self._accumulate + more) * self._accumulate, self._steps)
 
-    def _ask(self, *, at_epoch: bool) -> Answer:
+    def _decide(self, *, at_epoch: bool) -> Decision:
         """Return what the ranks agree on, if they ask each other now; at epochs they do without a reason."""
         boundaries = self._boundaries
         if not self._can_ask or not (at_epoch or boundaries.is_meeting()):
-            return Answer(0, False, None, False)
+            return Decision()
         saving, now = self._saving, time.monotonic()
         stop = self._stop_reason or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
         is_old = saving is not None and self._done > 0 and now >= saving.checkpointer.due_at
         self._due_at = math.inf  # it has been asked for: what is due will be done before it is due again
-        answer = self._signals.ask(due=is_old, stop=stop, save=self._save_requested)
+        decision = self._signals.decide(due=is_old, stop=stop, save=self._save_requested)
         self._save_requested = False
         if not at_epoch:
             boundaries.has_met()
-        return answer
+        return decision
 
     def _has_request(self) -> bool:
         """Return whether this rank has something to ask the others, besides signals.
@@ -581,17 +579,17 @@ class Loop:
         state.epoch, state.first = state.epoch + 1, 0
         self._steps_before_epoch, self._done = steps_made, 0
         asks = self.world_size == 1 or self._may_be_requested
-        answer = self._ask(at_epoch=True) if asks else Answer(0, False, None, False)
-        self._ending = self._ending or answer.stop
+        decision = self._decide(at_epoch=True) if asks else Decision()
+        self._ending = self._ending or decision.stop
         if saving is not None:
-            is_due = self._saves_at_epoch_end or answer.save or saving.ends_epoch(state.epoch - 1)
+            is_due = self._saves_at_epoch_end or decision.save or saving.ends_epoch(state.epoch - 1)
             if is_due or self._has_ended():
                 self._saves_at_epoch_end = False
                 self._save(0, None)
             saving.check_best()
-            if answer.signal:
+            if decision.signal:
                 self._save(0, None)
-                self._interrupt(answer.signal)
+                self._interrupt(decision.signal)
 
     def _cut_epoch(self) -> None:
         """End the run within an epoch: saved as it stands, with a record of what was done of it."""
@@ -764,7 +762,9 @@ def build_loop(
     steps = _steps_in(train, settings.limits)
     train.continues_stream = settings.limits.overfit_batches is None and not settings.limits.restart_stream
     logged = {LOG_STATE: logs} if logs.is_asked else {}
-    kept = Kept(session, settings.state, targets.others, callbacks={**settings.events.states(), **logged})
+    user_state = UserState(
+        session, settings.state, targets.others, callbacks={**settings.events.states(), **logged}
+    )
     kinds = {
         "log": logs.is_asked,
         "models": sorted(targets.trained.models),
@@ -772,7 +772,7 @@ def build_loop(
     }
     check_same(session, {**settings.facts(steps), **kinds})
     check_same_optimizers(session, targets.trained.optimizers)
-    state = RunState(session, targets.trained, kept, train, optimizer_step)
+    state = RunState(session, targets.trained, user_state, train, optimizer_step)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
 
 

@@ -12,8 +12,6 @@ from tp_core.internal import Progress as Shown
 
 from tp_trainer._running._history import EpochRecord
 
-__all__ = ["Reporter", "Ticker"]
-
 log = logging.getLogger("tp_trainer")
 
 Show = Callable[[int, float | None], None]

@@ -12,8 +12,6 @@ from tp_trainer._checkpoint import Checkpointer, Checkpoints
 from tp_trainer._running._state import RunState
 from tp_trainer._steps._meter import Meter
 
-__all__ = ["Saving"]
-
 
 class Saving:
     """Writes the state of a run into checkpoints, and resumes it.

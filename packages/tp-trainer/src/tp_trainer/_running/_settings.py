@@ -1,6 +1,7 @@
-"""The arguments of one call of ``fit`` or ``loop``, gathered and checked."""
+"""The arguments of one call of ``fit`` or ``loop``, gathered and checked; and how long a run goes on."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +13,100 @@ from tp_core.internal import Progress
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks._objects import check_loader
-from tp_trainer._checks._values import as_checkpoints, check_callable, check_seconds
+from tp_trainer._checks._values import (
+    as_checkpoints,
+    check_callable,
+    check_not_negative,
+    check_positive,
+    check_seconds,
+)
 from tp_trainer._metrics._evaluation import named_loaders, without_metrics
 from tp_trainer._metrics._metric import Metric
-from tp_trainer._running._events import Events
-from tp_trainer._running._limits import Limits
+from tp_trainer._running._callbacks import Events
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._step import Step
 from tp_trainer.loggers._named import LogSpec
 
-__all__ = ["FitSettings", "LoopSettings", "check_state"]
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a run goes on, and when it validates in between.
+
+    Attributes:
+        epochs: How often to go through the loader; ``None`` for as long as the other limits let it, and once
+            where there is no other that ends the run.
+        steps_per_epoch: How many batches make an epoch; ``None`` for all that the loader has.
+        max_steps: After how many optimizer steps the run ends, those before a resume included.
+        max_time: For how long this call trains: seconds, or text such as "1h30m".
+        val_every_steps: Validate after so many optimizer steps too, not at the ends of epochs alone.
+        sanity_val_batches: On how many batches to try the validation before the first step.
+        overfit_batches: Train on so many batches alone, the same ones in every epoch.
+        restart_stream: Whether every epoch begins a stream anew, instead of going on in it.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
+    max_steps: int | None = None
+    max_time: float | str | None = None
+    val_every_steps: int | None = None
+    sanity_val_batches: int = 0
+    overfit_batches: int | None = None
+    restart_stream: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps_per_epoch", "max_steps", "val_every_steps", "overfit_batches"):
+            value = getattr(self, name)
+            if value is not None:
+                check_positive(name, value)
+        check_not_negative("sanity_val_batches", self.sanity_val_batches)
+        if self.max_time is not None:
+            seconds_of(self.max_time)
+        if self.epochs is None and self.max_steps is None and self.max_time is None:
+            object.__setattr__(self, "epochs", 1)  # frozen dataclasses refuse plain assignment
+
+    @property
+    def max_seconds(self) -> float | None:
+        """For how many seconds this call trains; ``None`` for any time."""
+        return None if self.max_time is None else seconds_of(self.max_time)
+
+
+def seconds_of(time: object) -> float:
+    """Return a time in seconds.
+
+    Args:
+        time: A number of seconds, or text: "90s", "1h30m", "2d", "01:30:00".
+
+    Raises:
+        ConfigError: ``time`` is something else, or not above 0.
+
+    Example:
+        >>> seconds_of("1h30m"), seconds_of("00:01:30"), seconds_of(5)
+        (5400.0, 90.0, 5.0)
+    """
+    seconds = _parsed(time) if isinstance(time, str) else time
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        msg = (
+            "max_time must be a number of seconds above 0, or text such as '1h30m' or '01:30:00', got "
+            f"{time!r}"
+        )
+        raise ConfigError(msg)
+    return float(seconds)
+
+
+def _parsed(text: str) -> float | None:
+    if re.fullmatch(r"\d+:\d\d:\d\d", text):
+        hours, minutes, seconds = map(int, text.split(":"))
+        return hours * 3600.0 + minutes * 60.0 + seconds
+    found = _TIME.findall(text)
+    if not found or _TIME.sub("", text).strip():
+        return None
+    return sum(float(number) * _UNITS[unit] for number, unit in found)
 
 
 def check_state(state: object) -> dict[str, Any]:
@@ -55,7 +140,7 @@ class LoopSettings:
             that save there after every epoch.
         resume: "auto", the path of a checkpoint, or ``None``.
         state: What is saved and restored besides, by name.
-        events: Where the callbacks of the run are told what happens.
+        events: Sends the callbacks of the run what happens.
         log: What the numbers of the run are written to.
         log_every_steps: After how many optimizer steps they are.
         hyperparameters: What loggers are to know of the run, or ``None``.

@@ -16,8 +16,6 @@ from tp_core.plugins import Session
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._rank_exit import discard_closed_terminal, write_exit_report
 
-__all__ = ["Answer", "Interrupted", "SignalWatch", "interrupted"]
-
 log = logging.getLogger("tp_trainer")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -62,8 +60,8 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
     return error
 
 
-class Answer(NamedTuple):
-    """What the ranks have agreed on between two steps.
+class Decision(NamedTuple):
+    """What the ranks have agreed on between two steps; by default nothing.
 
     Attributes:
         signal: The number of a signal that one of them has seen, or 0.
@@ -72,10 +70,10 @@ class Answer(NamedTuple):
         save: Whether one of them wants a checkpoint.
     """
 
-    signal: int
-    is_due: bool
-    stop: str | None
-    save: bool
+    signal: int = 0
+    is_due: bool = False
+    stop: str | None = None
+    save: bool = False
 
 
 class SignalWatch:
@@ -87,7 +85,8 @@ class SignalWatch:
     Args:
         session: Whose ranks are asked.
         boundaries: Where they are asked.
-        catches: Whether signals are caught; without, they do what they did, and ranks agree on wishes alone.
+        catches: Whether signals are caught; without, they do what they did, and ranks agree on what stop()
+            and save() have asked for alone.
     """
 
     def __init__(self, session: Session, boundaries: StepBoundaries, *, catches: bool = True) -> None:
@@ -127,7 +126,7 @@ class SignalWatch:
             raise KeyboardInterrupt
         self._boundaries.note(number)
 
-    def ask(self, *, due: bool, stop: str | None = None, save: bool = False) -> Answer:
+    def decide(self, *, due: bool, stop: str | None = None, save: bool = False) -> Decision:
         """Return what the ranks agree on.
 
         Args:
@@ -137,10 +136,10 @@ class SignalWatch:
 
         Collectives: one all-gather of objects over all ranks.
         """
-        answers = self._session.gather_objects((self._boundaries.seen, due, stop, save))
-        reason = next((answer[2] for answer in answers if answer[2] is not None), None)
-        seen = max(answer[0] for answer in answers)
-        return Answer(seen, answers[0][1], reason, any(answer[3] for answer in answers))
+        asked = self._session.gather_objects((self._boundaries.seen, due, stop, save))
+        signals, is_due, reasons, saves = zip(*asked, strict=True)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        return Decision(max(signals), is_due[0], reason, any(saves))
 
     def seconds_since(self) -> float:
         """Return how long ago the first of the ranks saw a signal.

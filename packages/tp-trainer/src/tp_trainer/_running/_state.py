@@ -14,12 +14,10 @@ from tp_core.state import StoredTensors, collect_state, restore_state, to_json
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._running._history import EpochRecord
-from tp_trainer._running._kept import Kept
+from tp_trainer._running._user_state import UserState
 from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import LossScaler
-
-__all__ = ["RunState", "Trained"]
 
 log = logging.getLogger("tp_trainer")
 
@@ -49,13 +47,13 @@ class RunState:
     Args:
         session: Where it runs.
         trained: Models, optimizers and schedulers.
-        kept: What else it keeps.
+        user_state: What else it saves.
         train: The prepared loader.
         optimizer_step: Makes the optimizer steps of ``fit``; ``None`` in a loop of the user's own.
 
     Attributes:
         trained: Models, optimizers and schedulers.
-        kept: What else the run keeps.
+        user_state: What else the run saves.
         step: Optimizer steps done when it was restored.
         epoch: The one that runs, or is the next, from 1.
         first: How many batches of it were done before this call.
@@ -72,13 +70,13 @@ class RunState:
         self,
         session: Session,
         trained: Trained,
-        kept: Kept,
+        user_state: UserState,
         train: PreparedLoader,
         optimizer_step: OptimizerStep | None = None,
     ) -> None:
         self._session = session
         self.trained = trained
-        self.kept = kept
+        self.user_state = user_state
         self._train = train
         self._optimizer_step = optimizer_step
         self.step = 0
@@ -134,11 +132,11 @@ class RunState:
             done: How many batches of the epoch are done.
             meter: The sums over them; ``None`` where the epoch has not begun.
 
-        Collectives: those of `Kept.capture`.
+        Collectives: those of `UserState.capture`.
         """
         session, train, trained, step = self._session, self._train, self.trained, self._optimizer_step
         tensors = collect_state(self._whole_model(), self._optimizers(), cut=session.as_slice)
-        kept = self.kept.capture()
+        captured = self.user_state.capture()
         if meter is not None and done:
             position = train.state_dict(batches=done)
         else:
@@ -158,7 +156,7 @@ class RunState:
             "metrics": self.metrics,
             "validated_at": self.validated_at,
             "world_size": session.world_size,
-            "state": kept.common,
+            "state": captured.common,
         }
         own = {
             "data_rank": session.data_rank,
@@ -166,9 +164,9 @@ class RunState:
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
             "logged": self.logged,
-            "state": kept.own,
+            "state": captured.own,
         }
-        return {**tensors, **kept.tensors}, common, own
+        return {**tensors, **captured.tensors}, common, own
 
     def restore(
         self, path: Path, stored: tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]], *, replay: bool
@@ -207,7 +205,9 @@ class RunState:
         self.records = [EpochRecord(**record) for record in common["records"]]
         self.metrics, self.validated_at = common.get("metrics", {}), common.get("validated_at", 0)
         self.epoch, self.seconds = common["epoch"], common["seconds"]
-        self.kept.restore(path, tensors, common.get("state", {}), [mine.get("state", {}) for mine in ranks])
+        self.user_state.restore(
+            path, tensors, common.get("state", {}), [mine.get("state", {}) for mine in ranks]
+        )
         position = common["position"] | {"stream": self._stream_in(ranks)}
         self.first = self._train.load_state_dict(position, replay=replay)
         self._restore_own(path, common, ranks)

@@ -22,8 +22,6 @@ from tp_core.plugins import StepOutput
 from tp_trainer._rank_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step
 
-__all__ = ["TIMEOUT_STATUS", "Watchdog"]
-
 TIMEOUT_STATUS = 124
 """The exit status of a process that the watchdog ended: that of the command ``timeout``."""
 
@@ -41,7 +39,7 @@ _rounds = count()
 class Watchdog:
     """Watches, from a thread, that steps go on.
 
-    A rank that waits too long tells the others through the launcher's store. Each writes the stacks
+    A rank that waits too long says so to the others through the launcher's store. Each writes the stacks
     of its threads to stderr and says where it stands; then all end. Where native code keeps Python
     from running, the interpreter's fault handler, which needs no Python, writes and ends.
 
@@ -152,7 +150,7 @@ class Watchdog:
                 self._end()
 
     def _was_called(self) -> bool:
-        """Whether another rank has waited for too long."""
+        """Return whether another rank has waited for too long."""
         if self._store is None:
             return False
         try:

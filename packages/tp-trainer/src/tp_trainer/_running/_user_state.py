@@ -1,20 +1,24 @@
-"""What a run keeps besides models, optimizers and schedulers: saved by names, and put back in place."""
+"""What a run saves besides models, optimizers and schedulers, and warnings of what it does not."""
 
 import ctypes
+import functools
 import hashlib
 import logging
-from collections.abc import Mapping, MutableMapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 from tp_core.errors import ConfigError, StateError
 from tp_core.plugins import Session, TensorSlice
 from tp_core.state import StoredTensors, collect_values, load_whole_state, restore_values, to_json
-
-__all__ = ["Kept", "KeptState"]
 
 log = logging.getLogger("tp_trainer")
 
@@ -22,8 +26,8 @@ Tensors = dict[str, Tensor | TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptState:
-    """What was captured.
+class CapturedUserState:
+    """The state of the objects at one moment.
 
     Attributes:
         common: Plain values that all ranks have in common, by name.
@@ -36,7 +40,7 @@ class KeptState:
     tensors: Tensors
 
 
-class Kept:
+class UserState:
     """Objects with ``state_dict`` and ``load_state_dict``, and plain values, by name.
 
     A state that differs between ranks, as of a replay buffer that each fills itself, is saved for each
@@ -45,7 +49,7 @@ class Kept:
     Args:
         session: Whose ranks they are on.
         values: The user's own dict: values that cannot be changed in place are replaced there.
-        names: Which of them are to be kept.
+        names: Which of them are saved.
         callbacks: Objects with state whose absence from a checkpoint does no harm.
     """
 
@@ -62,7 +66,7 @@ class Kept:
         self._names = names
         self._callbacks = callbacks
 
-    def capture(self) -> KeptState:
+    def capture(self) -> CapturedUserState:
         """Return the state of all of them.
 
         Raises:
@@ -84,14 +88,14 @@ class Kept:
                 common[name] = plain
                 tensors |= own
         if not different:
-            return KeptState(common, {}, tensors)
+            return CapturedUserState(common, {}, tensors)
         rank, mine = self._session.rank, {}
         for name in sorted(different):
             mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name), own=True)
         for theirs in self._session.gather_objects([own for _, own in mine.values()]):
             for own in theirs:
                 tensors |= own
-        return KeptState(common, {name: plain for name, (plain, _) in mine.items()}, tensors)
+        return CapturedUserState(common, {name: plain for name, (plain, _) in mine.items()}, tensors)
 
     def restore(
         self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
@@ -105,7 +109,7 @@ class Kept:
             ranks: What each rank had of its own.
 
         Raises:
-            ConfigError: The run keeps something that the checkpoint lacks.
+            ConfigError: The run saves something that the checkpoint lacks.
             StateError: A file is damaged.
         """
         mine = {**common, **ranks[self._session.rank % len(ranks)]}
@@ -175,3 +179,72 @@ def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
         if host.numel():  # without numpy, which need not be there
             digest.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
     return digest.hexdigest()
+
+
+def unsaved_averages(optimizers: Iterable[Optimizer], saved: Iterable[object]) -> list[str]:
+    """Return words for the averages of weights that hooks of the optimizers update and nothing saves.
+
+    Args:
+        optimizers: Those of the run.
+        saved: What the run saves.
+    """
+    known = {id(value) for value in saved}
+    known |= {id(m) for value in saved if isinstance(value, nn.Module) for m in value.modules()}
+    found = {}
+    for optimizer in optimizers:
+        for hook in [
+            *optimizer._optimizer_step_post_hooks.values(),
+            *optimizer._optimizer_step_pre_hooks.values(),
+        ]:
+            for value in _reached(hook):
+                if isinstance(value, AveragedModel) and id(value) not in known:
+                    found[id(value)] = (
+                        f"an {type(value).__name__} that a hook of {type(optimizer).__name__} updates"
+                    )
+    return list(found.values())
+
+
+def _reached(hook: Callable[..., Any]) -> Iterator[Any]:
+    """Yield what a function gets at without arguments: its closure, defaults, owner and globals."""
+    if isinstance(hook, functools.partial):
+        yield from [*hook.args, *hook.keywords.values()]
+        yield from _reached(hook.func)
+    elif isinstance(hook, types.MethodType):
+        yield hook.__self__
+        yield from _reached(hook.__func__)
+    elif isinstance(hook, types.FunctionType):
+        yield from hook.__defaults__ or ()
+        for cell in hook.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
+
+
+@contextmanager
+def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None]]:
+    """Note which optimizers step; the function that is yielded warns of those that nothing saves, once."""
+    ids = {id(optimizer) for optimizer in known}
+    others: dict[int, str] = {}
+
+    def note(optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) not in ids:
+            others[id(optimizer)] = type(optimizer).__name__
+
+    handle = register_optimizer_step_post_hook(note)
+
+    def warn() -> None:
+        handle.remove()
+        if others:
+            log.warning(
+                "the checkpoint has nothing of %s, which steps in this run too: name it and its model in "
+                "state={...}, or a resumed run begins with a new one",
+                " and ".join(others.values()),
+            )
+            others.clear()
+
+    try:
+        yield warn
+    finally:
+        handle.remove()
