@@ -48,7 +48,7 @@ from tp_trainer._checks._values import (
     check_positive,
     check_seed,
 )
-from tp_trainer._memory._running_out import tell_why
+from tp_trainer._memory._running_out import explain_out_of_memory
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
@@ -60,7 +60,7 @@ from tp_trainer._steps._step import (
     check_precision,
     in_precision,
     loss_of,
-    tell_of_no_gradients,
+    warn_no_gradients,
 )
 
 if TYPE_CHECKING:
@@ -518,7 +518,7 @@ class Trainer:
         """
         from tp_trainer._metrics._metric import check_metrics
         from tp_trainer._running._settings import FitSettings, Limits, check_state
-        from tp_trainer._steps._step import tell_of_evaluation_mode, telling_of_ended_iterators
+        from tp_trainer._steps._step import guard_stop_iteration, warn_evaluation_mode
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
@@ -559,12 +559,12 @@ class Trainer:
             shard=shard,
         )
         check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
-        tell_of_evaluation_mode(model)
+        warn_evaluation_mode(model)
         try:
-            with telling_of_ended_iterators(), ExitStack() as owned:
+            with guard_stop_iteration(), ExitStack() as owned:
                 return self._fit(model, optimizer, train_loader, settings, owned)
         except (RuntimeError, MemoryError) as error:
-            tell_why(error, lambda: self.selection)
+            explain_out_of_memory(error, lambda: self.selection)
             raise
 
     def _fit(
@@ -869,7 +869,7 @@ class Trainer:
                 run = in_precision(self.session.run_several, self._precision, self.device)
                 output = run(step, list(map(self._prepare_model, models)), batch)
         except (RuntimeError, MemoryError) as error:
-            tell_why(error, lambda: self.selection)
+            explain_out_of_memory(error, lambda: self.selection)
             raise
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
@@ -936,13 +936,13 @@ class Trainer:
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
-            tell_why(error, lambda: self.selection)
+            explain_out_of_memory(error, lambda: self.selection)
             raise
         if not self._has_run_backward:
             self._has_run_backward = True
             parameters = [p for model in self._prepared for p in model.parameters()]
             if not any(map(is_dtensor, parameters)):  # they get gradients when those are reduced
-                tell_of_no_gradients(parameters, whose="any prepared model")
+                warn_no_gradients(parameters, owner="any prepared model")
         if self._step_events is not None:
             self._step_events.backward_end()
 
@@ -1017,13 +1017,13 @@ class Trainer:
         update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
         events = self._step_events
         if events is not None and events.has_step_event:
-            update.tell(events.optimizer_step)
+            update.send_norm_to(events.optimizer_step)
             events.is_sent = True
         self._may_step = True
         try:
             return update.finish()
         except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
-            tell_why(error, lambda: self.selection)
+            explain_out_of_memory(error, lambda: self.selection)
             raise
         finally:
             self._may_step = False

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from tp_core.plugins import Selection
 
-__all__ = ["is_out_of_memory", "tell_why"]
+__all__ = ["explain_out_of_memory", "is_out_of_memory"]
 
 _HEAD = "Memory has run out: "
 
@@ -19,15 +19,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def tell_why(error: BaseException, selection: Callable[[], Selection]) -> None:
+def explain_out_of_memory(error: BaseException, selection: Callable[[], Selection]) -> None:
     """Let an error of memory that has run out say what was needed and what helps; others stay as they are.
 
     Args:
         error: What was raised where something was trained.
         selection: Returns how the backend was chosen, with what each of them would need.
     """
-    told = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
-    if not told and is_out_of_memory(error):
+    is_explained = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    if not is_explained and is_out_of_memory(error):
         error.add_note(_advice(selection()))
 
 

@@ -22,7 +22,7 @@ from tp_trainer._checkpoint._model_files import write_on_main
 from tp_trainer._metrics._metric import Metric, MetricSet, Rounds, on_cpu
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._meter import Meter
-from tp_trainer._steps._step import RunStep, Step, loss_of, modes_kept, telling_of_ended_iterators
+from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of, modes_kept
 
 # -- The evaluation of a model on a loader: means over its samples, and metrics of all of them ----
 
@@ -78,7 +78,7 @@ def evaluate(
     meter = Meter(session, what="validation")
     metric_set = MetricSet(session, metrics or {}, boundaries=boundaries)
     collecting = metric_set.collecting(step)
-    with telling_of_ended_iterators(), evaluating(session, model), batches.whole(), torch.no_grad():
+    with guard_stop_iteration(), evaluating(session, model), batches.whole(), torch.no_grad():
         for batch in islice(batches, most):
             output = metric_set.take(batches.number, run(collecting, model, batch))
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
@@ -257,7 +257,7 @@ class Predictions:
         rounds, batches = Rounds(self._session, boundaries=self._boundaries()), self._batches
         epoch = batches.next_epoch
         try:
-            with telling_of_ended_iterators(), evaluating(self._session, self._model), batches.whole():
+            with guard_stop_iteration(), evaluating(self._session, self._model), batches.whole():
                 for batch in batches:
                     pieces = self._predicted(batch)
                     yield from rounds.reach(batches.number)

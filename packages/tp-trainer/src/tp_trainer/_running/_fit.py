@@ -20,7 +20,7 @@ from tp_trainer._steps._step import (
     modes_kept,
     parameters_of,
     run_watched,
-    tell_of_no_gradients,
+    warn_no_gradients,
 )
 
 
@@ -97,7 +97,7 @@ def train(loop: Loop, hooks: FitHooks) -> History:
     """
     model, events = hooks.optimizer_step.model, hooks.settings.events
     if events.has("on_optimizer_step"):
-        hooks.optimizer_step.tell(lambda norm: events.send("on_optimizer_step", loop, norm))
+        hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
     with modes_kept(model):
         model.train()  # before the run begins: who takes part in it may freeze modules
         with loop:
@@ -124,8 +124,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         run, is_made = hooks.run, update.finish()
         if is_made:
             finish = update.finish
-            whose = f"the optimizer, {type(update.optimizer).__name__},"
-            tell_of_no_gradients(parameters_of(update.optimizer), whose=whose)
+            owner = f"the optimizer, {type(update.optimizer).__name__},"
+            warn_no_gradients(parameters_of(update.optimizer), owner=owner)
         return is_made
 
     if is_first:

@@ -34,7 +34,7 @@ from tp_trainer._running._user_state import UserState, unsaved_averages, unsaved
 from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._step import LossScaler, telling_of_ended_iterators
+from tp_trainer._steps._step import LossScaler, guard_stop_iteration
 
 log = logging.getLogger("tp_trainer")
 
@@ -370,7 +370,7 @@ class Loop:
         if not self._is_open:
             msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
             raise ConfigError(msg)
-        with telling_of_ended_iterators():
+        with guard_stop_iteration():
             while not self._has_ended():
                 self._begin_epoch()
                 self._epoch_batches = self._batches()
@@ -431,7 +431,7 @@ class Loop:
         boundaries, now = self._boundaries, time.monotonic
         done = first
         shown = self._reporter.epoch(self.epoch, steps, first=first)
-        with telling_of_ended_iterators(), shown as self._ticker, self._watchdog.watching():
+        with guard_stop_iteration(), shown as self._ticker, self._watchdog.watching():
             self._next_look = self._at_boundary(done)
             if self._ending is None:
                 batches = iter(self._train)

@@ -96,6 +96,7 @@ class SignalWatch:
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
+        # Python lets only the main thread set handlers; a run in another thread goes on without.
         if self._catches and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # nohup has a program ignore that its terminal is closed.
@@ -109,7 +110,7 @@ class SignalWatch:
         self._previous.clear()
 
     def _put_back(self, number: int) -> None:
-        before = self._previous[number]
+        before = self._previous[number]  # None for a handler that was not set from Python
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -124,6 +125,7 @@ class SignalWatch:
             discard_closed_terminal()
         if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt
+        # Nothing else happens here: a handler may come within any lock, and in the middle of a step.
         self._boundaries.note(number)
 
     def decide(self, *, due: bool, stop: str | None = None, save: bool = False) -> Decision:

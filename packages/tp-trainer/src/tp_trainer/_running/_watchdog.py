@@ -177,6 +177,7 @@ class Watchdog:
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)
         flush.start()
         flush.join(timeout=1.0)
+        # sys.exit() would end this thread alone, while the main one hangs.
         os._exit(TIMEOUT_STATUS)
 
     def _gather(self) -> list[str]:
@@ -199,6 +200,7 @@ class Watchdog:
 
     def _standing(self) -> str:
         """Return where the thread that trains is: the step, and the innermost frame that is not torch's."""
+        # The one way to see another thread's frame; CPython alone has it.
         frame = sys._current_frames().get(self._main)
         torch_path = str(Path(torch.__file__).parent)
         while (

@@ -217,7 +217,7 @@ class OptimizerStep:
         self.backward: Callable[[Tensor], None] = self._scaled_backward if is_scaled else session.backward
         self._is_plain = not (self._looks or self._weighs or clip_norm is not None or clip_value is not None)
 
-    def tell(self, before_step: Callable[[Tensor], None]) -> None:
+    def send_norm_to(self, before_step: Callable[[Tensor], None]) -> None:
         """Have a function called before each step that is made, with the norm of its gradients.
 
         Collectives: from now on those of `Session.clip_grad_norm` in each step.

@@ -17,7 +17,7 @@ from tp_core.plugins import Parts, Precision, Session, StepOutput
 
 
 @contextmanager
-def telling_of_ended_iterators() -> Iterator[None]:
+def guard_stop_iteration() -> Iterator[None]:
     """Run a block that calls functions of the user's, and say where one asked an ended iterator for more.
 
     Python takes a ``StopIteration`` for the end of whatever iterates around the call; from a generator it is
@@ -55,7 +55,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def tell_of_evaluation_mode(model: nn.Module) -> None:
+def warn_evaluation_mode(model: nn.Module) -> None:
     """Warn of modules in evaluation mode within a model in training mode, which ``model.train()`` ends.
 
     They may be a norm that somebody froze, or a pretrained part as it was loaded: nobody can tell which.
@@ -210,7 +210,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def tell_of_no_gradients(parameters: Sequence[Tensor], *, whose: str) -> None:
+def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
     """Log a warning if none of the parameters has a gradient, after the first backward pass or step.
 
     The loss is that of another model then, or of a copy. It is no error, as a phase that trains something
@@ -218,14 +218,14 @@ def tell_of_no_gradients(parameters: Sequence[Tensor], *, whose: str) -> None:
 
     Args:
         parameters: Which they are.
-        whose: In words.
+        owner: What they are of, for the message.
     """
     if parameters and all(p.grad is None for p in parameters):
         log.warning(
             "no parameter of %s has a gradient after the first backward pass, so nothing of it is trained: "
             "the loss comes from other parameters. Compute it with the model that the step is given, not "
             "with a copy or another one, and make the optimizer from that model's parameters",
-            whose,
+            owner,
         )
 
 
