@@ -3,8 +3,7 @@
 Digests are against accidents: bits that flip, files that are cut off or mixed up. Nobody who can write a
 checkpoint is kept out by them, since its manifest has them too. So XXH3 with 128 bits, of
 https://xxhash.com, takes the place of a cryptographic hash: it is about as fast as memory, SHA-256 as one
-disk. Where xxhash is not installed digests are by SHA-256; a record names its algorithm. Earlier versions
-took SHA-256 or BLAKE2b, which are read, too.
+disk. Where xxhash is not installed digests are by SHA-256; a record names its algorithm.
 
 A file's digest is that of its pieces' digests, so that several cores can check one file.
 """
@@ -37,14 +36,14 @@ __all__ = [
     "without_checksums",
 ]
 
-Algorithm = Literal["xxh3_128", "sha256", "blake2b"]
+Algorithm = Literal["xxh3_128", "sha256"]
 
 DIGESTS = "digests.json"
 """The name of the file with the digests of the others in a folder of ``tp_shard.save_sharded``."""
 INDEX = ".metadata"
 """The name that torch.distributed.checkpoint gives the index of the tensors in a folder."""
 DIGEST_SIZE = 16
-"""The length of a digest by BLAKE2b, in bytes."""
+"""The length of a manifest's own digest, in bytes."""
 PIECE = 16 << 20
 _CHUNK = 1 << 20
 _MAX_THREADS = 4  # more would take the cores from the training that goes on
@@ -65,29 +64,25 @@ class FileRecord:
     Attributes:
         nbytes: Its size in bytes.
         sha256: The digest of the digests of its pieces of 16 MiB, in hexadecimal digits.
-        blake2b: The same in a file that an earlier version has written.
-        xxh3_128: The same by XXH3; one of the three is there.
+        xxh3_128: The same by XXH3; one of the two is there.
 
     Raises:
-        TypeError: No digest is given, or several are.
+        TypeError: No digest is given, or both are.
     """
 
     nbytes: int
     sha256: str | None = None
-    blake2b: str | None = None
     xxh3_128: str | None = None
 
     def __post_init__(self) -> None:
-        if [self.sha256, self.blake2b, self.xxh3_128].count(None) != 2:
-            msg = "a file has one digest, xxh3_128, sha256 or blake2b"
+        if (self.sha256 is None) == (self.xxh3_128 is None):
+            msg = "a file has one digest, xxh3_128 or sha256"
             raise TypeError(msg)
 
     @property
     def algorithm(self) -> Algorithm:
         """Which digest it is."""
-        if self.xxh3_128 is not None:
-            return "xxh3_128"
-        return "sha256" if self.blake2b is None else "blake2b"
+        return "sha256" if self.xxh3_128 is None else "xxh3_128"
 
     @property
     def can_be_checked(self) -> bool:
@@ -128,19 +123,18 @@ def _new(algorithm: Algorithm) -> _Digest:
         import xxhash
 
         return xxhash.xxh3_128()
-    if algorithm == "sha256":
-        return hashlib.sha256(usedforsecurity=False)  # against accidents
-    return hashlib.blake2b(digest_size=DIGEST_SIZE)
+    return hashlib.sha256(usedforsecurity=False)  # against accidents
 
 
-def digest_of(parts: Iterable[bytes], algorithm: Algorithm = "blake2b") -> str:
-    """Return the digest of bytes, in hexadecimal digits.
+def digest_of(parts: Iterable[bytes]) -> str:
+    """Return the digest of a manifest by BLAKE2b with `DIGEST_SIZE` bytes, in hexadecimal digits.
+
+    A manifest is read before it is known what is installed, so its own digest needs no library.
 
     Args:
         parts: The bytes, piece by piece; where the pieces begin and end makes no difference.
-        algorithm: "xxh3_128", "sha256", or BLAKE2b with `DIGEST_SIZE` bytes.
     """
-    digest = _new(algorithm)
+    digest = hashlib.blake2b(digest_size=DIGEST_SIZE)
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
@@ -186,7 +180,10 @@ def read_digests(folder: Path) -> dict[str, FileRecord]:
 
 
 def _record(nbytes: int, pieces: Iterable[bytes], algorithm: Algorithm) -> FileRecord:
-    return FileRecord(nbytes, **{algorithm: digest_of(pieces, algorithm)})
+    whole = _new(algorithm)
+    for piece in pieces:
+        whole.update(piece)
+    return FileRecord(nbytes, **{algorithm: whole.hexdigest()})
 
 
 def record_of(path: Path, algorithm: Algorithm | None = None) -> FileRecord:
