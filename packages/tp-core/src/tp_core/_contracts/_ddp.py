@@ -64,6 +64,7 @@ class SteppingDataParallel(DistributedDataParallel):
         """Note that a backward pass is over: the next one averages nothing if this one has."""
         if not self._is_ready[0]:
             return
+        # Private to torch, and the one call that shows whether every bucket was reduced: it raises if not.
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:  # its gradients are still to come
@@ -120,7 +121,7 @@ class SteppingDataParallel(DistributedDataParallel):
         """Make sure that the last backward pass, if there was one, has averaged every gradient.
 
         DDP averages a bucket of gradients once all of them are there. One that never comes leaves those of
-        its bucket as they are on each rank, which torch tells only in the next forward: after an optimizer
+        its bucket as they are on each rank, which torch reports only in the next forward: after an optimizer
         step, or never, if that was the last one. What was frozen when it was made it never looks at again.
 
         Raises:
@@ -287,7 +288,7 @@ class ReductionWatch:
             return True
         if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
             if self is not min(_open, key=id):
-                return True  # another one tells
+                return True  # another one warns
             log.warning(
                 "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
                 "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "

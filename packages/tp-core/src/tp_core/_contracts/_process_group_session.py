@@ -109,7 +109,8 @@ class ProcessGroupSession(Session):
             f"{name}: {whole.get(name, tuple(p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
             for name, p in model.named_parameters()
         ]
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP knows them
+        # Private to torch: the attribute by which DDP knows what it leaves alone.
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         buffers = [
             f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers() if name not in ignored
         ]
@@ -163,7 +164,10 @@ class ProcessGroupSession(Session):
         return optimizer
 
     def take_share(self, share: Share | None) -> None:
-        """Note the share, and what it makes of a loss whose gradients are averaged."""
+        """Take the share, and compute by what :meth:`backward` multiplies this rank's loss.
+
+        DDP averages over ranks: a rank's mean loss counts by its samples, one without samples not at all.
+        """
         if share is self.share and share is not None:  # as with every batch of a stream or a list
             return
         self.share = share
@@ -244,6 +248,7 @@ class ProcessGroupSession(Session):
         result = value.detach().to(self.device, copy=True)
         if self._data_size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+            # On a copy that every rank of the group has on its device: NCCL reduces no CPU tensors.
             dist.all_reduce(result, kinds.get(op, dist.ReduceOp.SUM), group=self._data_group)
             if op == "mean":
                 result = result / self._data_size  # gloo has no average
@@ -258,6 +263,7 @@ class ProcessGroupSession(Session):
         mine = mine.reshape(1) if mine.dim() == 0 else mine.contiguous()
         if self._data_size == 1:
             return mine.to(value.device)
+        # The lengths first: all_gather takes tensors of one shape, so each is padded to the longest.
         length = torch.tensor([mine.size(0)], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(self._data_size)]
         dist.all_gather(lengths, length, group=self._data_group)
@@ -278,6 +284,7 @@ class ProcessGroupSession(Session):
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
+        # NCCL's barrier is an all-reduce on a device, which torch would otherwise choose by itself.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     # -- state --------------------------------------------------------------------------------

@@ -229,7 +229,12 @@ class Session:
         return recursive_to(batch, self.device, non_blocking=True)
 
     def take_share(self, share: Share | None) -> None:
-        """Note the share of the batch that the loader is about to yield."""
+        """Take the share of the batch whose loss :meth:`backward` gets next; it is then :attr:`share`.
+
+        A prepared loader calls it before it yields a batch (``on_share=``), and a loop whose batches do not
+        come in the order of their losses calls it before each :meth:`backward`. A backend that weighs losses
+        by samples computes the weight here, and not once for each loss.
+        """
         self.share = share
 
     # -- the step -----------------------------------------------------------------------------------
@@ -300,7 +305,8 @@ class Session:
         """Add the gradients of ``loss``, over all data ranks, to the parameters.
 
         The gradient is that of the loss over the whole global batch, however unevenly its samples
-        lie on the ranks.
+        lie on the ranks: the loss counts as much as the samples of :attr:`share`, which :meth:`take_share`
+        was given last.
 
         Args:
             loss: This rank's loss: a scalar tensor.
