@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from tp_shard._split import Split
-from tp_shard.nn import _replay
+from tp_shard.nn import init as shard_init
 
 from tests.tp_shard.on_each_rank import own
 
@@ -123,13 +123,13 @@ def test_drawing_in_blocks_equals_drawing_the_whole(shape, data, normal, block, 
     split = Split.even(dim, shape[dim], parts)
     for rank in range(parts):
         shard = torch.empty(split.local_shape(tuple(shape), rank), dtype=dtype)
-        operations = _replay.record(method, tuple(shape), shard, {})
+        operations = shard_init._record(method, tuple(shape), shard, {})
         assert operations is not None
         torch.manual_seed(1)
-        before, _replay.BLOCK = _replay.BLOCK, block
+        before, shard_init._BLOCK = shard_init._BLOCK, block
         try:
-            _replay.replay(operations, shard, split, rank)
+            shard_init._replay(operations, shard, split, rank)
         finally:
-            _replay.BLOCK = before
+            shard_init._BLOCK = before
         assert torch.equal(shard, split.take(expected, rank))
         assert torch.equal(torch.rand(1), after)

@@ -12,10 +12,10 @@ The way of a finished model that is split and trained, and the files that it pas
         |   a plan                _plans/_styles: {"name": Column(), ...}
         v
     verify                        _verify/: the whole model beside the split one, on ranks that are threads
-        |                         (_simulate, _runs), compared step by step (_compare)
+        |                         (_simulate), compared step by step (_report)
         v
-    parallelize                   _plans/: which modules (_choose), how they are cut (_cuts), what becomes of
-        |                         each (_maker); modules of others get a mixin or hooks (_local, _hooks)
+    parallelize                   _plans/: which modules, how they are cut and what becomes of each (_maker);
+        |                         modules of others get a mixin or hooks (_local, _hooks)
         v
     layers with shards            nn/: _linear, _embedding, and with shared heads or sequences _planned;
         |                         each is a ParallelLayer (_shards/_layer), whose parameters have marks
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from tp_shard._training import clip_grad_norm_ as clip_grad_norm_
     from tp_shard._training import parameter_groups as parameter_groups
     from tp_shard._training import update_sampled_rows as update_sampled_rows
-    from tp_shard._verify._compare import Fault as Fault
+    from tp_shard._verify._report import Fault as Fault
     from tp_shard._verify._report import ModuleReport as ModuleReport
     from tp_shard._verify._report import Report as Report
     from tp_shard._verify._report import verify as verify
@@ -128,8 +128,7 @@ else:
                 "parameter_groups",
                 "update_sampled_rows",
             ],
-            "tp_shard._verify._compare": ["Fault"],
-            "tp_shard._verify._report": ["ModuleReport", "Report", "verify"],
+            "tp_shard._verify._report": ["Fault", "ModuleReport", "Report", "verify"],
             "tp_shard.compat": [
                 "_ORDER_TYPE",
                 "_PARALLEL_ATTR",

@@ -20,8 +20,7 @@ from tp_core.state import load_whole_state, plain_state
 
 from tp_shard import distributed
 from tp_shard._groups import _debug
-from tp_shard._groups._group import ALONE, current_data_group, current_group
-from tp_shard._groups._mesh import mesh_of_copies
+from tp_shard._groups._group import ALONE, current_data_group, current_group, mesh_of_copies
 from tp_shard._guards import check_optimizer
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._slices import Shard, ShardTable, slice_of

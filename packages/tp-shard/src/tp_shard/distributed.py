@@ -19,8 +19,15 @@ import tp_shard._guards  # noqa: F401 - notes what of torch is replaced while th
 from tp_shard._groups import _patches
 from tp_shard._groups._collectives import copy, gather, gather_batch, reduce, scatter
 from tp_shard._groups._debug import debug, set_debug
-from tp_shard._groups._group import ALONE, Group, current_data_group, current_group, set_groups
-from tp_shard._groups._mesh import data_axes, tensor_axis
+from tp_shard._groups._group import (
+    ALONE,
+    Group,
+    current_data_group,
+    current_group,
+    data_axes,
+    set_groups,
+    tensor_axis,
+)
 
 __all__ = [
     "Group",

@@ -1,21 +1,163 @@
-"""Differentiable collectives on plain tensors.
+"""Collectives over plain tensors: without gradients, and as autograd functions with their backward ones."""
 
-Each names its forward and its backward collective. None writes into its argument or into a
-gradient that comes in: autograd or the user may still hold it.
-"""
-
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._groups._autograd import apply, as_output
-from tp_shard._groups._comm import all_gather, all_reduce_, gather_sizes
+from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._split import bounds, shard_sizes
 
-__all__ = ["copy", "gather", "gather_batch", "reduce", "reduce_", "scatter"]
+
+# For the transforms of torch.func a function needs a context that is set up apart from the forward pass, and
+# torch inspects a signature in every call: more time than a tiny layer takes. So a second class does that,
+# where a transform is active.
+def apply(kind: Any, *inputs: Any) -> Tensor:
+    """Return what an autograd function makes of its inputs; torch leaves its own ``apply`` untyped.
+
+    Args:
+        kind: A ``torch.autograd.Function``. With a static ``keep(ctx, *inputs)``, which notes inputs for the
+            backward pass and nothing else, and which its ``forward`` calls, torch.func can differentiate it.
+        *inputs: What it takes.
+    """
+    # Private, as nothing public says whether a transform is active; a test of torch.func notices its loss.
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        kind = _transformable(kind)
+    output: Tensor = kind.apply(*inputs)
+    return output
+
+
+def as_output(result: Tensor) -> Tensor:
+    """Return what a forward pass may return after an operation in place, or one that may do nothing.
+
+    Of such a result (`add_`, an all-reduce, a `.to()` or `.contiguous()` without effect) torch 2.11 loses
+    the gradient in compiled code: it is zero, without a word. A view of it keeps it, and costs nothing there.
+    """
+    return result.view_as(result) if torch.compiler.is_dynamo_compiling() else result
+
+
+class _NoContext:
+    """Takes what a forward pass wants to keep; the transform's own context gets it later."""
+
+    def save_for_backward(self, *_: Any) -> None:
+        pass
+
+    mark_dirty = save_for_backward
+
+
+@functools.cache
+def _transformable(kind: Any) -> Any:
+    if not hasattr(kind, "keep"):
+        return kind  # torch says itself that it has no rule
+
+    def forward(*inputs: Any) -> Any:
+        return kind.forward(_NoContext(), *inputs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch's contract
+        kind.keep(ctx, *inputs)
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": kind.backward}
+    static = {name: staticmethod(method) for name, method in methods.items()}
+    return type(kind.__name__, (torch.autograd.Function,), static)
+
+
+# -- Collectives on plain tensors, without gradients. Nothing here writes into what others hold ---
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
+    """Fill a contiguous ``output`` with the ranks' tensors, one after the other.
+
+    Args:
+        output: With ``group.size`` times the elements of ``mine``.
+        mine: Contiguous, and of the same shape on all ranks.
+        group: The ranks.
+
+    Collectives: one all-gather.
+    """
+    # As flat as it can be: gloo wants the gathered tensor to have the dimensions of the single one.
+    _all_gather(output.view(-1), mine.view(-1), group=group.handle)
+
+
+def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
+    """Sum a contiguous tensor of ours over the ranks, in place, and return it.
+
+    Collectives: one all-reduce.
+    """
+    if _debug.state.enabled:
+        _debug.check("all_reduce", tensor, group, layer)
+    dist.all_reduce(tensor, group=group.handle)
+    return tensor
+
+
+def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> dist.Work:
+    """Begin to sum a contiguous tensor of ours over the ranks, in place; wait for what is returned.
+
+    Collectives: one all-reduce.
+    """
+    if _debug.state.enabled:
+        _debug.check("all_reduce", tensor, group, layer)
+    work: dist.Work = dist.all_reduce(tensor, group=group.handle, async_op=True)
+    return work
+
+
+def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
+    """Return what ``size`` is on each rank.
+
+    Collectives: one all-gather of a number.
+    """
+    mine = torch.tensor([size], device=device)
+    if _debug.state.enabled:
+        _debug.check("all_gather of sizes", mine, group, None)
+    sizes = mine.new_empty(group.size)
+    all_gather_flat(sizes, mine, group)
+    return [int(n) for n in sizes.tolist()]
+
+
+def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, layer: Any = None) -> Tensor:
+    """Return the ranks' tensors joined along ``dim``; ``sizes`` are theirs in that dimension.
+
+    Collectives: one all-gather; shorter shards are padded to the longest for the journey.
+
+    Raises:
+        ConfigError: ``tensor`` has another size than ``sizes`` says.
+    """
+    dim %= tensor.dim()
+    if tensor.size(dim) != sizes[group.rank]:
+        msg = (
+            f"rank {group.rank} of {group.size} holds {tensor.size(dim)} of {sum(sizes)} in dim {dim}, "
+            f"and its shard has {sizes[group.rank]}; the shards have sizes {sizes}"
+        )
+        raise ConfigError(msg)
+    if _debug.state.enabled:
+        _debug.check("all_gather", tensor, group, layer, uneven_dim=dim)
+    longest = max(sizes)
+    mine = tensor.detach().movedim(dim, 0)
+    if mine.size(0) < longest:
+        padded = mine.new_zeros((longest, *mine.shape[1:]))
+        padded[: mine.size(0)] = mine
+        mine = padded
+    mine = mine.contiguous()
+    everyones = mine.new_empty((group.size, *mine.shape))
+    all_gather_flat(everyones, mine, group)
+    return join(list(everyones.unbind()), dim, sizes)
+
+
+def join(parts: list[Tensor], dim: int, sizes: list[int]) -> Tensor:
+    """Join gathered parts, whose cut dimension is the first and padded, along ``dim``."""
+    trimmed = [part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(trimmed, dim)
+
+
+# -- Differentiable collectives on plain tensors --------------------------------------------------
+# Each names its forward and its backward collective. None writes into its argument or into a
+# gradient that comes in: autograd or the user may still hold it.
 
 
 def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:

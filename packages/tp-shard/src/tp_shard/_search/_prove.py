@@ -12,12 +12,19 @@ from tp_core.errors import ModelError, TpError
 from tp_shard._plans._styles import Column, Replicated, Row, Style
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
-from tp_shard._verify._call import Call, cast, first_alone, first_line
-from tp_shard._verify._compare import Fault, compare, compare_ranks, missed
-from tp_shard._verify._copies import bytes_needed, probe_copy, repeated_blocks
-from tp_shard._verify._examples import other_calls, without_cache
-from tp_shard._verify._report import tolerance_of
-from tp_shard._verify._runs import Run, rows_of, run_split, run_whole_or_detached
+from tp_shard._verify._examples import (
+    Call,
+    bytes_needed,
+    cast,
+    first_alone,
+    first_line,
+    other_calls,
+    probe_copy,
+    repeated_blocks,
+    without_cache,
+)
+from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tolerance_of
+from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
 from tp_shard.nn._kinds import widths
 
 __all__ = ["Proof", "prove"]

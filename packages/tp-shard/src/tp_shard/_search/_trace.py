@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_shard._groups._autograd import apply
-from tp_shard._verify._call import Call, fresh, tensors_of
+from tp_shard._groups._collectives import apply
+from tp_shard._verify._examples import Call, fresh, tensors_of
 from tp_shard.nn._kinds import is_linear
 
 __all__ = ["Flow", "Region", "ancestors", "innermost_around", "is_experts", "record_calls", "trace"]

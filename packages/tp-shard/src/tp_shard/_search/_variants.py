@@ -22,7 +22,7 @@ from tp_shard._plans._styles import (
     Vocab,
 )
 from tp_shard._search._trace import Region, ancestors, innermost_around
-from tp_shard._verify._call import Call, tensors_of
+from tp_shard._verify._examples import Call, tensors_of
 from tp_shard.nn._convert import Conversion
 from tp_shard.nn._heads import Heads
 from tp_shard.nn._kinds import (

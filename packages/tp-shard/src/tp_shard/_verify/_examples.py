@@ -1,16 +1,268 @@
-"""Small batches to try a model on: instead of one that was not given, and beside one that was."""
+"""What a model is tried with: calls and the tensors in them, copies of it, and small batches."""
 
+import copy
 import inspect
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import isfunction
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tp_shard._verify._call import Call, fresh, mapped, tensors_of
+Loss = Callable[[Any], Tensor]
+T = TypeVar("T")
+_MOST = 6  # shapes that are written out
 
-__all__ = ["example_call", "other_calls", "without_cache"]
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a module is called with, and what becomes of it.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        loss: Makes the loss of what it returns; by default its own, or a fixed sum of all it returns.
+        training: Whether the module trains; dropout leaves all as it is then, too.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    training: bool = False
+
+    def __str__(self) -> str:
+        """Return the shapes of what it is called with."""
+        given = {**{f"[{i}]": value for i, value in enumerate(self.args)}, **self.kwargs}
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors_of(given)]
+        return ", ".join([*shapes[:_MOST], *(["..."] if len(shapes) > _MOST else [])]) or "no tensors"
+
+
+def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, and where they stand."""
+    if isinstance(value, Tensor):
+        yield place or "output", value
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
+    for key, inner in items:
+        yield from tensors_of(inner, f"{place}.{key}" if place else str(key))
+
+
+def fresh(value: Any) -> Any:
+    """Return arguments of their own for one run; those with gradients get their own, too."""
+    return mapped(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments on the CPU, what is floating-point in ``dtype`` and with gradients."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach().cpu()
+        return tensor.detach().cpu().to(dtype).clone().requires_grad_()
+
+    return mapped(value, one)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a deep copy of any value with ``function`` of each tensor in it, whatever holds them."""
+    with _Mapping(function):
+        return copy.deepcopy(value)
+
+
+def copied(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Return a deep copy of a module, even where it keeps results of a computation, which are detached."""
+    with _Mapping(
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    ):
+        return copy.deepcopy(value, memo)
+
+
+class _Mapping(TorchFunctionMode):
+    """Lets deep copies have a function of each tensor; torch itself refuses to copy what is not a leaf."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = self._function(tensor)
+        return memo[id(tensor)]
+
+
+def first_alone(output: Any) -> Tensor:
+    """Return a loss of the first thing that a module returns; others may be a rank's own."""
+    return loss_of(None, dict([next(tensors_of(output))]), None)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.requires_grad:
+        return own
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+            weights = torch.arange(tensor.numel(), dtype=torch.float64).mul_(0.7).cos_().view(tensor.shape)
+            wide = tensor.double()
+            finite = wide.isfinite()
+            wide = torch.where(finite, wide, torch.zeros_like(wide))
+            total = total + (wide * weights).sum() + 0.1 * wide.square().mean()
+    return total
+
+
+# -- Copies of a model to try things on: in another type, with other values, blocks that are alike as one
+
+
+_DEEP = 4  # how far configurations of blocks are compared
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: bool) -> nn.Module:
+    """Return a copy on the CPU, in ``dtype``; the model is not changed.
+
+    Args:
+        model: The model; what is on the meta device gets random values.
+        dtype: Of the copy's floating-point tensors.
+        random: Whether parameters get random values, none of which are 0 or alike by accident.
+        share: Whether blocks of one list that are built alike become one module, which saves their memory.
+    """
+    memo: dict[int, Any] = {}
+    repeats = repeated_blocks(model) if share else {}
+    generator = torch.Generator().manual_seed(0)
+    for module in _reached(model, set(repeats)):
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in memo:
+                drawn = random or p.is_meta
+                values = _draw(module, p, name, generator) if drawn else p.detach().cpu()
+                values = values.to(dtype) if p.is_floating_point() else values
+                values = values.clone() if values.data_ptr() == p.data_ptr() else values
+                memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+        for b in module._buffers.values():
+            if b is not None and id(b) not in memo:
+                memo[id(b)] = _buffer(b, dtype, generator)
+    for repeat, first in reversed(list(repeats.items())):  # inner lists before those around them
+        block = copied(_by_id(model, first), memo)
+        memo[repeat] = block
+    return copied(model, memo)
+
+
+def bytes_needed(model: nn.Module, dtype: torch.dtype, *, share: bool) -> int:
+    """Return what comparing a :func:`probe_copy` with a split one takes."""
+    repeats = set(repeated_blocks(model)) if share else set()
+    seen = {id(p): p for m in _reached(model, repeats) for p in m._parameters.values() if p is not None}
+    # The copy, what runs whole, and the shards of all ranks beside one that is being split: with gradients.
+    return 7 * dtype.itemsize * sum(p.numel() for p in seen.values())
+
+
+def repeated_blocks(model: nn.Module) -> dict[int, int]:
+    """Return for each block of a list that is built like an earlier one which one that is, by their ids."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        first: dict[Any, int] = {}
+        for block in module.children():
+            key = _structure(block)
+            if first.setdefault(key, id(block)) != id(block):
+                found.setdefault(id(block), first[key])
+    return found
+
+
+def _structure(block: nn.Module) -> Any:
+    """Return what blocks that do the same have in common: all but their weights, and their place."""
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple(
+                (n, None if p is None else (p.shape, p.requires_grad)) for n, p in module._parameters.items()
+            ),
+            tuple((n, _content(b)) for n, b in module._buffers.items()),
+            tuple(
+                (name, _content(value))
+                for name, value in sorted(vars(module).items())
+                if name not in ("_parameters", "_buffers", "_modules")
+                and not any(w in name for w in ("idx", "index", "layer_id"))
+            ),
+        )
+        for path, module in block.named_modules()
+    )
+
+
+def _content(value: Any, depth: int = 0) -> Any:
+    """Return something that is equal for values that do the same; else they are others."""
+    if isinstance(value, int | float | str | None):
+        return type(value), value
+    if isinstance(value, Tensor):
+        known = not value.is_meta and not value.is_sparse
+        return value.shape, hash(value.detach().cpu().double().numpy().tobytes()) if known else value.dtype
+    if isinstance(value, nn.Module) or depth > _DEEP:
+        return type(value) if isinstance(value, nn.Module) else id(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_content(one, depth + 1) for one in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(repr, value))
+    if isinstance(value, Mapping):  # configurations and hooks, too
+        return type(value), tuple((repr(key), _content(one, depth + 1)) for key, one in value.items())
+    inside = None if isfunction(value) else getattr(value, "__dict__", None)
+    return (type(value), _content(inside, depth + 1)) if inside else id(value)
+
+
+def _reached(root: nn.Module, repeats: set[int]) -> Iterator[nn.Module]:
+    yield root
+    for child in root.children():
+        if id(child) not in repeats:
+            yield from _reached(child, repeats)
+
+
+def _by_id(model: nn.Module, wanted: int) -> nn.Module:
+    return next(m for m in model.modules() if id(m) == wanted)
+
+
+def _draw(module: nn.Module, p: Tensor, name: str, generator: torch.Generator) -> Tensor:
+    """Draw values of usual size: weights as wide as they are, scales about 1, biases about 0."""
+    values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+    if p.dim() > 1:
+        # With weights that are too large, a softmax later on has one 1, and gradients that are rounding.
+        taken = p[0].numel() if isinstance(module, _CONVOLUTIONS) else p.size(-1)
+        return values / math.sqrt(max(1, taken))
+    return 0.3 * values + (1.0 if name == "weight" else 0.0)
+
+
+def _buffer(b: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if not b.is_meta:
+        values = b.detach().cpu().clone()
+    elif b.is_floating_point():
+        values = torch.rand(b.shape, generator=generator, dtype=torch.float32)
+    else:
+        values = torch.arange(b.size(-1) if b.dim() else 1).expand(b.shape).clone().to(b.dtype)
+    return values.to(dtype) if values.is_floating_point() else values
+
+
+# -- Small batches to try a model on: instead of one that was not given, and beside one that was
+
 
 _ROWS, _PLACES = 2, 7
 _MORE_ROWS, _MORE_PLACES = 1, 3

@@ -8,17 +8,27 @@ out for all. So there are no races, random numbers are each rank's own, and what
 import random
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tp_core.errors import DisagreementError
+from tp_core.internal import preserve_rng_state, seed_everything
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group
-
-__all__ = ["SimulatedError", "simulate"]
+from tp_shard._plans._maker import choose
+from tp_shard._plans._parallelize import parallelize
+from tp_shard._plans._styles import Plan, Row
+from tp_shard._shards._slices import ShardTable
+from tp_shard._split import Split
+from tp_shard._verify._examples import Call, copied, fresh, loss_of, mapped, tensors_of
+from tp_shard.nn._linear import ParallelLinear
 
 T = TypeVar("T")
 
@@ -231,3 +241,218 @@ class _SimulatedGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # type: ignore[assignment]  # as above
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
+
+
+# -- One run of a whole model, and one of the split model on simulated ranks ----------------------
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a call.
+
+    Attributes:
+        steps: For each call of a module inside, in the order in which they ended: its name and output.
+        entered: The names of the modules whose ``forward`` has begun and not ended; the last one raised.
+        called: The names of all modules that were called.
+        outputs: The tensors that it returned, by where they stand in it.
+        loss: The loss.
+        gradients: Of all trained parameters, by name; on a rank its shards.
+        inputs: Gradients of the floating-point tensors that it was given.
+        kept: Buffers, and other tensors that modules keep, as the run left them, by name; each with
+            whether it is part of the model's state.
+        given: For the calls of the modules that are watched, what they were given.
+        splits: How the parameters of a rank are cut, by name.
+        cuts: How the outputs of a rank's layers are cut, by name, where they are.
+        error: What was raised, if something was.
+        stage: What it was raised in: "forward", "loss" or "backward".
+    """
+
+    steps: list[tuple[str, Tensor]] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    inputs: dict[str, Tensor | None] = field(default_factory=dict)
+    kept: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+    given: list[tuple[str, Tensor]] = field(default_factory=list)
+    splits: dict[str, Split] = field(default_factory=dict)
+    cuts: dict[str, Split] = field(default_factory=dict)
+    error: Exception | None = None
+    stage: str = "forward"
+
+
+def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
+    """Call a module that is not split, and go backward; random numbers are left as they were.
+
+    Args:
+        module: The module; it is not changed.
+        call: What it is called with.
+        watched: The names of modules inside whose inputs are kept.
+    """
+    with preserve_rng_state(), torch.enable_grad():
+        run = Run()
+        return _run(copied(module), call, run, watched)
+
+
+def run_whole_or_detached(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
+    """Do as :func:`run_whole`, and where arguments with gradients are more than the module takes, without.
+
+    Returns:
+        What came of it, and the call that it was.
+    """
+    try:
+        return run_whole(module, call, watched), call
+    except Exception:  # noqa: BLE001 - then again without; what fails as well is raised
+        args, kwargs = mapped((call.args, dict(call.kwargs)), lambda t: t.detach())
+        plain = replace(call, args=args, kwargs=kwargs)
+        return run_whole(module, plain, watched), plain
+
+
+def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout: bool = False) -> list[Run]:
+    """Split copies of a module as a plan says on simulated ranks, call them, and go backward.
+
+    Args:
+        module: The module; it is not changed.
+        plan: What becomes of its layers.
+        call: What it is called with.
+        ranks: How many ranks there are.
+        dropout: Whether dropout is on, and ranks have the same numbers only of what all of them hold.
+
+    Returns:
+        What came of it, by rank. Where a rank raised, the others' runs end where they waited for it.
+
+    Raises:
+        TpError: The plan does not fit the module.
+    """
+    runs = [Run() for _ in range(ranks)]
+
+    def body(group: Group) -> None:
+        split = parallelize(copied(module), plan, group=group)
+        started[group.rank] = True
+        _describe(split, runs[group.rank])
+        _run(split, call, runs[group.rank], watched, dropout=dropout)
+
+    started = [False] * ranks
+    watched = frozenset(rows_of(module, plan))
+    with preserve_rng_state():
+        try:
+            simulate(ranks, body)
+        except SimulatedError as failure:
+            error = failure.error
+            if not started[failure.rank] or not isinstance(error, Exception):
+                raise error from None
+            runs[failure.rank].error = error
+    return runs
+
+
+def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str], *, dropout: bool = False) -> Run:
+    model.train(call.training)
+    seed_everything(0, devices=False)  # numpy's generator too, which masks of speech models are drawn from
+    model.zero_grad()  # a gradient that came along would be added to
+    args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
+    with nullcontext() if dropout else _WithoutDropout(), torch.enable_grad():
+        with Trace(model, run, watched):
+            output = model(*args, **kwargs)
+        run.stage = "loss"
+        run.outputs = dict(tensors_of(output))
+        run.loss = loss_of(output, run.outputs, call.loss)
+        run.stage = "backward"
+        if run.loss.requires_grad:
+            run.loss.backward()
+    run.stage = "done"
+    run.outputs = {name: tensor.detach() for name, tensor in run.outputs.items()}
+    run.loss = run.loss.detach()
+    run.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    state = model.state_dict()
+    run.kept = {
+        (full := f"{path}.{name}" if path else name): (tensor.detach(), full in state)
+        for path, module in model.named_modules()
+        for name, tensor in [*module._buffers.items(), *vars(module).items()]
+        if isinstance(tensor, Tensor)
+    }
+    given = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
+    run.inputs = {name: tensor.grad for name, tensor in given if tensor.requires_grad}
+    return run
+
+
+def _describe(model: nn.Module, run: Run) -> None:
+    """Write down how a rank's parameters and outputs are cut."""
+    run.splits = {name: shard.split for name, shard in ShardTable(model).exact.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.dim not in (0, None) and not module.gather_output:
+            cut = module.splits["weight"]
+            run.cuts[name] = Split(-1, cut.size, cut.ranges)
+
+
+class Trace:
+    """Writes into a run what the modules of a model return, as long as it is entered."""
+
+    def __init__(self, model: nn.Module, run: Run, watched: Collection[str] = ()) -> None:
+        self._model, self._run, self._watched = model, run, watched
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                continue
+            before = module.register_forward_pre_hook(lambda _m, args, n=name: self._begin(n, args))
+            after = module.register_forward_hook(lambda _m, _args, output, n=name: self._end(n, output))
+            self._handles += [before, after]
+        return self
+
+    def _begin(self, name: str, args: tuple[Any, ...]) -> None:
+        self._run.entered.append(name)
+        self._run.called.add(name)
+        if name in self._watched and args and isinstance(args[0], Tensor):
+            self._run.given.append((name, args[0].detach().clone()))
+
+    def _end(self, name: str, output: Any) -> None:
+        while self._run.entered and self._run.entered.pop() != name:
+            pass
+        first = next(iter(tensors_of(output)), None)
+        if first is not None and first[1].is_floating_point():
+            self._run.steps.append((name, first[1].detach().clone()))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out, wherever a model calls it: ranks rightly draw other masks than one process does."""
+
+    _DROPOUTS = frozenset(
+        getattr(place, name)
+        for place in (torch, nn.functional)
+        for name in (
+            "dropout",
+            "dropout_",
+            "dropout1d",
+            "dropout2d",
+            "dropout3d",
+            "alpha_dropout",
+            "feature_dropout",
+        )
+        if hasattr(place, name)
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        if func is nn.functional.multi_head_attention_forward:  # calls of torch's own inside are not seen
+            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+def rows_of(module: nn.Module, plan: Plan) -> list[str]:
+    """Return the names of the layers that a plan splits by input features."""
+    return [name for name, (_, style) in choose(module, plan).items() if isinstance(style, Row)]

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tp_core.errors import ConfigError
 
-from tp_shard._groups._autograd import apply
-from tp_shard._groups._comm import all_reduce_
+from tp_shard._groups._collectives import all_reduce_, apply
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._split import Ranges, Split, bounds

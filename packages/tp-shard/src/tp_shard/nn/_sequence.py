@@ -14,9 +14,15 @@ from torch import Tensor, nn
 from tp_core.internal import is_dtensor
 
 from tp_shard._groups import _debug
-from tp_shard._groups._autograd import apply, as_output
-from tp_shard._groups._collectives import copy, reduce
-from tp_shard._groups._comm import all_gather, all_reduce_, gather_sizes
+from tp_shard._groups._collectives import (
+    all_gather,
+    all_reduce_,
+    apply,
+    as_output,
+    copy,
+    gather_sizes,
+    reduce,
+)
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds, shard_sizes
 

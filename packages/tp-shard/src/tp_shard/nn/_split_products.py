@@ -8,9 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_shard._groups import _debug
-from tp_shard._groups._autograd import apply, as_output
-from tp_shard._groups._collectives import copy, reduce, reduce_
-from tp_shard._groups._comm import all_reduce_, start_all_reduce_
+from tp_shard._groups._collectives import (
+    all_reduce_,
+    apply,
+    as_output,
+    copy,
+    reduce,
+    reduce_,
+    start_all_reduce_,
+)
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_shard._groups._autograd import apply, as_output
+from tp_shard._groups._collectives import apply, as_output
 from tp_shard.nn._loss._softmax import (
     LossOptions,
     Rows,

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tp_shard._groups._autograd import apply
-from tp_shard._groups._comm import start_all_reduce_
+from tp_shard._groups._collectives import apply, start_all_reduce_
 from tp_shard.nn._loss._cross_entropy import SECOND_BACKWARD
 from tp_shard.nn._loss._softmax import (
     LossOptions,

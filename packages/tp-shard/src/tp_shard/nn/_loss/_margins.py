@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
-from tp_shard._groups._comm import gather_sizes
+from tp_shard._groups._collectives import gather_sizes
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._split import Split, bounds

@@ -8,7 +8,7 @@ from torch import Tensor
 from tp_core.errors import DisagreementError
 
 from tp_shard._groups import _debug
-from tp_shard._groups._comm import all_gather_flat
+from tp_shard._groups._collectives import all_gather_flat
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError
