@@ -21,7 +21,7 @@ from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 from tp_trainer import Trainer
-from tp_trainer._checkpoint import verify
+from tp_trainer._checkpoint._folder import verify
 from tp_trainer._launch._jobs._store import create_job, damaged_jobs, list_jobs
 from tp_trainer._launch._plan import LaunchRequest
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
@@ -200,7 +200,7 @@ def check_whole(folder, ended):
 
 
 def report(folder, tag):
-    from tp_trainer._report._page import write_pictures, write_report
+    from tp_trainer._report import write_pictures, write_report
 
     write_report([folder.parent / "record"], folder / "report.html")
     write_pictures([folder.parent / "record"], folder / "pictures")
@@ -606,7 +606,7 @@ def test_results_that_find_no_room_are_named_with_their_file(tmp_path):
 
 
 def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeypatch):
-    from tp_trainer._report._page import write_report
+    from tp_trainer._report import write_report
 
     place = tmp_path / "bad-\udcff-bytes"
     place.mkdir()

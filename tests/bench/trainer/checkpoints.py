@@ -106,7 +106,7 @@ def saves(folder: Path, results: Results) -> None:
     def tp(asynchronous: bool) -> Callable[[], tuple[float, float]]:
         place = folder / str(asynchronous)
         from tp_core.state import collect_state
-        from tp_trainer._checkpoint import Checkpointer
+        from tp_trainer._checkpoint._checkpointer import Checkpointer
 
         trainer = Trainer(devices="cpu", progress=False)
         prepared = trainer.prepare(model)

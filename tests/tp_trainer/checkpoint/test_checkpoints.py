@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint import _folders as folders
-from tp_trainer._checkpoint import _writer as writer_module
+from tp_trainer._checkpoint import _checkpointer as writer_module
+from tp_trainer._checkpoint import _folder as folders
 
 
 class StoppedError(Exception):

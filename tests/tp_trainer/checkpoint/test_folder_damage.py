@@ -8,9 +8,8 @@ import sys
 
 import pytest
 from tp_core.errors import StateError
-from tp_trainer._checkpoint import _manifest
-from tp_trainer._checkpoint._folders import RunFolder
-from tp_trainer._checkpoint._verifying import verify
+from tp_trainer._checkpoint import _folder
+from tp_trainer._checkpoint._folder import RunFolder, verify
 
 from tests.tp_trainer.small_run import leave, names, same, train
 
@@ -87,7 +86,7 @@ def test_a_good_one_is_kept_as_long_as_a_damaged_one_is_newer(tmp_path):
 
 def test_the_best_is_a_whole_one(tmp_path):
     leave(tmp_path, 8, keep=9, best="loss", every_steps=2)
-    scores = {path.name: _manifest.read_manifest(path).metrics for path in RunFolder(tmp_path).committed()}
+    scores = {path.name: _folder.read_manifest(path).metrics for path in RunFolder(tmp_path).committed()}
     best = min((name for name in scores if scores[name]), key=lambda name: scores[name]["loss"])
     data = bytearray((tmp_path / best / "tensors.pt").read_bytes())
     data[len(data) // 2] ^= 1
@@ -98,10 +97,10 @@ def test_the_best_is_a_whole_one(tmp_path):
 
 
 def test_checkpoints_that_were_seen_whole_are_not_read_again(tmp_path, monkeypatch):
-    from tp_trainer._checkpoint import _folders
+    from tp_trainer._checkpoint import _folder
 
     read = []
-    monkeypatch.setattr(_folders, "verify", lambda path: read.append(path.name))
+    monkeypatch.setattr(_folder, "verify", lambda path: read.append(path.name))
     train(tmp_path, keep=3)
     assert read == []
 
@@ -208,7 +207,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
         with pytest.raises(StateError, match=r"manifest\.json is not what was written"):
             verify(checkpoint)
     manifest.write_bytes(whole)
-    assert _manifest.read_manifest(checkpoint).step == 5
+    assert _folder.read_manifest(checkpoint).step == 5
 
 
 def signed(path, change):
@@ -217,7 +216,7 @@ def signed(path, change):
     change(values)
     values["blake2b"] = "0" * 32
     text = json.dumps(values, indent=1).encode()
-    path.write_bytes(text.replace(b"0" * 32, _manifest.digest_of([text]).encode(), 1))
+    path.write_bytes(text.replace(b"0" * 32, _folder.digest_of([text]).encode(), 1))
 
 
 @pytest.mark.parametrize(

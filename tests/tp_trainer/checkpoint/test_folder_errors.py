@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 from tp_core.errors import StateError
 from tp_core.testing import run_ranks
-from tp_trainer._checkpoint import _writer
+from tp_trainer._checkpoint import _checkpointer
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import StoppedError, names, same, train
@@ -24,7 +24,7 @@ ERRORS = [KeyError("metrics"), MemoryError(), RecursionError("too deep"), ValueE
 
 def failing(error, at=3):
     """Return a function that raises at its n-th call, in the place of the one that writes tensors."""
-    calls, write = 0, _writer.write_whole
+    calls, write = 0, _checkpointer.write_whole
 
     def fail(tensors, path):
         nonlocal calls
@@ -40,7 +40,7 @@ def failing(error, at=3):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_any_error_of_the_writing_is_one_of_the_run(tmp_path, monkeypatch, error, asynchronous):
-    monkeypatch.setattr(_writer, "write_whole", failing(error))
+    monkeypatch.setattr(_checkpointer, "write_whole", failing(error))
     with pytest.raises(type(error)) as caught:
         train(tmp_path, background=asynchronous)
     assert caught.value is error
@@ -52,14 +52,14 @@ def test_any_error_of_the_writing_is_one_of_the_run(tmp_path, monkeypatch, error
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_what_would_end_the_thread_alone_is_an_error_of_the_run(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(_writer, "write_whole", failing(error))
+    monkeypatch.setattr(_checkpointer, "write_whole", failing(error))
     with pytest.raises(StateError, match=f"could not write checkpoints.*{type(error).__name__}") as caught:
         train(tmp_path, background=True)
     assert caught.value.__cause__ is error
 
 
 def test_an_error_of_the_last_checkpoint_is_one_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_writer, "write_whole", failing(KeyError("last"), at=10))
+    monkeypatch.setattr(_checkpointer, "write_whole", failing(KeyError("last"), at=10))
     with pytest.raises(KeyError, match="last"):
         train(tmp_path, background=True)
 
@@ -77,7 +77,7 @@ def test_a_failure_to_delete_old_ones_is_named_and_does_not_end_the_run(
 
 
 def test_an_error_of_the_thread_beside_one_of_the_run_is_in_the_log(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_writer, "write_whole", failing(KeyError("of the thread")))
+    monkeypatch.setattr(_checkpointer, "write_whole", failing(KeyError("of the thread")))
     with caplog.at_level(logging.ERROR, logger="tp_trainer"), pytest.raises(StoppedError):
         train(tmp_path, background=True, stop_at=4)
     assert "the last checkpoint could not be written" in caplog.text
@@ -87,12 +87,12 @@ def test_an_error_of_the_thread_beside_one_of_the_run_is_in_the_log(tmp_path, mo
 PROGRAM = """
 import sys
 from tests.tp_trainer.small_run import train
-from tp_trainer._checkpoint import _writer
+from tp_trainer._checkpoint import _checkpointer
 
 def fail(tensors, path):
     raise KeyError("metrics")
 
-_writer.write_whole = fail
+_checkpointer.write_whole = fail
 train(sys.argv[1], background=True)
 """
 
@@ -114,7 +114,7 @@ def test_the_exit_status_of_a_run_whose_thread_failed_is_not_0(tmp_path):
 
 def told(folder, asynchronous):
     if os.environ["RANK"] == "0":
-        _writer.write_whole = failing(KeyError("surprise"))
+        _checkpointer.write_whole = failing(KeyError("surprise"))
     with pytest.raises((KeyError, StateError)) as caught:
         train(folder, background=asynchronous)
     return type(caught.value).__name__, str(caught.value)

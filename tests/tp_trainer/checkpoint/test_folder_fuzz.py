@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from tp_core.errors import StateError
-from tp_trainer._checkpoint._folders import RunFolder
-from tp_trainer._checkpoint._verifying import verify
+from tp_trainer._checkpoint._folder import RunFolder, verify
 
 from tests.tp_trainer.small_run import leave, same, train
 

@@ -22,7 +22,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._verifying import verify
+from tp_trainer._checkpoint._folder import verify
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import leave, names, same, train
@@ -240,9 +240,9 @@ def test_a_folder_that_is_deleted_is_made_again_and_the_log_says_so(tmp_path, ca
 def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_end(
     tmp_path, caplog, monkeypatch, asynchronous
 ):
-    from tp_trainer._checkpoint import _writer
+    from tp_trainer._checkpoint import _checkpointer
 
-    folder, write = tmp_path / "run", _writer.write_whole
+    folder, write = tmp_path / "run", _checkpointer.write_whole
     calls = 0
 
     def deleting(tensors, path):
@@ -253,7 +253,7 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_en
             shutil.rmtree(folder)
         return written
 
-    monkeypatch.setattr(_writer, "write_whole", deleting)
+    monkeypatch.setattr(_checkpointer, "write_whole", deleting)
     assert same(train(folder, background=asynchronous), train(None))
     assert names(folder) == ["step-0000000010"]
     assert "is made again" in caplog.text

@@ -7,7 +7,8 @@ import torch
 from tp_core.plugins import TensorSlice
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint import Checkpointer, _checkpointer, _writer
+from tp_trainer._checkpoint import _checkpointer
+from tp_trainer._checkpoint._checkpointer import Checkpointer
 
 
 class Heard(logging.Handler):
@@ -55,19 +56,19 @@ def test_a_run_that_failed_does_not_wait_for_ever_for_ranks_that_wait_for_it(tmp
 
 def test_a_thread_that_was_given_up_touches_nothing_of_the_next_run(tmp_path, monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
-    write = _writer.write_whole
+    write = _checkpointer.write_whole
 
     def late(*args):
         begun.set()
         assert may_go_on.wait(800)
         return write(*args)
 
-    monkeypatch.setattr(_writer, "write_whole", late)
+    monkeypatch.setattr(_checkpointer, "write_whole", late)
     settings = Checkpoints(tmp_path, background=True)
     with Trainer(backend="single", devices="cpu", progress=False) as trainer:
-        first, second = (_writer.Writer(settings, trainer.session) for _ in range(2))
+        first, second = (_checkpointer.Writer(settings, trainer.session) for _ in range(2))
         first.open()
-        values = _writer.Values(1, {}, [{}], {"metrics": {}})
+        values = _checkpointer.Values(1, {}, [{}], {"metrics": {}})
         own = first.begin(1, together=False)
         thread = threading.Thread(
             target=first.write, args=(own, values, {"x": torch.ones(1)}), kwargs={"together": False}

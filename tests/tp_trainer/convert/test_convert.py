@@ -15,8 +15,8 @@ from tp_core.errors import StateError
 from tp_core.state import StoredTensors, TensorInfo, write_tensors
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._folders import RunFolder
-from tp_trainer._convert._models import write_model
+from tp_trainer._checkpoint._folder import RunFolder
+from tp_trainer._convert import write_model
 
 from tests.tp_trainer.small_run import leave, train
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tp_trainer.loggers._facts import environment
+from tp_trainer.loggers._named import environment
 
 
 @pytest.mark.parametrize(

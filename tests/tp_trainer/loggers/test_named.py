@@ -14,8 +14,7 @@ from tp_core.plugins import LoggerFactory, PluginRegistry
 from tp_trainer import Trainer, loggers
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger
-from tp_trainer.loggers._facts import environment, versions
-from tp_trainer.loggers._named import make_loggers
+from tp_trainer.loggers._named import environment, make_loggers, versions
 
 PLUGINS = PluginRegistry(environ={})
 

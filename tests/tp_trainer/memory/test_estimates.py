@@ -10,7 +10,7 @@ from tp_core.cli._main import run
 from tp_core.errors import ConfigError
 from tp_trainer import MemoryTable, Trainer
 from tp_trainer._memory._footprint import parse_nbytes
-from tp_trainer._memory._table import resized
+from tp_trainer._memory._requirements import resized
 
 BUILDER = """
 import torch

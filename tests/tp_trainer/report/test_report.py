@@ -11,8 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from tp_core.cli._main import run
 from tp_core.errors import ConfigError
-from tp_trainer._report._figures import _MOST_POINTS, _thinned, charts
-from tp_trainer._report._page import render, write_pictures, write_report
+from tp_trainer._report import _MOST_POINTS, _thinned, charts, render, write_pictures, write_report
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
 
 

@@ -9,8 +9,8 @@ import torch
 from tp_core.cli._main import run
 from tp_core.plugins import PluginRegistry
 from tp_core.testing import fake_distribution
-from tp_trainer._self_test._command import Result, Setup, find_setups, run_setup
-from tp_trainer._self_test._rank import Numbers, reference
+from tp_trainer._self_test import Result, Setup, find_setups, run_setup
+from tp_trainer._self_test_rank import Numbers, reference
 
 DEADLINE_S = 800.0
 
@@ -148,7 +148,7 @@ def test_the_table_names_what_is_wrong_and_the_status_says_so(capsys, monkeypatc
         outcome, reason, difference = outcomes[setup.backend]
         return Result(setup, outcome, reason, difference, 1.0)
 
-    monkeypatch.setattr("tp_trainer._self_test._command.run_setup", pretend)
+    monkeypatch.setattr("tp_trainer._self_test.run_setup", pretend)
     assert run(["test", "--backend", "single", "--backend", "ddp"]) == 1
     out = capsys.readouterr().out
     assert "ddp, 2 processes (cpu): hangs: it had not ended after 3 s" in out

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tp_trainer._backends._fsdp import FsdpOptions as FsdpOptions
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._launch._function import launch as launch
-    from tp_trainer._memory._table import MemoryTable as MemoryTable
+    from tp_trainer._memory._requirements import MemoryTable as MemoryTable
     from tp_trainer._metrics._evaluation import Predictions as Predictions
     from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
     from tp_trainer._metrics._metric import Metric as Metric
@@ -42,7 +42,7 @@ else:
             "tp_trainer._backends._fsdp": ["FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._launch._function": ["launch"],
-            "tp_trainer._memory._table": ["MemoryTable"],
+            "tp_trainer._memory._requirements": ["MemoryTable"],
             "tp_trainer._metrics._evaluation": ["Predictions"],
             "tp_trainer._metrics._metric": ["FunctionMetric", "Metric"],
             "tp_trainer._running._history": ["EpochRecord", "History"],

@@ -36,25 +36,25 @@ def _report_app() -> Any:
 
 
 def _estimate_app() -> Any:
-    from tp_trainer._memory._command import estimate_app
+    from tp_trainer._memory._estimate import estimate_app
 
     return estimate_app()
 
 
 def _convert_app() -> Any:
-    from tp_trainer._convert._command import convert_app
+    from tp_trainer._convert import convert_app
 
     return convert_app()
 
 
 def _test_app() -> Any:
-    from tp_trainer._self_test._command import test_app
+    from tp_trainer._self_test import test_app
 
     return test_app()
 
 
 def _train_app() -> Any:
-    from tp_trainer._train._command import train_app
+    from tp_trainer._train import train_app
 
     return train_app()
 

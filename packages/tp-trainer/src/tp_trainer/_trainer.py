@@ -30,25 +30,22 @@ from tp_core.plugins import (
 )
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checks._objects import (
+from tp_trainer._checks import (
+    as_hyperparameters,
+    check_callable,
     check_known,
     check_loader,
+    check_loss,
     check_model,
     check_no_others,
     check_not_shared,
     check_optimizer,
     check_owner,
+    check_positive,
     check_preparable,
     check_scheduler,
-)
-from tp_trainer._checks._values import (
-    as_hyperparameters,
-    check_callable,
-    check_loss,
-    check_positive,
     check_seed,
 )
-from tp_trainer._memory._running_out import explain_out_of_memory
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
@@ -66,8 +63,7 @@ from tp_trainer._steps._step import (
 if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
-    from tp_trainer._memory._table import MemoryTable
-    from tp_trainer._memory._work import Work
+    from tp_trainer._memory._requirements import MemoryTable, Work
     from tp_trainer._metrics._evaluation import Predictions, Validation
     from tp_trainer._metrics._metric import Metric
     from tp_trainer._opening._boundaries import StepBoundaries
@@ -295,7 +291,7 @@ class Trainer:
             ...     trainer.backward(trainer.run(step, model, batch))
             ...     optimizer.step()  # doctest: +SKIP
         """
-        from tp_trainer._memory._work import Work
+        from tp_trainer._memory._requirements import Work
 
         for value in objects:
             check_preparable(value)
@@ -399,7 +395,7 @@ class Trainer:
         Example:
             >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
         """
-        from tp_trainer._memory._work import Work, estimate_job
+        from tp_trainer._memory._requirements import Work, estimate_job
 
         check_model("estimate()", model)
         check_known("estimate()", model, optimizer, step)
@@ -564,6 +560,8 @@ class Trainer:
             with guard_stop_iteration(), ExitStack() as owned:
                 return self._fit(model, optimizer, train_loader, settings, owned)
         except (RuntimeError, MemoryError) as error:
+            from tp_trainer._memory._requirements import explain_out_of_memory
+
             explain_out_of_memory(error, lambda: self.selection)
             raise
 
@@ -576,7 +574,7 @@ class Trainer:
         owned: ExitStack,
     ) -> "History":
         """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
-        from tp_trainer._memory._work import Work
+        from tp_trainer._memory._requirements import Work
         from tp_trainer._running._fit import FitHooks, train
         from tp_trainer._running._loop import build_loop, classify_state
         from tp_trainer._running._watchdog import Watchdog
@@ -869,6 +867,8 @@ class Trainer:
                 run = in_precision(self.session.run_several, self._precision, self.device)
                 output = run(step, list(map(self._prepare_model, models)), batch)
         except (RuntimeError, MemoryError) as error:
+            from tp_trainer._memory._requirements import explain_out_of_memory
+
             explain_out_of_memory(error, lambda: self.selection)
             raise
         if self._shares is not None and torch.is_grad_enabled():
@@ -936,6 +936,8 @@ class Trainer:
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
+            from tp_trainer._memory._requirements import explain_out_of_memory
+
             explain_out_of_memory(error, lambda: self.selection)
             raise
         if not self._has_run_backward:
@@ -1023,6 +1025,8 @@ class Trainer:
         try:
             return update.finish()
         except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
+            from tp_trainer._memory._requirements import explain_out_of_memory
+
             explain_out_of_memory(error, lambda: self.selection)
             raise
         finally:
@@ -1290,9 +1294,9 @@ class Trainer:
 
     def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
         def add_memory(job: Job) -> Job:
-            from tp_trainer._memory import _work
+            from tp_trainer._memory import _requirements
 
-            return _work.add_memory(job, work or _work.Work())
+            return _requirements.add_memory(job, work or _requirements.Work())
 
         is_open = self._lazy.current is not None
         session = self._lazy.open(*models, by=by, estimate=add_memory)

@@ -1,30 +1,36 @@
-"""Writes the checkpoints of a run when they are due, and finds the one to go on from."""
+"""Writes the checkpoints of a run when they are due, in a thread or not, and finds the one to resume from."""
 
 import logging
 import math
+import shutil
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError, TpError
+from tp_core.internal import Ownership, new_process_group
 from tp_core.plugins import Session, TensorSlice
-from tp_core.state import StoredTensors, open_tensors
+from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
 
-from tp_trainer._checkpoint._files import bytes_in, read_json
-from tp_trainer._checkpoint._settings import Checkpoints
-from tp_trainer._checkpoint._verifying import step_of, verify
-from tp_trainer._checkpoint._writer import RANKS, STATE, Values, Writer
-
-__all__ = ["Checkpointer"]
+from tp_trainer._checkpoint import Checkpoints
+from tp_trainer._checkpoint._folder import RunFolder, bytes_in, read_json, step_of, verify, write_json
 
 log = logging.getLogger("tp_trainer")
 
-_LOOK_S = 0.5
-_GRACE_S = 15.0
+STATE = "state.json"
+RANKS = "ranks.json"
+
+_DELETING_S = 5.0  # a network's folder with large checkpoints takes seconds
+_RETRY_S = 0.05
+_WRITES = 5  # of one checkpoint, while the folder is deleted each time
+_LOOK_S = 0.5  # between looks at what a thread has written
+_GRACE_S = 15.0  # without a byte, after which a thread counts as stuck
 
 
 class Checkpointer:
@@ -272,3 +278,285 @@ def _described(failure: BaseException | None) -> tuple[type[Exception], str] | N
     kind = next((kind for kind in (OSError, ConfigError) if isinstance(failure, kind)), StateError)
     named = isinstance(failure, (OSError, TpError))
     return kind, str(failure) if named else f"{type(failure).__name__}: {failure}"
+
+
+# -- One checkpoint, written by rank 0 alone or together with the other ranks ---------------------
+
+
+class Values(NamedTuple):
+    """What a checkpoint holds besides tensors."""
+
+    step: int
+    state: Mapping[str, Any]
+    ranks: list[Any]
+    facts: Mapping[str, Any]
+
+
+class _LostRankError(StateError):
+    """A rank that writes together with this one has gone: there is nobody to exchange anything with."""
+
+
+class Writer:
+    """Writes into the folder of a run, and keeps a failure until all ranks have learned of it.
+
+    Args:
+        settings: What the user wants.
+        session: Whose run it is.
+
+    Attributes:
+        folder: The folder of the run.
+        last: The newest checkpoint that was written, on rank 0.
+        failure: What went wrong since the ranks were told last.
+    """
+
+    def __init__(self, settings: Checkpoints, session: Session) -> None:
+        self.folder = RunFolder(settings.folder)
+        self.last: Path | None = None
+        self.failure: BaseException | None = None
+        self._settings = settings
+        self._session = session
+        self._lock: Ownership | None = None
+        self._host: dict[tuple[Any, ...], Tensor] = {}
+        self._group: dist.ProcessGroup | None = None  # of the threads that write state together
+        self._committing = threading.Lock()
+        self._given_up = False
+
+    def open(self) -> None:
+        """Take the folder for this run, on rank 0, and try whether it can be written to."""
+        path = self.folder.path
+        try:
+            self._lock = Ownership(path, is_folder=True)
+            self.folder.sweep()
+            self.folder.scratch(0).rmdir()
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
+            error.add_note(f"while the folder for checkpoints was opened, before the first step: {path}")
+            self.failure = error
+
+    def close(self) -> None:
+        """Release the folder for other runs."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def give_up(self) -> None:
+        """Leave a thread that still writes to itself: from now on it gives no checkpoint its name.
+
+        The folder may be another run's by the time at which it goes on.
+        """
+        with self._committing:
+            self._given_up = True
+
+    def begin(self, step: int, *, together: bool) -> Path | None:
+        """Return the folder that this rank writes into, if it writes.
+
+        Collectives: one broadcast, if all ranks write.
+        """
+        folder = None
+        if self._session.is_main:
+            try:
+                folder = self._new_scratch(step)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it together
+                self.fail(error)
+        return self._session.broadcast(folder) if together else folder
+
+    def _new_scratch(self, step: int) -> Path:
+        """Return a new folder to write into, after a look whether the run still has its own.
+
+        Raises:
+            ConfigError: The folder was deleted, and another run has made it again.
+            OSError: The folder cannot be made.
+        """
+        if self._lock is None:
+            return self.folder.scratch(step)
+        is_lost = not self._lock.is_held()
+        if is_lost:
+            log.warning(
+                "%s was deleted, or its lock, while the run writes its checkpoints there; it is made again, "
+                "and what is gone is gone",
+                self.folder.path,
+            )
+        deadline = time.monotonic() + _DELETING_S
+        while True:
+            try:
+                if is_lost:
+                    self._lock.renew()
+                return self.folder.scratch(step)
+            except FileNotFoundError:  # whoever deletes it has not come to its end
+                if time.monotonic() > deadline:
+                    raise
+            is_lost = True
+            time.sleep(_RETRY_S)
+
+    def _was_deleted(self, error: Exception | None) -> bool:
+        """Whether the folder was deleted while something was written there; waits for the end of that."""
+        if self._lock is None or not isinstance(error, OSError):
+            return False
+        if self._lock.is_held() and not isinstance(error, FileNotFoundError):
+            return False
+        # Whoever deletes the folder may not have come to the lock yet, and would delete the new one, too.
+        deadline = time.monotonic() + _DELETING_S
+        while self._lock.is_held() and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+        return True
+
+    def join_group(self) -> None:
+        """Form the group of the threads that write together: their collectives must not meet training's.
+
+        Collectives: torch makes a new group, once.
+        """
+        if self._group is None:
+            self._group = new_process_group(backend="gloo")
+
+    def leave_group(self) -> None:
+        """Leave the group of the threads, if it was formed."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
+        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
+        copies: dict[str, Tensor | TensorSlice] = {}
+        for name, value in tensors.items():
+            if isinstance(value, TensorSlice):
+                parts = [(start, self._copy((name, *start), part)) for start, part in value.parts]
+                copies[name] = TensorSlice(value.shape, parts)
+            else:
+                copies[name] = self._copy((name,), value)
+        return copies
+
+    def _copy(self, key: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        old = self._host.get(key)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old.copy_(tensor)
+        self._host[key] = copy = tensor.to("cpu", copy=True)
+        return copy
+
+    def write(
+        self,
+        folder: Path,
+        values: Values,
+        tensors: Mapping[str, Tensor | TensorSlice],
+        *,
+        together: bool,
+    ) -> None:
+        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
+
+        A failure is kept for all ranks to learn: whatever it is, where a thread writes.
+        """
+        try:
+            if together:
+                self._write_together(tensors, folder, values)
+            else:
+                self._write_alone(cast("Mapping[str, Tensor]", tensors), folder, values)
+        except BaseException as error:
+            if not self._settings.background and not isinstance(error, Exception):
+                raise  # a second Ctrl-C ends the run at once
+            self.fail(error, folder)
+
+    def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
+        """Write what rank 0 has whole; anew if the folder is deleted meanwhile."""
+        for writes_left in reversed(range(_WRITES)):
+            try:
+                written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
+                self._complete(folder, values, written)
+                return
+            except OSError as error:
+                if not writes_left or not self._was_deleted(error):
+                    raise
+            folder = self._new_scratch(values.step)
+
+    def _write_together(
+        self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path, values: Values
+    ) -> None:
+        """Write this rank's part, and on rank 0 the rest; all ranks anew if the folder is deleted meanwhile.
+
+        Collectives: each time those of :meth:`_write_parts`, and one broadcast over the group of the writing
+        threads.
+        """
+        for writes_left in reversed(range(_WRITES)):
+            failure: Exception | None = None
+            try:
+                written = self._write_parts(tensors, folder)
+                if self._session.is_main:
+                    self._complete(folder, values, written)
+            except _LostRankError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the others wait to learn whether to write again
+                failure = error
+            again: list[Path | None] = [None]
+            if self._session.is_main and writes_left and self._was_deleted(failure):
+                try:
+                    again = [self._new_scratch(values.step)]
+                except (ConfigError, OSError) as error:
+                    failure = error
+            dist.broadcast_object_list(again, src=0, group=self._group)
+            if again[0] is None:
+                if failure is not None:
+                    raise failure
+                return
+            folder = again[0]
+
+    def _write_parts(
+        self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path
+    ) -> dict[str, FileRecord]:
+        """Write this rank's part, and raise here and on rank 0 if it could not.
+
+        Returns:
+            What all ranks have written and brought onto the disk, each with the digests of its own files.
+
+        Collectives: those of writing together, one gather; over the group of the writing threads.
+        """
+        from tp_core.state import write_tensors
+
+        failure: Exception | None = None
+        mine: dict[str, FileRecord] = {}
+        try:
+            written = write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
+            mine = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
+        except Exception as error:  # noqa: BLE001 - the others wait to learn of it
+            failure = error
+        told: list[Any] = [None] * self._session.world_size
+        try:
+            text = None if failure is None else str(failure) or repr(failure)
+            kind = FileNotFoundError if isinstance(failure, FileNotFoundError) else OSError
+            dist.all_gather_object(told, (text, kind, mine), group=self._group)
+        except RuntimeError as error:  # a rank has gone
+            for lost in (failure, error):
+                if lost is not None:
+                    traceback.clear_frames(lost.__traceback__)  # they hold the group
+            self.leave_group()  # by its end the ranks that wait for this one learn of it
+            msg = f"the ranks that write a checkpoint together lost one: {error}"
+            raise _LostRankError(msg) from error
+        if failure is not None:
+            raise failure
+        for rank, (text, kind, _) in enumerate(told):
+            if text is not None and self._session.is_main:
+                msg = f"rank {rank}: {text}"
+                raise kind(msg)
+        return {name: record for *_, records in told for name, record in records.items()}
+
+    def _complete(
+        self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None
+    ) -> None:
+        write_json(folder / STATE, values.state)
+        write_json(folder / RANKS, values.ranks)
+        with self._committing:
+            if self._given_up:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+            self.last = self.folder.commit(folder, values.facts, written or {})
+            self.prune(self.last)
+
+    def prune(self, last: Path) -> None:
+        """Delete what is not to be kept beside ``last``."""
+        settings = self._settings
+        self.folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
+
+    def fail(self, error: BaseException, folder: Path | None = None) -> None:
+        """Keep a failure for the ranks to learn of, and delete what was half written."""
+        self.failure, before = error, ""
+        if self._session.is_main:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
+            before = "; the checkpoints before it are whole" if self.folder.committed() else ""
+        error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")

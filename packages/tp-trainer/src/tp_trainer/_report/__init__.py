@@ -1,1 +1,394 @@
 """The story of a run as one page: made from the record in its folder, with nothing that needs a network."""
+
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_core.errors import ConfigError
+from tp_core.internal import write_atomically
+
+from tp_trainer.loggers import LoggedRun, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# -- Curves of runs, drawn by matplotlib: as SVG whose colors follow the page's, or as PNG --------
+
+
+_MOST_POINTS = 1500  # of a curve; more are not to be seen
+_SIZE_INCHES = (4.6, 2.7)
+_MARKS = {"run": "restart", "interruption": "interruption"}
+
+# Colors that nobody draws with by chance: in SVG they become variables of the page, light or dark.
+_INK, _GRID, _MARK = "#010203", "#010204", "#010205"
+_COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(8))
+_PNG_COLORS = ("#1f6fb2", "#c8501e", "#2e8b57", "#8a4fbf", "#b8860b", "#c2185b", "#00838f", "#5d4037")
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _GRID: "var(--grid)",
+    _MARK: "var(--mark)",
+    **{color: f"var(--c{i})" for i, color in enumerate(_COLORS)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One curve.
+
+    Attributes:
+        label: What the legend says.
+        steps: Where its points are.
+        values: Their values.
+        color: The number of its color.
+        dashed: Whether it is dashed.
+    """
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    color: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves that belong together.
+
+    Attributes:
+        name: What they show.
+        curves: The curves.
+        marks: Steps with a mark: where a run was interrupted, or went on.
+    """
+
+    name: str
+    curves: list[Curve]
+    marks: list[tuple[int, str]] = field(default_factory=list)
+
+
+_FIRST = ("loss", "accuracy", "learning_rate", "samples_per_s", "steps_per_s")
+
+
+def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
+    """Return a chart for each name that a run has logged, with its validation; the loss comes first.
+
+    Args:
+        runs: What to call each run, and its record.
+    """
+    names = dict.fromkeys(
+        name.removeprefix("val_").removeprefix("epoch_") for _, run in runs for name in run.names
+    )
+    order = sorted(names, key=lambda n: _FIRST.index(n) if n in _FIRST else len(_FIRST))
+    return [
+        Chart(name, list(_curves(name, runs)), [mark for _, run in runs for mark in _marks(run)])
+        for name in order
+    ]
+
+
+def _curves(name: str, runs: Sequence[tuple[str, LoggedRun]]) -> Iterator[Curve]:
+    several = len(runs) > 1
+    for number, (label, run) in enumerate(runs):
+        trained = name if name in run.names else f"epoch_{name}"  # the finer of the two
+        for full in (trained, f"val_{name}"):
+            steps, values = run.series(full)
+            if steps:
+                is_val = full != trained
+                color = number if several else int(is_val)
+                text = (f"{label} " if several else "") + ("validation" if is_val else "training")
+                plain = several and f"val_{name}" not in run.names
+                yield Curve(label if plain else text, steps, values, color, dashed=several and is_val)
+
+
+def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
+    for line in run.lines:
+        if line["type"] == "run" and line["step"]:
+            yield int(line["step"]), _MARKS["run"]
+        elif line["type"] == "event" and line["event"] in _MARKS:
+            yield int(line["step"]), _MARKS[line["event"]]
+
+
+def draw(*charts: Chart, png: bool = False) -> "Figure":
+    """Return the figure of one chart or several, two beside each other.
+
+    Raises:
+        ConfigError: Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        msg = "curves are drawn by matplotlib, which is not installed: pip install 'tp-trainer[report]'"
+        raise ConfigError(msg) from error
+    columns = min(len(charts), 2)
+    rows = -(-len(charts) // columns)
+    width, height = _SIZE_INCHES
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    if not png:
+        figure.patch.set_alpha(0)
+    for place, chart in enumerate(charts, start=1):
+        _draw(figure.add_subplot(rows, columns, place), chart, png=png)
+    return figure
+
+
+def _draw(axes: Any, chart: Chart, *, png: bool) -> None:
+    ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
+    colors = _PNG_COLORS if png else _COLORS
+    axes.patch.set_alpha(0)
+    for curve in chart.curves:
+        steps, values = _thinned(curve.steps, curve.values)
+        axes.plot(
+            steps,
+            values,
+            color=colors[curve.color % len(colors)],
+            linestyle="--" if curve.dashed else "-",
+            linewidth=1.4,
+            marker="o" if len(steps) <= 30 else None,
+            markersize=3,
+            label=curve.label,
+        )
+    for step, _ in chart.marks:
+        axes.axvline(step, color=mark, linestyle=":", linewidth=1)
+    axes.set_title(chart.name, color=ink, fontsize=10, loc="left")
+    axes.set_xlabel("step", color=ink, fontsize=8)
+    axes.tick_params(colors=ink, labelsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(visible=True, color=grid, linewidth=0.7)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(grid)
+    if len(chart.curves) > 1:
+        axes.legend(fontsize=8, labelcolor=ink, frameon=False)
+
+
+def svg(chart: Chart) -> str:
+    """Return the chart as an SVG element whose colors are variables of the page."""
+    figure, out = draw(chart), io.StringIO()
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
+    text = re.sub(r'font: ([\d.]+)px [^;"]*', r"font: \1px system-ui, sans-serif", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r' id="(figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend)[^"]*"', "", text)
+
+
+def png(chart: Chart, path: Path) -> None:
+    """Write the chart as a picture."""
+    draw(chart, png=True).savefig(path, format="png", dpi=160, facecolor="white")
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return a curve of few enough points: of each stretch its lowest and its highest, in their order."""
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    if len(steps) <= _MOST_POINTS:
+        return list(steps), finite
+    size = math.ceil(len(steps) / (_MOST_POINTS / 2))
+    kept: list[int] = []
+    for start in range(0, len(steps), size):
+        stretch = [i for i in range(start, min(start + size, len(steps))) if finite[i] == finite[i]]
+        if stretch:
+            kept += sorted({min(stretch, key=finite.__getitem__), max(stretch, key=finite.__getitem__)})
+    return [steps[i] for i in kept], [finite[i] for i in kept]
+
+
+# -- What happened in a run, in words and tables --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A run, as a page shows it.
+
+    Attributes:
+        label: What it is called.
+        status: How it ended.
+        summary: A few facts, by name.
+        events: Rows of when, at which step, and what.
+        tables: Names and values, by title.
+        selection: Which backend was chosen, and why.
+        note: What is wrong with the record; empty if nothing.
+    """
+
+    label: str
+    status: str
+    summary: dict[str, str]
+    events: list[tuple[str, str, str]]
+    tables: dict[str, dict[str, str]]
+    selection: str
+    note: str
+
+
+def labels(runs: Sequence[LoggedRun]) -> list[str]:
+    """Return what to call each run: its folder's name, with more of the path where two are alike."""
+    folders = [run.path.absolute().parent for run in runs]
+    names = [folder.name for folder in folders]
+    return [
+        name if names.count(name) == 1 else str(Path(*folder.parts[-3:]))
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def story_of(label: str, run: LoggedRun) -> Story:
+    """Return the story of a run."""
+    info = run.info
+    titles = ("hyperparameters", "environment", "versions")
+    note = f"{run.unreadable} line(s) of {run.path.name} could not be read" if run.unreadable else ""
+    return Story(
+        label=label,
+        status=run.status,
+        summary=_summary(run),
+        events=list(_events(run)),
+        tables={title: _texts(info[title]) for title in titles if info.get(title)},
+        selection=str(info.get("selection", "")),
+        note=note,
+    )
+
+
+def _summary(run: LoggedRun) -> dict[str, str]:
+    rows, starts = run.of_type("numbers"), run.of_type("run")
+    found = {"status": run.status} if starts else {}
+    if rows:
+        found["steps"] = f"{max(int(row['step']) for row in rows):,}"
+        found["epoch"] = str(rows[-1]["epoch"])
+    if starts:
+        found["started"] = _when(run.lines[0]["time"])
+        found["time"] = _duration(_seconds_of_work(run))
+    if len(starts) > 1:
+        found["restarts"] = str(len(starts) - 1)
+    for name in ("loss", "val_loss"):
+        _, values = run.series(name)
+        if values:
+            found[f"last {name}"] = f"{values[-1]:.4g}"
+            found[f"best {name}"] = f"{min(values):.4g}"
+    return found
+
+
+def _seconds_of_work(run: LoggedRun) -> float:
+    """Return how long the parts of the run took together, without the time between them."""
+    total, began, last = 0.0, None, 0.0
+    for line in run.lines:
+        if line["type"] == "run":
+            total += 0.0 if began is None else last - began
+            began = line["time"]
+        last = line["time"]
+    return total if began is None else total + last - began
+
+
+def _events(run: LoggedRun) -> Iterator[tuple[str, str, str]]:
+    for line in run.lines:
+        when = _when(line["time"])
+        if line["type"] == "run":
+            step = line["step"]
+            what = f"goes on from the checkpoint of step {step}" if line.get("resumed") else "begins"
+            yield when, str(step), what
+        elif line["type"] == "event":
+            facts = ", ".join(f"{name} {value}" for name, value in line["facts"].items())
+            yield when, str(line["step"]), f"{line['event']}{': ' if facts else ''}{facts}"
+        elif line["type"] == "end":
+            yield when, "", str(line["status"])
+
+
+def _texts(values: Any) -> dict[str, str]:
+    return {str(name): str(value) for name, value in values.items()} if isinstance(values, dict) else {}
+
+
+def _when(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    )
+
+
+# -- The page itself ------------------------------------------------------------------------------
+
+
+_TEMPLATE = Path(__file__).parent / "page.html.j2"
+
+
+def render(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """Return the page of the runs in ``paths``, as HTML.
+
+    Raises:
+        ConfigError: No run is given, or matplotlib is not installed.
+        FileNotFoundError: A folder has no record of a run.
+        StateError: A file is not such a record.
+    """
+    return _render([read_run(path) for path in paths])
+
+
+def _render(runs: Sequence[LoggedRun]) -> str:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    if not runs:
+        msg = "a report needs at least one run: give its folder"
+        raise ConfigError(msg)
+    named = list(zip(labels(runs), runs, strict=True))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(
+        stories=[story_of(label, run) for label, run in named],
+        # matplotlib has escaped what is written in them
+        figures=[Markup(svg(chart)) for chart in charts(named)],  # noqa: S704
+    )
+
+
+def write_report(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Write the page of the runs in ``paths`` to ``out``, and return its path.
+
+    Raises:
+        ConfigError: No run is given, or matplotlib is not installed.
+        FileNotFoundError: A folder has no record of a run.
+        StateError: A file is not such a record.
+        OSError: The file cannot be written.
+    """
+    return write_page([read_run(path) for path in paths], out)
+
+
+def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
+    """Write the page of ``runs`` to ``out``, and return its path.
+
+    Raises:
+        ConfigError: No run is given, or matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    text, out = _render(runs), Path(out)
+    write_atomically(lambda part: _write(part, text), out, mode=0o600)  # it has the program's arguments
+    return out
+
+
+def _write(part: Path, text: str) -> None:
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+
+
+def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[Path]:
+    """Write each chart of the runs in ``paths`` as a PNG file into ``folder``, and return the files.
+
+    Raises:
+        As :func:`write_report`.
+    """
+    runs = [read_run(path) for path in paths]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for chart in charts(list(zip(labels(runs), runs, strict=True))):
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in chart.name)
+        write_atomically(partial(png, chart), folder / f"{name}.png")
+        written.append(folder / f"{name}.png")
+    return written

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tp_trainer._report._page import write_pictures, write_report
+from tp_trainer._report import write_pictures, write_report
 
 __all__ = ["report_app"]
 

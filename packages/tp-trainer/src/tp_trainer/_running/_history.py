@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from tp_trainer.loggers._reading import LoggedRun
+    from tp_trainer.loggers._jsonl import LoggedRun
 
 
 # A notebook is light or dark, which its style sheet alone knows: colors that are seen on both.
@@ -139,7 +139,7 @@ class History:
         Raises:
             ConfigError: matplotlib is not installed, or there are no numbers of that name.
         """
-        from tp_trainer._report._figures import charts, draw
+        from tp_trainer._report import charts, draw
 
         found = {chart.name: chart for chart in charts([("", self._as_logged())])}
         missing = [name for name in names if name not in found]
@@ -167,8 +167,8 @@ class History:
             ConfigError: The run has no folder, and ``out`` is not given; or matplotlib is not installed.
             OSError: The file cannot be written.
         """
-        from tp_trainer._report._page import write_page
-        from tp_trainer.loggers._reading import FILENAME, read_run
+        from tp_trainer._report import write_page
+        from tp_trainer.loggers._jsonl import FILENAME, read_run
 
         if out is None:
             if self.folder is None:
@@ -180,7 +180,7 @@ class History:
 
     def _as_logged(self) -> "LoggedRun":
         """Return the numbers of the epochs as a record of a run has them, without where and when."""
-        from tp_trainer.loggers._reading import FILENAME, LoggedRun
+        from tp_trainer.loggers._jsonl import FILENAME, LoggedRun
 
         lines = tuple(
             {
@@ -210,7 +210,7 @@ class History:
     def _curves_html(self) -> str:
         if len(self) < 2:  # a point is not a curve
             return ""
-        from tp_trainer._report._figures import charts, svg
+        from tp_trainer._report import charts, svg
 
         try:
             drawn = [svg(chart) for chart in charts([("", self._as_logged())])]

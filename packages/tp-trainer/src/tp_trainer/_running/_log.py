@@ -11,10 +11,16 @@ from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selectio
 
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers._buffer import LogBuffer
-from tp_trainer.loggers._facts import candidates, environment, versions
 from tp_trainer.loggers._jsonl import JsonLinesLogger
-from tp_trainer.loggers._named import LogSpec, make_loggers
-from tp_trainer.loggers._values import ValuesLogger, given_values
+from tp_trainer.loggers._named import (
+    LogSpec,
+    ValuesLogger,
+    candidates,
+    environment,
+    given_values,
+    make_loggers,
+    versions,
+)
 
 log = logging.getLogger("tp_trainer")
 

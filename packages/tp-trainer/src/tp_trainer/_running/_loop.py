@@ -19,7 +19,7 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import PreparedLoader, RunStatus, RunView, Session
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._checks._values import check_positive
+from tp_trainer._checks import check_positive
 from tp_trainer._metrics._metric import CutShortError
 from tp_trainer._opening._agreement import check_same, check_same_optimizers
 from tp_trainer._opening._boundaries import StepBoundaries

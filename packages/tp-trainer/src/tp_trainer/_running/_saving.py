@@ -8,7 +8,8 @@ import torch
 from tp_core.errors import ConfigError
 from tp_core.plugins import Session
 
-from tp_trainer._checkpoint import Checkpointer, Checkpoints
+from tp_trainer._checkpoint import Checkpoints
+from tp_trainer._checkpoint._checkpointer import Checkpointer
 from tp_trainer._running._state import RunState
 from tp_trainer._steps._meter import Meter
 

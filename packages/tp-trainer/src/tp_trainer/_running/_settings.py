@@ -12,10 +12,10 @@ from tp_core.errors import ConfigError
 from tp_core.internal import Progress
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checks._objects import check_loader
-from tp_trainer._checks._values import (
+from tp_trainer._checks import (
     as_checkpoints,
     check_callable,
+    check_loader,
     check_not_negative,
     check_positive,
     check_seconds,

@@ -14,7 +14,7 @@ from tp_core.errors import ConfigError, NonFiniteLossError
 from tp_core.internal import zero_backward
 from tp_core.plugins import Session
 
-from tp_trainer._checks._values import check_limit, check_not_negative
+from tp_trainer._checks import check_limit, check_not_negative
 from tp_trainer._steps._step import LossScaler
 
 # -- Gradients of means over other units than samples: each rank's loss counts as much as its weight

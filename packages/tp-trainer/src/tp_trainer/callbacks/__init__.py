@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tp_trainer.callbacks._early_stopping import EarlyStopping as EarlyStopping
     from tp_trainer.callbacks._monitors import GradientNorm as GradientNorm
     from tp_trainer.callbacks._monitors import LearningRateMonitor as LearningRateMonitor
+    from tp_trainer.callbacks._monitors import Throughput as Throughput
     from tp_trainer.callbacks._profiler import Profiler as Profiler
-    from tp_trainer.callbacks._throughput import Throughput as Throughput
     from tp_trainer.callbacks._unfreezing import GradualUnfreezing as GradualUnfreezing
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -19,9 +19,8 @@ else:
         {
             "tp_trainer.callbacks._averaging": ["ExponentialMovingAverage", "StochasticWeightAveraging"],
             "tp_trainer.callbacks._early_stopping": ["EarlyStopping"],
-            "tp_trainer.callbacks._monitors": ["GradientNorm", "LearningRateMonitor"],
+            "tp_trainer.callbacks._monitors": ["GradientNorm", "LearningRateMonitor", "Throughput"],
             "tp_trainer.callbacks._profiler": ["Profiler"],
-            "tp_trainer.callbacks._throughput": ["Throughput"],
             "tp_trainer.callbacks._unfreezing": ["GradualUnfreezing"],
         },
     )

@@ -12,7 +12,7 @@ from tp_core.internal import is_dtensor
 from tp_core.plugins import Callback, RunView
 from tp_core.state import Place, fill_from_whole
 
-from tp_trainer._checks._values import check_positive
+from tp_trainer._checks import check_positive
 
 __all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging"]
 

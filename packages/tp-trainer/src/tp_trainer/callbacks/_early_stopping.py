@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
 
-from tp_trainer._checks._values import check_positive
+from tp_trainer._checks import check_positive
 
 __all__ = ["EarlyStopping"]
 

@@ -1,9 +1,16 @@
 """Numbers of a run beside its metrics, handed to the loggers."""
 
-from torch import Tensor
-from tp_core.plugins import Callback, RunView
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
-__all__ = ["GradientNorm", "LearningRateMonitor"]
+import torch
+from torch import Tensor
+from tp_core.errors import ConfigError
+from tp_core.plugins import Callback, PreparedLoader, RunView
+
+from tp_trainer._checks import check_limit, check_positive
 
 
 class LearningRateMonitor(Callback):
@@ -30,3 +37,143 @@ class GradientNorm(Callback):
     def on_optimizer_step(self, run: RunView, grad_norm: Tensor) -> None:
         """Log the norm; it stays on its device until numbers are read."""
         run.log(grad_norm=grad_norm)
+
+
+# -- How fast a run goes, and what it waits for ---------------------------------------------------
+
+
+class Throughput(Callback):
+    """Logs how fast the run goes, over so many optimizer steps each, and at the end of each epoch.
+
+    Validations do not count. "steps_per_s" and "samples_per_s" are of all ranks together; "waiting" is the
+    share of the time, from 0 to 1, in which this rank waited for batches; "peak_memory" is the most bytes
+    that torch's tensors had on this rank's accelerator since the last look. "tokens_per_s" and "mfu" follow
+    from what samples are said to be: model FLOPs utilization is the share of the devices' peak that the
+    model's own operations use.
+
+    Args:
+        every_steps: How many optimizer steps a look is about.
+        tokens_per_sample: How many tokens a sample has; ``None`` for no "tokens_per_s".
+        flops_per_sample: Floating-point operations of a training step for one sample; for a transformer
+            about ``6 * parameters * tokens``. ``None`` for no "mfu".
+        peak_flops: What all devices of the run can do in a second, as their data sheet has it.
+
+    Raises:
+        ConfigError: A number is out of its range; or there is one of the last two and not the other.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B, for "mfu".
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int = 50,
+        tokens_per_sample: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        check_positive("every_steps", every_steps)
+        for name, value in (
+            ("tokens_per_sample", tokens_per_sample),
+            ("flops_per_sample", flops_per_sample),
+            ("peak_flops", peak_flops),
+        ):
+            check_limit(name, value)
+        if (flops_per_sample is None) is not (peak_flops is None):
+            msg = "Throughput takes flops_per_sample and peak_flops together: one is compared with the other"
+            raise ConfigError(msg)
+        self._every_steps = every_steps
+        self._tokens = tokens_per_sample
+        self._utilization = None if peak_flops is None else (flops_per_sample or 0.0) / peak_flops
+        self._began = self._paused = 0.0
+        self._steps = self._samples = 0
+        self._waited = 0.0
+        self._leave: Callable[[], None] = _nothing
+
+    def on_fit_start(self, run: RunView) -> None:
+        """Begin to measure, also how long the loader makes the run wait."""
+        loader, before = run.loader, run.loader.watch
+
+        def watch(batches: Iterator[Any]) -> Iterator[Any]:
+            return self._watched(loader, batches if before is None else before(batches))
+
+        def leave() -> None:
+            loader.watch = before
+
+        loader.watch, self._leave = watch, leave
+        self._begin(run)
+
+    def on_fit_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
+        """Leave the loader as it was."""
+        self._leave()
+
+    def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
+        """Leave the loader as it was."""
+        self._leave()
+
+    def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
+        """Leave the loader as it was."""
+        self._leave()
+
+    def _watched(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - began
+            self._samples += 0 if loader.share is None else loader.share.total
+            yield batch
+
+    def on_epoch_start(self, run: RunView) -> None:
+        """Begin anew: what was between the epochs is not training."""
+        self._begin(run)
+
+    def on_epoch_end(self, run: RunView) -> None:
+        """Look at the steps that are left of the epoch."""
+        if run.step > self._steps:
+            self._look(run)
+
+    def on_validation_start(self, run: RunView) -> None:  # noqa: ARG002 - contract
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, run: RunView, metrics: object) -> None:  # noqa: ARG002 - contract
+        """Go on."""
+        self._began += time.perf_counter() - self._paused
+
+    def on_step_end(self, run: RunView) -> None:
+        """Measure, if it is time."""
+        if run.step - self._steps >= self._every_steps:
+            self._look(run)
+
+    def _look(self, run: RunView) -> None:
+        is_accelerator = run.device.type != "cpu"
+        if is_accelerator:
+            torch.accelerator.synchronize(run.device)  # what was only queued has not been done
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        rate = self._samples / seconds
+        numbers = {
+            "steps_per_s": (run.step - self._steps) / seconds,
+            "samples_per_s": rate,
+            "waiting": min(self._waited / seconds, 1.0),
+        }
+        if self._tokens is not None:
+            numbers["tokens_per_s"] = rate * self._tokens
+        if self._utilization is not None:
+            numbers["mfu"] = rate * self._utilization
+        if is_accelerator:
+            with contextlib.suppress(RuntimeError):  # an allocator that counts nothing, as Apple's
+                numbers["peak_memory"] = float(torch.accelerator.max_memory_allocated(run.device))
+                torch.accelerator.reset_peak_memory_stats(run.device)
+        run.log(**numbers)
+        self._begin(run)
+
+    def _begin(self, run: RunView) -> None:
+        self._began = time.perf_counter()
+        self._steps, self._samples, self._waited = run.step, 0, 0.0
+
+
+def _nothing() -> None:
+    pass

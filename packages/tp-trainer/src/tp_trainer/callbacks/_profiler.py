@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 from tp_core.internal import write_atomically
 from tp_core.plugins import Callback, RunView
 
-from tp_trainer._checks._values import check_positive
+from tp_trainer._checks import check_positive
 
 __all__ = ["Profiler"]
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tp_trainer.loggers._aim import AimLogger as AimLogger
     from tp_trainer.loggers._csv import CsvLogger as CsvLogger
     from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
+    from tp_trainer.loggers._jsonl import LoggedRun as LoggedRun
+    from tp_trainer.loggers._jsonl import read_run as read_run
     from tp_trainer.loggers._mlflow import MlflowLogger as MlflowLogger
-    from tp_trainer.loggers._reading import LoggedRun as LoggedRun
-    from tp_trainer.loggers._reading import read_run as read_run
     from tp_trainer.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
     from tp_trainer.loggers._wandb import WandbLogger as WandbLogger
 else:
@@ -28,9 +28,8 @@ else:
             "tp_core.plugins": ["Logger", "RunInfo"],
             "tp_trainer.loggers._aim": ["AimLogger"],
             "tp_trainer.loggers._csv": ["CsvLogger"],
-            "tp_trainer.loggers._jsonl": ["JsonLinesLogger"],
+            "tp_trainer.loggers._jsonl": ["JsonLinesLogger", "LoggedRun", "read_run"],
             "tp_trainer.loggers._mlflow": ["MlflowLogger"],
-            "tp_trainer.loggers._reading": ["LoggedRun", "read_run"],
             "tp_trainer.loggers._tensorboard": ["TensorBoardLogger"],
             "tp_trainer.loggers._wandb": ["WandbLogger"],
         },

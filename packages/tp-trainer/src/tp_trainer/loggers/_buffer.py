@@ -11,7 +11,7 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer._checks._values import check_positive
+from tp_trainer._checks import check_positive
 
 __all__ = ["LogBuffer"]
 

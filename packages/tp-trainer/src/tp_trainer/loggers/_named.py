@@ -1,12 +1,27 @@
 """What users give as ``log=``: names of loggers, and loggers."""
 
-from collections.abc import Iterable, Sequence
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from tp_core.errors import ConfigError
-from tp_core.plugins import Logger, LoggerFactory, PluginRegistry
+from tp_core.internal import write_atomically
+from tp_core.plugins import Logger, LoggerFactory, PluginRegistry, RunInfo, RunStatus, Selection
 
-__all__ = ["LogSpec", "factories", "make_loggers"]
+from tp_trainer._secrets import mask_arguments
+from tp_trainer.loggers._files import keep_aside, place_for
 
 LogSpec = str | Logger | Iterable[str | Logger] | None
 """A name, a logger, several of them, or ``None`` for none."""
@@ -77,3 +92,151 @@ def _advice(name: str, known: Sequence[LoggerFactory]) -> str:
         extra = next(factory.extra for factory in known if factory.name == meant[0])
         return f"did you mean {meant[0]!r}?" + (f" (pip install '{extra}')" if extra else "")
     return f"those there are: {', '.join(repr(f.name) for f in known) or 'none'}"
+
+
+# -- What a run is told to its loggers to be: where it runs, with which versions, on which code ---
+
+
+_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_NODELIST", "SLURM_RESTART_COUNT")
+_OWN = ("TP_BACKEND", "TP_DISABLE_PLUGINS", "TP_STATE_DIR")
+_GIT_S = 10.0
+_COMMIT = "# branch.oid "
+
+
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return where this process runs, and the revision of the code in its folder where git knows one."""
+    environ = os.environ if environ is None else environ
+    facts = {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cores": str(os.cpu_count()),
+        "command": " ".join(mask_arguments(sys.argv)),
+        "folder": os.getcwd(),  # noqa: PTH109 - a text
+    }
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        name_of = getattr(torch.get_device_module(accelerator), "get_device_name", lambda _: accelerator.type)
+        facts["gpus"] = ", ".join(map(name_of, range(torch.accelerator.device_count())))
+    if revision := _revision():
+        facts["git_revision"] = revision
+    facts |= {name: environ[name] for name in (*_OWN, *_SLURM) if name in environ}
+    # Names of files may have bytes that are no text, which trackers refuse.
+    return {name: value.encode(errors="backslashreplace").decode() for name, value in facts.items()}
+
+
+def _revision() -> str:
+    """Return the commit of the working folder, with a word if files differ from it."""
+    try:
+        done = subprocess.run(
+            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that does not answer
+        return ""
+    lines = done.stdout.splitlines()
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), "")
+    if not commit or commit == "(initial)":
+        return ""
+    changed = any(not line.startswith("#") for line in lines)
+    return f"{commit}, with changes" if changed else commit
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of torch and numpy, and of the distributions that bring plugins."""
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "torch", "tp-core"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    # Not all distributions: to read what each says of itself takes longer than many a step.
+    brought = {point.dist for point in entry_points(group="tp.plugins") if point.dist is not None}
+    found |= {str(distribution.name).lower(): distribution.version for distribution in brought}
+    return {name: found[name] for name in sorted(found)}
+
+
+def candidates(selection: Selection) -> tuple[dict[str, object], ...]:
+    """Return the verdicts on all backends as plain values."""
+    return tuple(
+        {
+            "name": candidate.name,
+            "origin": candidate.origin,
+            "score": candidate.verdict.score,
+            "reason": candidate.verdict.reason,
+            "chosen": candidate is selection.chosen,
+        }
+        for candidate in selection.candidates
+    )
+
+
+# -- The values that ``tp train`` calls a function with: what its runs log, and leave in their folders
+
+
+CONFIG = "config.yaml"
+"""The file in the folder of a run from which it can be run again: ``tp train ... --config``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenValues:
+    """What a function is called with.
+
+    Attributes:
+        by_name: Plain values by their options' names: "optim.lr" of a nested one.
+        text: All of them as YAML, which ``--config`` reads.
+    """
+
+    by_name: Mapping[str, Any]
+    text: str
+
+
+_GIVEN: ContextVar[GivenValues | None] = ContextVar("given_values", default=None)
+
+
+def given_values() -> GivenValues | None:
+    """Return the values of the function that is running; ``None`` where ``tp train`` runs none."""
+    return _GIVEN.get()
+
+
+@contextmanager
+def running_with(values: GivenValues) -> Iterator[None]:
+    """Have the runs that are started meanwhile log these values, and leave them in their folders."""
+    token = _GIVEN.set(values)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+class ValuesLogger(Logger):
+    """Writes ``config.yaml`` into the run's folder; other values that are there stay as ``config-1.yaml``.
+
+    Args:
+        text: What the file is to have.
+    """
+
+    name: ClassVar[str] = "values"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def open(self, info: RunInfo) -> None:
+        """Write the file, if it is not there."""
+        path = place_for("ValuesLogger", None, info) / CONFIG
+        if path.is_file() and path.read_text(encoding="utf-8") == self._text:
+            return
+
+        def write(part: Path) -> None:
+            part.write_text(self._text, encoding="utf-8")
+
+        keep_aside(path)
+        # For its user alone: ``--config`` needs the values as they were given, a token too.
+        write_atomically(write, path, mode=0o600)
+
+    def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Leave out the numbers: other loggers have them."""
+
+    def close(self, status: RunStatus) -> None:
+        """Leave the file as it is."""

@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checks._objects import check_loader, check_model, check_optimizer
-from tp_trainer._checks._values import check_callable
+from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer
 from tp_trainer._steps._step import Step
 from tp_trainer._trainer import Trainer
-from tp_trainer.tuning._traceless import traceless
+from tp_trainer.tuning._batch_size import traceless
 
 __all__ = ["DryRun", "dry_run"]
 

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import PreparedLoader, Session, StepOutput, read_weight
 
-from tp_trainer._checks._objects import check_loader, check_model, check_optimizer
-from tp_trainer._checks._values import check_callable, check_positive
+from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer, check_positive
 from tp_trainer._steps._step import Step, loss_of
 from tp_trainer._trainer import Trainer
-from tp_trainer.tuning._traceless import traceless
+from tp_trainer.tuning._batch_size import traceless
 
 __all__ = ["RangeTest", "learning_rate_range_test"]
 

@@ -1,4 +1,4 @@
-"""Each process of ``tp test``: ``python -m tp_trainer._self_test._rank BACKEND DEVICES FOLDER``."""
+"""Each process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tp_core.errors import SelectionError
 from tp_core.plugins import Backend, registry
 from tp_core.state import load_state
 
-from tp_trainer._checkpoint._files import read_json, write_json
+from tp_trainer._checkpoint._folder import read_json, write_json
 from tp_trainer._trainer import Trainer
 
 # -- The small job that every backend trains, and the same by hand on one device ------------------
@@ -125,7 +125,7 @@ def read_numbers(folder: Path) -> Numbers:
     return Numbers(dict(load_state(folder / _WEIGHTS)), read_json(folder / _LOSSES))
 
 
-# -- Each process of ``tp test``: ``python -m tp_trainer._self_test._rank BACKEND DEVICES FOLDER``
+# -- Each process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``
 
 
 def main(name: str, devices: str, folder: Path) -> None:

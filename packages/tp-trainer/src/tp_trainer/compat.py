@@ -1,4 +1,4 @@
-"""The trainer with torchhandy's face: a switch and a config, and a custom training loop."""
+"""The trainer with the interface and the spelling of torchhandy: a switch, a config, and a custom loop."""
 
 import os
 import warnings

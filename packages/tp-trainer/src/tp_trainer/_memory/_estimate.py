@@ -13,11 +13,9 @@ from tp_core.errors import ConfigError
 from tp_core.internal import call_builder, did_you_mean
 from tp_core.plugins import Job, Precision, build_deferred, registry
 
-from tp_trainer._checks._objects import check_known
+from tp_trainer._checks import check_known
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes
-from tp_trainer._memory._table import resized, table_of
-
-__all__ = ["estimate_app"]
+from tp_trainer._memory._requirements import resized, table_of
 
 _KEYS = ("model", "optimizer", "batch", "step")
 _MOST = 100_000  # devices of a job

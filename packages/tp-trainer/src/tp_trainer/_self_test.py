@@ -1,4 +1,4 @@
-"""``tp test``: where each backend can be tried on this host, and one trial after the other."""
+"""``tp test``: every installed backend trains a small model, and comes to what one device comes to."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from tp_core.errors import TpError
 from tp_core.internal import check_backend_name, check_process_count, output_console
 from tp_core.plugins import Backend, Contribution, Job, Verdict, registry
 
-from tp_trainer._self_test._rank import read_numbers, reference, type_of
+from tp_trainer._self_test_rank import read_numbers, reference, type_of
 
 # -- Where each backend can be tried on this host -------------------------------------------------
 
@@ -97,7 +97,7 @@ def _assess(backend: Backend[Any], processes: int, devices: tuple[torch.device, 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """The largest difference that is rounding alone, by the type that is computed in."""
 
-_RANK = "tp_trainer._self_test._rank"
+_RANK = "tp_trainer._self_test_rank"
 _GRACE_S = 10.0  # for the launcher to end its ranks, twice
 _LAUNCHED = ("GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE")
 

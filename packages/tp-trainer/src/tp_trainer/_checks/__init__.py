@@ -1,1 +1,0 @@
-"""Arguments that callers give: checked before anything begins."""

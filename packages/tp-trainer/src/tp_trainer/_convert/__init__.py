@@ -1,1 +1,0 @@
-"""``tp convert``: the model of a checkpoint as safetensors."""

@@ -1,0 +1,309 @@
+"""What a job would need under each installed backend, as a table, with or without its devices."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core.internal import free_nbytes
+from tp_core.plugins import Backend, Contribution, Footprint, Job, Selection, Verdict
+
+from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._memory._footprint import parse_nbytes
+from tp_trainer._opening._agreement import agree_at_start
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """What a job needs on each device under each installed backend; ``str()`` of it is a table for people.
+
+    Attributes:
+        verdicts: The backends' verdicts by their names, the best first; ``verdict.memory`` has the numbers.
+        footprint: What a device takes that holds the whole model.
+        devices: How many devices there would be.
+        free_nbytes: What would be free on each of them; ``None`` if that is not known.
+    """
+
+    verdicts: Mapping[str, Verdict]
+    footprint: Footprint
+    devices: int
+    free_nbytes: int | None
+
+    @property
+    def best(self) -> str | None:
+        """The backend that "auto" would take; ``None`` where none fits."""
+        return next((name for name, verdict in self.verdicts.items() if verdict.is_fit), None)
+
+    def __str__(self) -> str:
+        head = f"training on {self.devices} device{'s' * (self.devices != 1)}, each of them"
+        width = max(map(len, self.verdicts), default=0)
+        lines = [head]
+        for name, verdict in self.verdicts.items():
+            mark = "*" if name == self.best else "-"
+            said = verdict.reason if verdict.memory is None else str(verdict.memory)
+            more = f"; {verdict.remedy}" if not verdict.is_fit and verdict.remedy else ""
+            lines.append(f"  {mark}  {name:{width}}  {'fits ' if verdict.is_fit else 'unfit'}  {said}{more}")
+        if self.footprint.unknown:
+            lines.append(f"not known: {self.footprint.unknown}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON can say it."""
+        return {
+            "devices": self.devices,
+            "free_bytes": self.free_nbytes,
+            "best": self.best,
+            "unknown": self.footprint.unknown,
+            "backends": {
+                name: {
+                    "fits": verdict.is_fit,
+                    "reason": verdict.reason,
+                    "remedy": verdict.remedy,
+                    "memory": None if verdict.memory is None else verdict.memory.to_dict(),
+                }
+                for name, verdict in self.verdicts.items()
+            },
+        }
+
+
+def table_of(
+    job: Job, backends: Iterable[Contribution[Backend[Any]]], *, devices: int, kind: str
+) -> MemoryTable:
+    """Return the table of a job with a footprint.
+
+    Args:
+        job: Its model and footprint, and what is free on each device.
+        backends: The installed backends.
+        devices: How many devices there would be: one process for each, or one process with all.
+        kind: The type of the devices.
+    """
+    names = tuple(torch.device(kind) if kind == "cpu" else torch.device(kind, i) for i in range(devices))
+    processes = LaunchEnvironment(world_size=devices, local_world_size=devices)
+    ways = [
+        replace(job, environment=processes, devices=names[:1]),
+        replace(job, environment=LaunchEnvironment(), devices=names),
+    ]
+    verdicts = {c.item.name: _best([_assess(c.item, way) for way in ways]) for c in backends}
+    ordered = sorted(
+        ((name, verdict) for name, (verdict, _) in verdicts.items()),
+        key=lambda item: (-_rank(item[1]) - verdicts[item[0]][1], item[0]),
+    )
+    footprint = job.footprint or Footprint(weights=0, gradients=0)
+    return MemoryTable(dict(ordered), footprint, devices, job.free_nbytes)
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """Return a batch with another number of samples: the first ones, over and over."""
+    rows = row_count_of(batch)
+    if rows is None:
+        return batch
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+            return leaf
+        return leaf[torch.arange(samples, device=leaf.device) % rows]
+
+    return tree_map(resize, batch)
+
+
+def row_count_of(batch: Any) -> int | None:
+    """Return how many samples a batch has: the rows of its first tensor; ``None`` if it has no tensor."""
+    return next(
+        (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+    )
+
+
+def _assess(backend: Backend[Any], job: Job) -> Verdict:
+    try:
+        verdict = backend.assess(job)
+        need = backend.estimate_memory(job) if verdict.is_fit else None
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+        return Verdict.unfit(f"its assessment raised {type(error).__name__}: {error}")
+    return verdict if need is None else verdict.with_memory(need)
+
+
+def _best(verdicts: list[Verdict]) -> tuple[Verdict, float]:
+    """Return the better verdict of the two ways, and what it counts more: a process per device is faster."""
+    by_process, in_one = verdicts
+    if _rank(by_process) >= _rank(in_one):
+        return by_process, 1000.0 if by_process.is_fit else 0.0
+    return in_one, 0.0
+
+
+def _rank(verdict: Verdict) -> float:
+    if verdict.score is not None:
+        return verdict.score
+    return -1.0 if verdict.lacks_memory else -2.0
+
+
+# -- What a job needs of memory, found out before a backend is chosen for it, and alike on all ranks
+
+
+LEAST_NBYTES = 64 * 2**20
+"""Smaller models are not looked at: this is known without asking anybody."""
+LEAST_PART = 0.05
+"""Nor are those whose weights, gradients and optimizer state take less than this part of what is free."""
+
+RESERVED = {"cpu": 128 * 2**20}
+RESERVED_ELSEWHERE = 512 * 2**20
+"""What of a device is not for tensors: libraries load code and take workspaces when first used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is known of a job's steps.
+
+    Attributes:
+        optimizer: The optimizer, if it is known yet.
+        loader: What yields the batches of the whole job.
+        step: The step.
+    """
+
+    optimizer: Optimizer | None = None
+    loader: Any = None
+    step: Callable[[Any, Any], Any] | None = None
+
+
+def add_memory(job: Job, work: Work) -> Job:
+    """Return the job with what it takes and what is free; as it is where that is little or cannot be known.
+
+    Raises:
+        DisagreementError: The ranks' models differ in size.
+        RankFailedError: Ranks did not come in time.
+
+    Collectives: an exchange through the launcher's store, for a large model.
+    """
+    traits, model = job.traits, job.model
+    if traits is None or model is None or traits.nbytes < LEAST_NBYTES:
+        return job
+
+    def decide(everyones: list[int | None]) -> dict[str, Any]:
+        known = [free for free in everyones if free is not None]
+        free = min(known, default=None)
+        if free is None or 4 * traits.nbytes < LEAST_PART * free:
+            return {"footprint": None, "free": None}
+        return {"footprint": _measure(model, job, work).to_dict(), "free": free}
+
+    found = agree_at_start(
+        job.environment,
+        {"bytes of the model": traits.nbytes},
+        told=_free(job, model, work.optimizer),
+        decide=decide,
+    )
+    if found["footprint"] is None:
+        return job
+    return replace(job, footprint=Footprint(**found["footprint"]), free_nbytes=found["free"])
+
+
+def estimate_job(
+    job: Job,
+    work: Work,
+    model: nn.Module,
+    batch: Any,
+    backends: Iterable[Contribution[Backend[Any]]],
+    *,
+    devices: int | None,
+    memory: int | str | None,
+) -> MemoryTable:
+    """Return what a job would need; see :meth:`tp_trainer.Trainer.estimate`."""
+    from tp_trainer._memory._footprint import measure_footprint
+
+    count = devices or job.environment.world_size * len(job.devices)
+    job = replace(job, model=model)
+    free = parse_nbytes(memory) if isinstance(memory, str) else memory
+    if free is None:
+        free = _free(job, model, work.optimizer)
+    rows = row_count_of(batch)
+    share = batch if rows is None else resized(batch, -(-rows // count))
+    footprint = measure_footprint(
+        model, work.optimizer, share, work.step, precision=job.precision, device=job.devices[0]
+    )
+    job = replace(job, footprint=footprint, free_nbytes=free)
+    return table_of(job, backends, devices=count, kind=job.devices[0].type)
+
+
+def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:
+    """Return what is free on each device, with what the model holds there already."""
+    device, devices = job.devices[0], len(job.devices)
+    free = free_nbytes(device, processes=job.environment.local_world_size * devices)
+    if free is None:
+        return None
+    states = [] if optimizer is None else tree_leaves([dict(state) for state in optimizer.state.values()])
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    held = {id(t): t for t in [*model.parameters(), *model.buffers(), *gradients, *states]}
+    there = [t for t in held.values() if isinstance(t, Tensor) and t.device.type == device.type]
+    free = max(0, free - RESERVED.get(device.type, RESERVED_ELSEWHERE))
+    return free + sum(t.numel() * t.element_size() for t in there)
+
+
+def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
+    from tp_trainer._memory._footprint import measure_footprint  # seldom needed, and torch's part is large
+
+    traits = job.traits
+    # DTensors exchange values in a step in ways of their own, and here is one rank alone.
+    batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
+    return measure_footprint(
+        model, work.optimizer, batch, work.step, precision=job.precision, device=job.devices[0]
+    )
+
+
+def _one_share(loader: Any, job: Job) -> Any:
+    """Return one device's share of a batch, made of the first samples; ``None`` if that cannot be made.
+
+    Random numbers that samples draw are put back.
+    """
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        return None
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    share = -(-size // (job.environment.world_size * len(job.devices)))
+    kept = generators.capture(job.devices)
+    try:
+        return loader.collate_fn([loader.dataset[i] for i in range(share)])
+    except Exception:  # noqa: BLE001 - a dataset of anybody: training will tell what is wrong with it
+        return None
+    finally:
+        generators.restore(kept)
+
+
+# -- What is said when memory has run out ---------------------------------------------------------
+
+
+_HEAD = "Memory has run out: "
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that memory has run out."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def explain_out_of_memory(error: BaseException, selection: Callable[[], Selection]) -> None:
+    """Let an error of memory that has run out say what was needed and what helps; others stay as they are.
+
+    Args:
+        error: What was raised where something was trained.
+        selection: Returns how the backend was chosen, with what each of them would need.
+    """
+    told = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    if not told and is_out_of_memory(error):
+        error.add_note(_advice(selection()))
+
+
+def _advice(selection: Selection) -> str:
+    need = selection.chosen.verdict.memory
+    remedy = (
+        "less is needed with a smaller batch and accumulate=, precision='bf16-mixed', or more devices"
+        if need is None
+        else need.remedy
+    )
+    more = "" if need else "\ntrainer.estimate(model, optimizer, batch, step) tells what each backend needs"
+    return f"{_HEAD}{remedy}.\n{selection}{more}"

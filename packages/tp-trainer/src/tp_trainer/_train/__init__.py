@@ -1,1 +1,0 @@
-"""``tp train``: a typed function of a script, run with values from options and files."""
