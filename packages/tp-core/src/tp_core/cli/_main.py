@@ -154,11 +154,11 @@ class _Tp(TyperGroup):
         except Exception as error:
             if type(error).__name__ == "Exit" and hasattr(error, "exit_code"):  # of a plugin's click
                 raise typer.Exit(error.exit_code) from error
-            if not self._tell(error, ctx.invoked_subcommand or ""):
+            if not self._print_failure(error, ctx.invoked_subcommand or ""):
                 raise
             raise typer.Exit(status_of(error)) from error
 
-    def _tell(self, error: Exception, name: str) -> bool:
+    def _print_failure(self, error: Exception, name: str) -> bool:
         """Say what went wrong in the command of a name, unless Python or typer says it better."""
         if is_parser_error(error):
             sharpen(error)
