@@ -54,7 +54,7 @@ def find_setups(backends: Iterable[Contribution[Backend[Any]]], *, ranks: int) -
         backends: The backends.
         ranks: How many processes there are on the CPU; on accelerators there is one for each.
     """
-    ways = list(_ways(ranks))
+    ways = list(_device_layouts(ranks))
     found: list[Setup] = []
     for contribution in backends:
         backend = contribution.item
@@ -66,7 +66,7 @@ def find_setups(backends: Iterable[Contribution[Backend[Any]]], *, ranks: int) -
     return found
 
 
-def _ways(ranks: int) -> Iterable[tuple[int, tuple[torch.device, ...]]]:
+def _device_layouts(ranks: int) -> Iterable[tuple[int, tuple[torch.device, ...]]]:
     """Yield processes and devices: the CPU and the accelerators, alone, in one process, one for each rank."""
     cpu, here = torch.device("cpu"), tuple(resolve_devices("auto"))
     accelerators = tuple(device for device in here if device.type != "cpu")
@@ -157,11 +157,11 @@ def run_setup(setup: Setup, *, timeout_s: float) -> Result:
         if status is None:
             return Result(setup, "hangs", f"it had not ended after {timeout_s:g} s", seconds=seconds)
         if status:
-            outcome, reason = _failure(folder, status)
+            outcome, reason = _reason_of_failure(folder, status)
             return Result(setup, outcome, reason, seconds=seconds)
         try:
             found = read_numbers(folder)
-        except (OSError, TpError) as error:
+        except (OSError, TpError, ValueError) as error:
             return Result(setup, "failed", f"it left no weights: {error}", seconds=seconds)
         dtype = type_of(list(setup.devices))
         difference = found.difference(reference(dtype))
@@ -206,7 +206,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _failure(folder: Path, status: int) -> tuple[Outcome, str]:
+def _reason_of_failure(folder: Path, status: int) -> tuple[Outcome, str]:
     """Return what the rank that failed first has said, or the last line of what was printed."""
     said = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
     if said:

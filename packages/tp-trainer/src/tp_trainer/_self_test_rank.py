@@ -14,8 +14,7 @@ from tp_core.errors import SelectionError
 from tp_core.plugins import Backend, registry
 from tp_core.state import load_state
 
-from tp_trainer._checkpoint._folder import read_json, write_json
-from tp_trainer._trainer import Trainer
+from tp_trainer import Trainer
 
 # -- The small job that every backend trains, and the same by hand on one device ------------------
 
@@ -112,7 +111,7 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
         losses = [means["loss"] for record in history for means in (record.train, record.val)]
         trainer.save_model(model, folder / _WEIGHTS)
         if trainer.is_main:
-            write_json(folder / _LOSSES, losses)
+            (folder / _LOSSES).write_text(json.dumps(losses))
 
 
 def read_numbers(folder: Path) -> Numbers:
@@ -120,9 +119,10 @@ def read_numbers(folder: Path) -> Numbers:
 
     Raises:
         FileNotFoundError: The training left no numbers.
-        StateError: The numbers that the training left are damaged.
+        StateError: The weights that the training left are damaged.
+        ValueError: The losses that the training left are damaged.
     """
-    return Numbers(dict(load_state(folder / _WEIGHTS)), read_json(folder / _LOSSES))
+    return Numbers(dict(load_state(folder / _WEIGHTS)), json.loads((folder / _LOSSES).read_text()))
 
 
 # -- Each process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``
