@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # backends that are not chosen cost nothing
 
     from tp_shard._session import ShardSession
 
-__all__ = ["ShardBackend", "ShardOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:

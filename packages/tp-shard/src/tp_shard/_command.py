@@ -14,8 +14,6 @@ from tp_shard import plans
 from tp_shard._verify._examples import example_call
 from tp_shard._verify._report import Report, verify
 
-__all__ = ["app"]
-
 _KEYS = ("model", "plan", "batch", "loss")
 _MOST = 1024  # ranks of a group of a model
 

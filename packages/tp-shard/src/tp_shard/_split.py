@@ -12,8 +12,6 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 from tp_core.internal import split_evenly
 
-__all__ = ["Ranges", "Split", "bounds", "shard_sizes", "slice"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Where the pieces of one shard begin and end in the whole tensor."""
 

@@ -16,8 +16,6 @@ from tp_core.errors import DisagreementError
 
 from tp_shard._groups._group import Group
 
-__all__ = ["check", "debug", "set_debug", "state"]
-
 
 class _State:
     __slots__ = ("enabled", "names")

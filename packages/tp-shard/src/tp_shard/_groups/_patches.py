@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-__all__ = ["also", "install", "is_active", "remove", "replace", "while_split"]
-
 Undo = Callable[[], None]
 
 _installers: list[Callable[[], Iterable[Undo]]] = []
@@ -37,7 +35,7 @@ def also(undo: Undo) -> None:
 
 def remove() -> None:
     """Restore what :func:`install` replaced."""
-    while _undo:
+    while _undo:  # last in, first out: a function replaced twice gets its original back
         _undo.pop()()
 
 

@@ -10,8 +10,6 @@ from tp_core.errors import StateError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 
-__all__ = ["RandomTracker", "get_state", "mixed_seed", "set_state"]
-
 
 class RandomTracker:
     """Random numbers of each rank's own, that follow torch's default generator.

@@ -6,19 +6,6 @@ from typing import TypeAlias
 
 from tp_shard.nn._heads import Holds
 
-__all__ = [
-    "Column",
-    "Experts",
-    "Gathered",
-    "Local",
-    "Plan",
-    "Replicated",
-    "Row",
-    "Sequence",
-    "Style",
-    "Vocab",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:

@@ -9,8 +9,6 @@ from tp_shard.nn._linear import ParallelLinear
 from tp_shard.nn._loss import MarginCrossEntropy
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
 
-__all__ = ["LayerSummary", "Summary", "summary"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerSummary:

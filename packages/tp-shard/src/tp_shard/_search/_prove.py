@@ -27,8 +27,6 @@ from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tole
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
 from tp_shard.nn._kinds import widths
 
-__all__ = ["Proof", "prove"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from tp_shard._groups._collectives import apply
 from tp_shard._verify._examples import Call, fresh, tensors_of
 from tp_shard.nn._kinds import is_linear
 
-__all__ = ["Flow", "Region", "ancestors", "innermost_around", "is_experts", "record_calls", "trace"]
-
 _FEW = 3  # names that are written out
 _MIXING = ("Bmm", "Baddbmm", "ScaledDotProduct", "Softmax")
 

@@ -9,8 +9,6 @@ from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Sty
 from tp_shard._search._prove import Proof
 from tp_shard.nn._kinds import is_linear
 
-__all__ = ["restrict", "translate"]
-
 _SPLIT = ("colwise", "rowwise", "moe_tp_experts")
 _VOCABULARY = ("embedding_rowwise", "embedding_colwise")
 

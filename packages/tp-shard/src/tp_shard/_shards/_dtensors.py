@@ -13,8 +13,6 @@ from tp_core.internal import is_dtensor
 
 from tp_shard._groups._group import Group
 
-__all__ = ["check_data_mesh", "local", "part_of", "reshard", "sharded_over"]
-
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a DTensor, another tensor as it is."""

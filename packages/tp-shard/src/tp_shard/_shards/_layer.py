@@ -12,8 +12,6 @@ from tp_shard._shards._attributes import is_marked, mark_parameter
 from tp_shard._shards._dtensors import check_data_mesh
 from tp_shard._split import Split
 
-__all__ = ["ParallelLayer"]
-
 _NORMS = ("_SpectralNorm", "_WeightNorm", "_Orthogonal", "SpectralNorm", "WeightNorm")
 
 

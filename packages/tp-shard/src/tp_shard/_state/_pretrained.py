@@ -15,8 +15,6 @@ from tp_shard._shards._dtensors import part_of, reshard
 from tp_shard._shards._slices import Shard, ShardTable, slice_of, unwrap
 from tp_shard._state._safetensors import TensorFiles
 
-__all__ = ["load_pretrained"]
-
 
 @torch.no_grad()
 def load_pretrained(

@@ -67,6 +67,8 @@ def simulate(ranks: int, function: Callable[[Group], T]) -> list[T]:
 class _Simulation:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        # One rank runs at a time, and hands its turn on in each collective: groups, random numbers and grad
+        # modes are of the process or a thread, and two ranks at once would mix theirs.
         self._changed = threading.Condition()
         self._turn = 0
         self._slots: list[tuple[str, Any] | None] = [None] * ranks
@@ -85,6 +87,7 @@ class _Simulation:
                     rank, self.ranks, _SimulatedGroup(self, rank, self.ranks) if self.ranks > 1 else None
                 )
                 _group.set_groups(group, ALONE)
+                # Backward in this thread: one of the engine's would meet another rank's group and turn.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = function(group)
             except _StoppedError:
@@ -95,6 +98,7 @@ class _Simulation:
             self._done[rank] = True
             self._pass_on(rank)
 
+        # Daemons: where the join below is interrupted, the process must not wait for ranks at its end.
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.ranks)]
         for thread in threads:
             thread.start()

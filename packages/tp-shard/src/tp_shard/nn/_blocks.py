@@ -9,8 +9,6 @@ from tp_shard.nn._heads import Heads, parallel_attention, section_ranges
 from tp_shard.nn._planned import PlannedLinear
 from tp_shard.nn._sequence import SequenceState
 
-__all__ = ["ParallelAttention", "ParallelSwiGLU"]
-
 
 class ParallelAttention(nn.Module):
     """Self-attention whose heads are split over ranks, with key heads that query heads may share.

@@ -25,8 +25,6 @@ from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state
 from tp_shard._shards._attributes import holds_shard
 
-__all__ = ["BlockDraws", "SplitDraws", "mark"]
-
 _SPLIT = "_is_split"
 """The attribute that says of a tensor in a watched block whether each rank has its own part of it."""
 _CPU = torch.device("cpu")

@@ -15,8 +15,6 @@ from tp_shard.nn._kinds import stands_for
 from tp_shard.nn.functional import parallel_embedding
 from tp_shard.nn.init import init_shard_
 
-__all__ = ["ParallelEmbedding"]
-
 
 @stands_for(nn.Embedding)
 class ParallelEmbedding(ParallelLayer, nn.Embedding):

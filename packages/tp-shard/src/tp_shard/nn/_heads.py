@@ -14,8 +14,6 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._split import Ranges, Split, bounds
 
-__all__ = ["Heads", "Holds", "parallel_attention", "section_ranges", "sum_shared"]
-
 Holds = Literal["q", "kv", "qkv"]
 
 

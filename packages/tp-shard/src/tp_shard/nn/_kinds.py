@@ -15,17 +15,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from tp_core.errors import ModelError
 
-__all__ = [
-    "computes_linear",
-    "form_of",
-    "is_linear",
-    "is_transposed",
-    "parallel_class",
-    "stands_for",
-    "why_not_split",
-    "widths",
-]
-
 Layer = TypeVar("Layer", bound=nn.Module)
 _forms: dict[type[nn.Module], type[nn.Module]] = {}
 _parallel_classes: dict[tuple[type, type], type] = {}

@@ -16,8 +16,6 @@ from tp_shard.nn._kinds import stands_for
 from tp_shard.nn.functional import linear
 from tp_shard.nn.init import init_shard_
 
-__all__ = ["ParallelLinear", "linear_splits"]
-
 
 @stands_for(nn.Linear)
 class ParallelLinear(ParallelLayer, nn.Linear):

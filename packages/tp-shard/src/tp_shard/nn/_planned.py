@@ -28,8 +28,6 @@ from tp_shard.nn._sequence import (
 )
 from tp_shard.nn.functional import linear, mark_output, wrong_width
 
-__all__ = ["PlannedEmbedding", "PlannedLinear", "SequenceMixin"]
-
 
 class PlannedLinear(ParallelLinear):
     """A :class:`ParallelLinear` some of whose features other ranks may hold too, or in sequence parallelism.
