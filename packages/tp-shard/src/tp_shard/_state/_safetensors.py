@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tp_core.errors import RankFailedError, StateError
 from tp_core.internal import write_atomically
@@ -96,6 +95,8 @@ class TensorFiles:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Map a file into memory, and name it where the library finds it damaged."""
+    from safetensors import SafetensorError, safe_open  # who reads no such files does not load it
+
     try:
         with safe_open(path, framework="pt") as stored:
             yield stored
