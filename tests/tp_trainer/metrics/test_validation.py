@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
 from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler, without_metrics
-from tp_trainer._metrics._metric import CutShortError, Rounds
+from tp_trainer._metrics._metric import GatherInterruptedError, OrderedGather
 from tp_trainer._opening._boundaries import StepBoundaries
 
 
@@ -60,7 +60,7 @@ def test_a_signal_cuts_a_validation_short_within_a_batch(validation, boundaries)
             boundaries.note(15)
         return validation.session.run(*arguments)
 
-    with pytest.raises(CutShortError) as cut:
+    with pytest.raises(GatherInterruptedError) as cut:
         validation(run, boundaries=boundaries)
     assert (cut.value.signal, batches) == (15, 4)
 
@@ -75,7 +75,7 @@ def _uneven(keeps):
     with Trainer(devices="cpu", progress=False) as trainer:
         boundaries = StepBoundaries(trainer.session)
         boundaries.open(lambda: False)
-        rounds = Rounds(trainer.session, boundaries=boundaries, keeps=keeps)
+        rounds = OrderedGather(trainer.session, boundaries=boundaries, keeps=keeps)
 
         def go_over(batches):
             for number in batches:
@@ -84,7 +84,7 @@ def _uneven(keeps):
                 list(rounds.add(number, number) if keeps else rounds.reach(number))
             list(rounds.finish())
 
-        with pytest.raises(CutShortError) as cut:
+        with pytest.raises(GatherInterruptedError) as cut:
             go_over(range(40 if trainer.rank else 3))
         boundaries.close()
     return cut.value.signal

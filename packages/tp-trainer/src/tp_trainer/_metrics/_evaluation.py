@@ -19,10 +19,10 @@ from tp_core.internal import SampleRows, join_rows, row_count, write_atomically
 from tp_core.plugins import PreparedLoader, Session, StepOutput
 
 from tp_trainer._checkpoint._model_files import write_on_main
-from tp_trainer._metrics._metric import Metric, MetricSet, Rounds, on_cpu
+from tp_trainer._metrics._metric import Metric, MetricSet, OrderedGather, on_cpu
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._meter import Meter
-from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of, modes_kept
+from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of, restore_modes
 
 # -- The evaluation of a model on a loader: means over its samples, and metrics of all of them ----
 
@@ -67,7 +67,7 @@ def evaluate(
         model: The prepared model.
         batches: The prepared loader.
         metrics: Of the whole set, by the names under which the step returns their arguments.
-        boundaries: As `Rounds` takes it, for an evaluation that signals cut short.
+        boundaries: As `OrderedGather` takes it, for an evaluation that signals cut short.
         most: On how many batches; ``None`` for all.
 
     Raises:
@@ -94,7 +94,7 @@ def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
 
     Collectives: the buffers' broadcasts.
     """
-    with modes_kept(model):
+    with restore_modes(model):
         model.eval()
         with torch.no_grad():
             session.sync_buffers(model)
@@ -135,7 +135,7 @@ class Validation:
             session: Where the step runs.
             model: The prepared model.
             epoch: Which epoch of the loaders it is.
-            boundaries: As `Rounds` takes it, for a validation that signals cut short.
+            boundaries: As `OrderedGather` takes it, for a validation that signals cut short.
             most: On how many batches of each loader.
 
         Raises:
@@ -225,8 +225,8 @@ class Predictions:
         step: The user's step.
         model: The prepared model.
         batches: The prepared loader.
-        boundaries: Asked when an iteration begins for what `Rounds` takes, or for ``None`` where signals do
-            not cut it short.
+        boundaries: Returns, when an iteration begins, what `OrderedGather` takes; ``None`` where signals
+            do not interrupt it.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Predictions:
 
         Collectives: the buffers' broadcasts before, then an all-gather of objects for some batches each.
         """
-        rounds, batches = Rounds(self._session, boundaries=self._boundaries()), self._batches
+        rounds, batches = OrderedGather(self._session, boundaries=self._boundaries()), self._batches
         epoch = batches.next_epoch
         try:
             with guard_stop_iteration(), evaluating(self._session, self._model), batches.whole():

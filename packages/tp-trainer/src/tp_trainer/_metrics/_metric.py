@@ -21,8 +21,8 @@ from tp_trainer._steps._step import Step
 BATCHES_PER_ROUND = 16  # are kept until they are exchanged: fewer cost more collectives, more cost memory
 
 
-class CutShortError(Exception):
-    """A signal asks the run to end: all ranks leave what they go over, between the same two batches.
+class GatherInterruptedError(Exception):
+    """Raised on all ranks, between the same two batches, where a signal asks the run to end.
 
     Attributes:
         signal: Its number.
@@ -34,7 +34,7 @@ class CutShortError(Exception):
 
 
 class _Contribution(NamedTuple):
-    """What one rank has of a round.
+    """One rank's part of an exchange.
 
     Attributes:
         data_rank: Whose share of the data it is; several ranks may have the same.
@@ -49,11 +49,11 @@ class _Contribution(NamedTuple):
     values: list[tuple[int, Any]]
 
 
-class Rounds:
-    """Exchanges values of batches between the data ranks, a few batches at a time.
+class OrderedGather:
+    """Gathers values of batches from all data ranks in the order of the data, a few batches at a time.
 
-    Ranks may meet different numbers of batches, or skip some: each takes part until all have come to
-    their ends. What is exchanged is pickled on the CPU, so it may be anything.
+    Ranks may have different numbers of batches, or skip some: each takes part until all have reached
+    their ends. Values are moved to the CPU and pickled, so they may be anything.
 
     Args:
         session: Where the ranks meet.
@@ -136,7 +136,7 @@ class Rounds:
         self._kept = []
         everyones = self._session.gather_objects(mine)
         if signal := max(theirs.signal for theirs in everyones):
-            raise CutShortError(signal)
+            raise GatherInterruptedError(signal)
         of_data_rank = {theirs.data_rank: theirs for theirs in everyones}
         pieces = [
             (number, rank, value)
@@ -267,7 +267,7 @@ class MetricSet:
     Args:
         session: Where the step runs.
         metrics: By name. They are reset.
-        boundaries: As `Rounds` takes it.
+        boundaries: As `OrderedGather` takes it.
     """
 
     def __init__(
@@ -275,11 +275,11 @@ class MetricSet:
     ) -> None:
         self._session = session
         self._metrics = dict(metrics)
-        self._rounds = Rounds(session, boundaries=boundaries, keeps=bool(metrics))
+        self._gather = OrderedGather(session, boundaries=boundaries, keeps=bool(metrics))
         self._fed: set[str] = set()
         self._places = {name: _place(metric) for name, metric in metrics.items()}
         for metric in metrics.values():
-            _leave_alone(metric)
+            _disable_sync(metric)
             metric.reset()
 
     def collecting(self, step: Step) -> Step:
@@ -296,15 +296,15 @@ class MetricSet:
         Raises:
             CutShortError: A rank has seen a signal.
 
-        Collectives: those of `Rounds.add`, if there are metrics or signals are asked for.
+        Collectives: those of `OrderedGather.add`, if there are metrics or signals are asked for.
         """
         if not self._metrics or not isinstance(output, Mapping):
-            self._feed(self._rounds.reach(number))
+            self._feed(self._gather.reach(number))
             return output
         share = self._session.share
         is_nothing = share is not None and share.samples == 0  # a stand-in
         mine = {k: v.pieces for k, v in output.items() if isinstance(v, SampleRows)}
-        self._feed(self._rounds.add(number, {} if is_nothing else mine))
+        self._feed(self._gather.add(number, {} if is_nothing else mine))
         return {k: v for k, v in output.items() if k not in mine}
 
     def finish(self) -> None:
@@ -313,9 +313,9 @@ class MetricSet:
         Raises:
             CutShortError: A rank has seen a signal.
 
-        Collectives: those of `Rounds.finish`, if there are metrics or signals are asked for.
+        Collectives: those of `OrderedGather.finish`, if there are metrics or signals are asked for.
         """
-        self._feed(self._rounds.finish())
+        self._feed(self._gather.finish())
 
     def compute(self) -> dict[str, Any]:
         """Return the results, numbers as floats and others as tensors on the CPU; the same on all ranks.
@@ -392,8 +392,8 @@ def _place(metric: Metric) -> torch.device | None:
     return next((device for device in devices if isinstance(device, torch.device)), None)
 
 
-def _leave_alone(metric: Metric) -> None:
-    """Switch off that a metric of torchmetrics gathers the states of all ranks: it is fed with all rows."""
+def _disable_sync(metric: Metric) -> None:
+    """Switch off the synchronization of torchmetrics: each rank feeds all rows, which would count twice."""
     for member in metric.modules() if isinstance(metric, nn.Module) else ():
         if hasattr(member, "distributed_available_fn"):
             vars(member)["distributed_available_fn"] = _is_alone

@@ -17,8 +17,8 @@ from tp_trainer._steps._step import (
     RunStep,
     Step,
     loss_of,
-    modes_kept,
     parameters_of,
+    restore_modes,
     run_watched,
     warn_no_gradients,
 )
@@ -98,7 +98,7 @@ def train(loop: Loop, hooks: FitHooks) -> History:
     model, events = hooks.optimizer_step.model, hooks.settings.events
     if events.has("on_optimizer_step"):
         hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
-    with modes_kept(model):
+    with restore_modes(model):
         model.train()  # before the run begins: who takes part in it may freeze modules
         with loop:
             for number, batches in enumerate(loop.by_epoch()):

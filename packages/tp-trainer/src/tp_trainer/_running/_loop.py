@@ -20,7 +20,7 @@ from tp_core.plugins import PreparedLoader, RunStatus, RunView, Session
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_positive
-from tp_trainer._metrics._metric import CutShortError
+from tp_trainer._metrics._metric import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same, check_same_optimizers
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._history import EpochRecord, History
@@ -643,7 +643,7 @@ class Loop:
         try:
             with self._watchdog.watching():
                 means = dict(self._hooks.validate(boundaries, None))
-        except CutShortError as cut:
+        except GatherInterruptedError as cut:
             # What callbacks have put in the place of the model's weights is not to be saved.
             self._events.send("on_validation_end", self, {})
             self._save(done, self.meter)

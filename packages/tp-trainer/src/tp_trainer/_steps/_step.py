@@ -45,7 +45,7 @@ log = logging.getLogger("tp_trainer")
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
+def restore_modes(model: nn.Module) -> Iterator[None]:
     """Put each module back into the mode that it has now: a norm may be frozen in a model that trains."""
     modes = [(module, module.training) for module in model.modules()]
     try:

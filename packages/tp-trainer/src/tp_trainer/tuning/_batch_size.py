@@ -16,7 +16,7 @@ from tp_core.errors import ConfigError
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_callable, check_model, check_optimizer, check_positive
 from tp_trainer._memory._requirements import is_out_of_memory
-from tp_trainer._steps._step import Step, modes_kept
+from tp_trainer._steps._step import Step, restore_modes
 from tp_trainer._trainer import Trainer
 
 
@@ -35,7 +35,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     scale = None if scaler is None else scaler.state_dict()
     kept_generators = generators.capture(trainer.session.job.devices)
     try:
-        with modes_kept(model):
+        with restore_modes(model):
             yield
     finally:
         optimizer.state.clear()
