@@ -71,7 +71,7 @@ def evaluate(
         most: On how many batches; ``None`` for all.
 
     Raises:
-        CutShortError: A rank has seen a signal; on all ranks, between the same two batches.
+        GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
 
     Collectives: the buffers' broadcasts before, one gather and one all-reduce after; those of `MetricSet`.
     """
@@ -139,7 +139,7 @@ class Validation:
             most: On how many batches of each loader.
 
         Raises:
-            CutShortError: A rank has seen a signal; on all ranks, between the same two batches.
+            GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
             LoaderError: A loader has yielded no sample, on any rank.
 
         Collectives: those of `evaluate`, for each loader.

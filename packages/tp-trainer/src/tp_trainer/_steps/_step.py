@@ -13,65 +13,7 @@ from tp_core import tree_map
 from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import Parts, Precision, Session, StepOutput
 
-# -- A ``StopIteration`` that a user's function lets out, which would end an iteration around it unnoticed
-
-
-@contextmanager
-def guard_stop_iteration() -> Iterator[None]:
-    """Run a block that calls functions of the user's, and say where one asked an ended iterator for more.
-
-    Python takes a ``StopIteration`` for the end of whatever iterates around the call; from a generator it is
-    a ``RuntimeError`` without a word about where it came from.
-
-    Raises:
-        StepError: In place of the ``StopIteration``, which is its cause.
-    """
-    try:
-        yield
-    except StopIteration as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        msg = (
-            f"StopIteration was raised in {last.name} ({last.filename}, line {last.lineno}): next() was "
-            "called on an iterator that has ended; begin it anew there, as in itertools.cycle(loader), or "
-            "give next() a default"
-        )
-        raise StepError(msg) from error
-
-
-# -- Training and evaluation mode, module by module -----------------------------------------------
-
-
 log = logging.getLogger("tp_trainer")
-
-
-@contextmanager
-def restore_modes(model: nn.Module) -> Iterator[None]:
-    """Put each module back into the mode that it has now: a norm may be frozen in a model that trains."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def warn_evaluation_mode(model: nn.Module) -> None:
-    """Warn of modules in evaluation mode within a model in training mode, which ``model.train()`` ends.
-
-    They may be a norm that somebody froze, or a pretrained part as it was loaded: nobody can tell which.
-    """
-    if not model.training:
-        return
-    frozen = [name for name, module in model.named_modules() if not module.training]
-    # Of a part that is frozen with all that it holds, the part alone.
-    outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]
-    if outermost:
-        log.warning(
-            "in evaluation mode, while fit sets the whole model to training mode: %s; to keep one out of it, "
-            "call its eval() in the step or in a callback's on_fit_start, or override its train()",
-            ", ".join(outermost[:3]) + ", ..." * (len(outermost) > 3),
-        )
-
 
 # -- The loss in what a step returned -------------------------------------------------------------
 
@@ -200,6 +142,63 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+# -- Training and evaluation mode, module by module -----------------------------------------------
+
+
+@contextmanager
+def restore_modes(model: nn.Module) -> Iterator[None]:
+    """Put each module back into the mode that it has now: a norm may be frozen in a model that trains."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def warn_evaluation_mode(model: nn.Module) -> None:
+    """Warn of modules in evaluation mode within a model in training mode, which ``model.train()`` ends.
+
+    They may be a norm that somebody froze, or a pretrained part as it was loaded: nobody can tell which.
+    """
+    if not model.training:
+        return
+    frozen = [name for name, module in model.named_modules() if not module.training]
+    # Of a part that is frozen with all that it holds, the part alone.
+    outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]
+    if outermost:
+        log.warning(
+            "in evaluation mode, while fit sets the whole model to training mode: %s; to keep one out of it, "
+            "call its eval() in the step or in a callback's on_fit_start, or override its train()",
+            ", ".join(outermost[:3]) + ", ..." * (len(outermost) > 3),
+        )
+
+
+# -- A ``StopIteration`` that a user's function lets out, which would end an iteration around it unnoticed
+
+
+@contextmanager
+def guard_stop_iteration() -> Iterator[None]:
+    """Run a block that calls functions of the user's, and say where one asked an ended iterator for more.
+
+    Python takes a ``StopIteration`` for the end of whatever iterates around the call; from a generator it is
+    a ``RuntimeError`` without a word about where it came from.
+
+    Raises:
+        StepError: In place of the ``StopIteration``, which is its cause.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        msg = (
+            f"StopIteration was raised in {last.name} ({last.filename}, line {last.lineno}): next() was "
+            "called on an iterator that has ended; begin it anew there, as in itertools.cycle(loader), or "
+            "give next() a default"
+        )
+        raise StepError(msg) from error
 
 
 # -- What is looked at in the first step alone, so that all others cost nothing: whether it can train at all
