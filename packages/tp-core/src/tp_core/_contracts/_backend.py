@@ -20,13 +20,12 @@ from typing import (
     get_origin,
 )
 
-from tp_core._contracts._job import MemoryNeed
 from tp_core.errors import ConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
 
-    from tp_core._contracts._job import Job
+    from tp_core._contracts._job import Job, MemoryNeed
     from tp_core._contracts._session import Session
 
 
@@ -50,7 +49,7 @@ class Verdict:
     score: float | None
     reason: str
     remedy: str = ""
-    memory: MemoryNeed | None = None
+    memory: "MemoryNeed | None" = None
 
     def __post_init__(self) -> None:
         """Check it: an answer of another kind would end the selection for all."""
@@ -82,7 +81,7 @@ class Verdict:
         """
         return cls(None, reason, remedy)
 
-    def with_memory(self, need: MemoryNeed) -> Self:
+    def with_memory(self, need: "MemoryNeed") -> Self:
         """Return the verdict with what the job needs: unfit where that is more than is free."""
         if not self.is_fit or need.fits:
             return replace(self, memory=need)

@@ -403,7 +403,8 @@ class RunnerPool(Pool):
 
     def drop(self) -> None:
         """End the workers when what was submitted is done; nobody else will use the pool."""
-        if self._owner != os.getpid() or self._is_closing:
+        # Closed first: a runner may be collected when the program has ended and this module's names are gone.
+        if self._is_closing or self._owner != os.getpid():
             return
         with self._lock:
             self._is_dropped = True
