@@ -1,4 +1,4 @@
-"""Ports that nobody else takes between being chosen and being used."""
+"""Ranks that really run, with a deadline, for tests; and the ports at which they meet."""
 
 import contextlib
 import faulthandler

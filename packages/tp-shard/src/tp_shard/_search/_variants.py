@@ -1,4 +1,4 @@
-"""Tables and heads of a vocabulary: which of a model can be split by classes."""
+"""What may be split in a model, to be proven: the vocabulary, pairs of layers, attentions, experts, sequences."""
 
 import re
 from collections.abc import Collection, Iterator

@@ -1,6 +1,7 @@
-"""Digests of the files of a sharded checkpoint: what was cut off, changed or not finished is not loaded.
+"""Sharded checkpoints: saved and loaded by all ranks, with a digest of each file.
 
-They are written last, and checked before anything is read. Ranks share the work among them.
+Digests are written last, and checked before anything is read: what was cut off, changed or not finished
+is not loaded. Ranks share the work among them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Looking up tokens in a table that is split over ranks."""
+"""Lookups in a table and products with a weight that are split over ranks, with the collectives they need."""
 
 from typing import Any
 

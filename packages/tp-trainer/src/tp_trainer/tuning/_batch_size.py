@@ -1,4 +1,4 @@
-"""Training steps that leave no trace: afterwards all is as it was before."""
+"""The largest batch that fits, found by training steps that leave no trace."""
 
 import copy
 import gc
