@@ -1,4 +1,4 @@
-"""What may be split in a model, to be proven: the vocabulary, pairs of layers, attentions, experts, sequences."""
+"""What a plan may split, to be proven: the vocabulary, pairs of layers, attentions, experts, sequences."""
 
 import re
 from collections.abc import Collection, Iterator
