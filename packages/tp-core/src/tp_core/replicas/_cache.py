@@ -1,4 +1,4 @@
-"""What the replicas keep between calls, and when it is renewed."""
+"""The cache of replicas between calls, and the rules for its renewal."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,7 @@ class ReplicaCache:
         force_copies: Give every replica parameters of its own; as ``"flat"``, copied as between devices.
 
     Attributes:
-        compile_options: How the modules of replicas are compiled, or ``None``; it holds for those
-            made afterwards.
+        compile_options: The options of ``torch.compile`` for replicas that are made afterwards, or ``None``.
     """
 
     def __init__(
@@ -62,7 +61,8 @@ class ReplicaCache:
         self._parameters: list[Parameter] = []
         self._exposed: dict[Any, dict[int, Tensor]] = {}
         self._exposed_for: Any = None
-        # Counters, as each replica and each mirror compares them when it takes part next.
+        # Counters and no flags: fewer parts than devices leave replicas out of a call, and each compares
+        # the counter with what it saw when it takes part again.
         self._refreshes = 0
         self._runs_alone = 0
         self._refreshed: dict[Any, int] = {}
@@ -82,15 +82,17 @@ class ReplicaCache:
         self._refreshes += 1
 
     def note_run_alone(self) -> None:
-        """Note that the module ran without the others, and may have changed buffers untracked."""
+        """Record that the module ran without the others, and may have changed buffers untracked."""
         self._runs_alone += 1
 
     def prepare(self, count: int, *, grad: bool) -> list[nn.Module]:
         """Return the first ``count`` replicas, equal to the module as it is now.
 
         Args:
-            count: How many take part.
-            grad: Whether gradients are to reach the parameters.
+            count: The number of replicas.
+            grad: Whether gradients must reach the parameters.
+
+        Collective: none. Forward copies changed parameters to each device; backward sums their gradients.
         """
         if self._may_have_changed_silently():
             self._refreshes += 1
@@ -115,7 +117,7 @@ class ReplicaCache:
         return roots
 
     def _must_refresh(self, who: Any) -> bool:
-        """Return whether there was a `refresh` since this was last asked for ``who``."""
+        """Return whether there was a `refresh` since the last call for ``who``."""
         due = self._refreshed.get(who, 0) != self._refreshes
         self._refreshed[who] = self._refreshes
         return due
@@ -135,11 +137,12 @@ class ReplicaCache:
         return modules
 
     def _prepare_parameters(self, structure: Structure, count: int, *, grad: bool) -> None:
-        """Bring the mirrors up to date and give their tensors to the modules.
+        """Update the mirrors and give their tensors to the modules.
 
         Raises:
-            ModelError: A transform of torch.func is active; copies that it has seen are of no use after it.
+            ModelError: A transform of torch.func is active; its wrapped copies are of no use after it.
         """
+        # Private: torch has no public way to ask for an active transform of torch.func.
         if torch._C._are_functorch_transforms_active():
             msg = (
                 "transforms of torch.func (grad, vmap, ...) do not follow a module to its copies on other "
@@ -176,14 +179,14 @@ class ReplicaCache:
             _watch_optimizers(self)
 
     def _flatten(self, key: Any, structure: Structure) -> None:
-        """Put weights of recurrent layers into one piece again that a mirror has replaced."""
+        """Lay the weights of recurrent layers in one piece of memory again, after a mirror replaced them."""
         copies = dict(zip(map(id, self._parameters), self._mirrors[key].copies, strict=True))
         self._modules_of(self._keys.index(key), structure).flatten_rnn_weights(copies)
 
     def _give(self, keys: list[Any], count: int, structure: Structure, *, grad: bool) -> None:
         """Give the copies to the modules, unless they have them already."""
         trained = [p.requires_grad for p in self._parameters] if grad else []
-        # The graph remembers the stream on which it was made: backward runs there.
+        # Autograd runs backward on the stream of the forward: another stream needs another graph.
         wanted = keys, grad, trained, side_stream(self._devices[0])
         if self._exposed_for != wanted:
             mirrors = [self._mirrors[k] for k in keys]
@@ -200,9 +203,9 @@ class ReplicaCache:
                     modules.give_parameters(exposed)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Copy what an optimizer has updated: version counters may be unchanged."""
+        """Mark what an optimizer has updated for the next copy: version counters may be unchanged."""
         positions = self._positions
-        # A frozen parameter that is among an optimizer's others was left alone.
+        # An optimizer skips its frozen parameters: to copy these would cost a transfer for nothing.
         stepped = [
             positions[id(p)]
             for group in optimizer.param_groups
@@ -217,8 +220,8 @@ class ReplicaCache:
     def _may_have_changed_silently(self) -> bool:
         """Return whether the program may have written parameters through ``.data`` since the last call.
 
-        Averaged weights are put into a model, and taken out again, where its mode changes. A training
-        loop without an optimizer clears the gradients, by ``zero_grad()``, once it has used them.
+        Programs swap averaged weights in and out where the mode changes. A training loop without an
+        optimizer calls ``zero_grad()`` once it has used the gradients.
         """
         training, self._training = self._training, self._module.training
         if training is not self._training:
@@ -231,7 +234,7 @@ class ReplicaCache:
 
 
 class _Backward:
-    """Tracks whether gradients have passed through the exposed parameters."""
+    """A flag that is set once gradients have passed through the exposed parameters."""
 
     __slots__ = ("__weakref__", "has_passed")
 
@@ -239,8 +242,8 @@ class _Backward:
         self.has_passed = False
 
     def watch(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Hook into the graph of these tensors, which must not keep this object alive."""
-        reference = weakref.ref(self)
+        """Add hooks to the graph of these tensors."""
+        reference = weakref.ref(self)  # a graph that outlives the replicas must not keep this alive
 
         def note(*_: Any) -> None:
             living = reference()
@@ -252,11 +255,11 @@ class _Backward:
 
 
 def _watch_optimizers(cache: ReplicaCache) -> None:
-    """Tell ``cache`` of optimizer steps, for as long as it lives.
+    """Report optimizer steps to ``cache`` for as long as it lives.
 
-    Fused kernels, and steps that are written with ``.data``, leave version counters as they were.
+    Fused kernels, and steps that are written with ``.data``, leave version counters unchanged.
     """
-    reference = weakref.ref(cache)
+    reference = weakref.ref(cache)  # torch's hook is global: it must not keep the module's copies alive
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's
         living = reference()

@@ -1,4 +1,4 @@
-"""Replicas of one module: the one entrance to this package."""
+"""Replicas of one module on several devices of one process."""
 
 import copy
 import os
@@ -26,9 +26,9 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``torch.compile`` call the function as it is, instead of tracing what it does.
+    """Let ``torch.compile`` call the function as it is, without tracing into it.
 
-    ``torch.compiler.disable`` imports the compiler, which takes a second; so it is applied only once the
+    ``torch.compiler.disable`` imports the compiler, which takes a second. So it is applied only once the
     compiler has been imported.
     """
     disabled: Callable[P, R] | None = None
@@ -46,30 +46,34 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-# -- Replicas of one module: the one entrance to this package -------------------------------------
+# -- Replicas -------------------------------------------------------------------------------------
 
 
 class Replicas:
     """One module on several devices, with a thread for each.
 
-    Replica 0 is the module itself and runs in the caller's thread. The others have the module's
-    attributes as they are when a call begins, buffers of their own, and parameters that are copied
-    only when they changed since the last call; replicas on the module's own device share its
-    parameters. Gradients of all of them add up in the module's parameters. On CPUs all parts run
-    serially in the caller's thread while they take less time than waking a thread, and always with
-    ``torch.use_deterministic_algorithms(True)``.
+    Replica 0 is the module itself and runs in the caller's thread. The others have buffers of their own,
+    and the module's attributes as they are when a call begins. Their parameters are copied only when they
+    changed since the last call; replicas on the module's own device share its parameters. The gradients
+    of all replicas add up in the module's parameters. On CPUs all parts run serially in the caller's
+    thread while they take less time than waking a thread. With
+    ``torch.use_deterministic_algorithms(True)`` they always do.
 
-    A change that version counters do not count (``parameter.data.add_(1)``) is seen if the step of an
-    optimizer makes it, if ``module.train()`` or ``module.eval()`` changes the mode after it, or if gradients
-    were computed before it and have been dropped. Call `refresh` after others.
+    A version counter does not count some changes (``parameter.data.add_(1)``). They are noticed if an
+    optimizer's step makes them, or if ``module.train()`` or ``module.eval()`` changes the mode after them.
+    They are also noticed if gradients were computed before them and have been dropped. Call `refresh`
+    after others.
+
+    Collective: none, as all replicas are in one process. Forward copies changed parameters to the devices;
+    backward sums their gradients on the first device.
 
     Args:
         module: The module; its parameters and buffers must be on the first device.
         devices: One device per replica, the same one several times if wanted; whatever
             `tp_core.resolve_devices` accepts.
-        force_copies: Copy the parameters for every replica, also on the module's own device: for
-            tests of what needs several devices otherwise. ``"flat"`` also lets them and the gradients
-            travel in flat pieces, as between two devices.
+        force_copies: Copy the parameters for every replica, also on the module's own device, to test on
+            one device what needs several. ``"flat"`` also transfers them and the gradients in flat
+            pieces, as between two devices.
 
     Attributes:
         module: The module.
@@ -109,7 +113,7 @@ class Replicas:
 
     @property
     def runs_in_turn(self) -> bool:
-        """Whether parts run one after the other as things are, so that none may wait for another."""
+        """Whether parts run one after the other at present, so that none may wait for another."""
         return has_modes() or self._is_deterministic()
 
     @untraced
@@ -122,13 +126,13 @@ class Replicas:
     ) -> list[R]:
         """Return ``call(replica, part)`` for each part, run on its device, all at once.
 
-        Fewer parts than devices use the first devices only. If calls raise, the others are waited
-        for; then the first error is raised, with a note that names the part and the device.
+        Fewer parts than devices use the first devices only. If a call raises, this method waits for the
+        others. It then raises the first error, with a note that names the part and the device.
 
         Args:
             call: What to do with a replica and a part.
             parts: One part per device that takes part.
-            modules: What to call instead of the replicas, one per part: what `modules` returned.
+            modules: The modules to call instead of the replicas, one per part, as `modules` returns them.
 
         Raises:
             ConfigError: ``parts`` is empty or longer than ``devices``, or ``modules`` has another length.
@@ -154,7 +158,7 @@ class Replicas:
     def run_alone(
         self, call: Callable[[nn.Module, Any], R], part: Any, *, module: nn.Module | None = None
     ) -> R:
-        """Return ``call(module, part)``, run on the first device: what `run` does with a single part.
+        """Return ``call(module, part)``, run on the first device, as `run` does with a single part.
 
         Args:
             call: What to do with the module and the part.
@@ -167,8 +171,8 @@ class Replicas:
     def modules(self, count: int | None = None) -> list[nn.Module]:
         """Return the first ``count`` replicas, all by default, equal to the module as it is now.
 
-        For code that runs them in its own way. The first is the module itself; the others are the
-        same objects each time, renewed by the next call of this method or of `run`.
+        For code that runs them in its own way. The first is the module itself. The others are the
+        same objects each time; the next call of this method or of `run` updates them.
 
         Raises:
             ConfigError: ``count`` is below 1 or above the number of devices.
@@ -189,8 +193,8 @@ class Replicas:
     def compile(self, **options: Any) -> None:
         """Compile the module in place, and every replica separately.
 
-        Where ``module.compile()`` is called instead, the other replicas run as they were written: torch
-        does not keep the options.
+        After ``module.compile()`` instead, only the module itself is compiled, not its replicas: torch does
+        not keep the options.
 
         Args:
             **options: As :func:`torch.compile` takes them.
@@ -202,8 +206,6 @@ class Replicas:
         """Copy everything at the next call, whatever the version counters say."""
         self._cache.refresh()
 
-    # -- the machinery ----------------------------------------------------------------------------
-
     def _run_all(
         self,
         call: Callable[[nn.Module, R], Any],
@@ -211,6 +213,7 @@ class Replicas:
         modules: Sequence[nn.Module] | None,
     ) -> list[Any]:
         if self._threads.is_stuck:
+            # A thread may still write to the cached replicas: this call must not share them with it.
             self._threads.leave()
             self._cache = self._fresh_cache(self._cache.compile_options)
         count = len(parts)
@@ -228,10 +231,11 @@ class Replicas:
             rng = streams.of(i)
             tasks.append(partial(caller.call, call, replicas[i], parts[i], device=self.devices[i], rng=rng))
         try:
-            # A mode of the caller's thread is not made for several threads at once.
+            # A mode belongs to the caller's thread: other threads would run outside of it, and one mode
+            # object is not made for several threads at once.
             in_turn = caller.has_modes or self._is_deterministic()
             outcomes = self._threads.run(run_first, tasks, in_turn=in_turn)
-        except BaseException:  # threads were abandoned: what they still use is not used again
+        except BaseException:  # abandoned threads still use the cached replicas: later calls must not
             self._cache = self._fresh_cache(self._cache.compile_options)
             raise
         streams.close()
@@ -239,10 +243,10 @@ class Replicas:
         return [o.result for o in outcomes]
 
     def _is_deterministic(self) -> bool:
-        """Whether parts are to run one after the other, for the same bits in every run.
+        """Return whether parts must run one after the other, for the same bits in every run.
 
-        In which order autograd adds the gradients of several forward passes follows from the order in which
-        each thread has made its nodes; so do those of more than two parts on one device.
+        Autograd adds the gradients of several forward passes in an order that follows from the order in
+        which each thread made its nodes. The same holds for more than two parts on one device.
         """
         return torch.are_deterministic_algorithms_enabled() and self._types == ("cpu",)
 
@@ -258,10 +262,12 @@ class Replicas:
         return cache
 
     def _acquire(self) -> threading.Lock:
-        """Take the replicas for one call; another thread's call is waited for.
+        """Reserve the replicas for one call, after another thread's call has ended.
+
+        Two calls at once would update the same cached replicas, one of them in the middle of a forward.
 
         Returns:
-            The lock, to be released.
+            The lock, for the caller to release.
         """
         if self._pid != os.getpid():
             self._begin_in_fork()
@@ -269,6 +275,7 @@ class Replicas:
             self._owner = threading.get_ident()
             return self._lock
         here = threading.get_ident()
+        # From a forward, in the caller's thread or a replica's: waiting for the lock would never end.
         if here == self._owner or here in self._threads:
             msg = (
                 "the module's own forward called its replicas again: that would wait for itself; "
@@ -280,14 +287,12 @@ class Replicas:
         return self._lock
 
     def _begin_in_fork(self) -> None:
-        """Start afresh in a forked process, which has no thread but the one that forked."""
+        """Reset threads and lock in a forked process, which has no thread but the one that forked."""
         self._pid = os.getpid()
         self._threads.forget()
-        if self._lock.locked():  # by a thread that this process does not have: its work is half done
+        if self._lock.locked():  # by a thread that this process lacks: nobody would release it
             self._lock = threading.Lock()
             self._cache = self._fresh_cache(self._cache.compile_options)
-
-    # -- copies and pickles -----------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replicas":
         module = copy.deepcopy(self.module, memo)

@@ -1,4 +1,4 @@
-"""How replicas run: persistent threads, and how each call of theirs ended."""
+"""Persistent threads for replicas, and the outcomes of their calls."""
 
 import math
 import threading
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-# -- How the calls of the replicas ended ----------------------------------------------------------
+# -- Outcomes of calls ----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How one replica's call ended."""
+    """The result or the error of one replica's call."""
 
     result: Any = None
     error: BaseException | None = None
 
     def fill(self, task: Callable[[], Any]) -> None:
-        """Run ``task`` here and keep how it ends."""
+        """Run ``task`` in this thread and store its result or its error."""
         try:
             self.result = task()
         except BaseException as error:  # noqa: BLE001 - raised again when all parts are done
@@ -30,15 +30,15 @@ class Outcome:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it ended with an exception that is not an error: Ctrl-C, an exit."""
+        """Whether the call ended with an exception that is not an error: Ctrl-C, an exit."""
         return self.error is not None and not isinstance(self.error, Exception)
 
 
 def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
     """Raise the error of the first part that has one, if any has.
 
-    Interrupts come before errors. The type is kept, so that callers catch what the module raises; a
-    note tells where it happened, and what else failed.
+    Interrupts come before errors. The type is kept, so that callers catch what the module raises. A
+    note names the part and the device, and what else failed.
     """
     failed = [i for i, o in enumerate(outcomes) if o.error is not None]
     if not failed:
@@ -62,15 +62,15 @@ def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) ->
 
 
 _POLL_S = 0.01
-"""How often a thread polls for tasks that it was not woken for."""
+"""Seconds between two looks of a thread for tasks that it was not woken for."""
 _IDLE_S = 1.0
-"""After so long without a task it stops polling."""
+"""Seconds without a task after which a thread stops polling."""
 
 _TRIALS = 7
 
 
 class ReplicaThread:
-    """A thread that waits for a task, runs it, and keeps its outcome until it is asked for.
+    """A thread that waits for a task, runs it, and holds its outcome until `take`.
 
     The thread refers to this object alone, so that it keeps no other memory alive.
 
@@ -78,7 +78,7 @@ class ReplicaThread:
         name: The thread's name, as debuggers show it.
 
     Attributes:
-        busy: Whether a task was given whose outcome has not been taken yet.
+        busy: Whether it has a task, or an outcome that was not taken yet.
         thread: The thread itself.
     """
 
@@ -95,7 +95,8 @@ class ReplicaThread:
     )
 
     def __init__(self, name: str) -> None:
-        # Two locks used as signals: a queue or an event takes several times as long.
+        # Two locks used as signals, acquired by one thread and released by the other: a queue or an
+        # event takes several times as long.
         self._go = threading.Lock()
         self._go.acquire()
         self._done = threading.Lock()
@@ -106,6 +107,7 @@ class ReplicaThread:
         self._is_polling = False
         self._offered_at = 0.0
         self.busy = False
+        # A daemon: nobody stops idle threads at exit, and an abandoned task may never end.
         self.thread = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
         self.thread.start()
 
@@ -118,8 +120,8 @@ class ReplicaThread:
     def offer(self, task: Callable[[], Any]) -> None:
         """Let the thread find ``task`` when it polls, every hundredth of a second; `take_back` must follow.
 
-        The thread is not woken, which takes longer than a short task does. But if the caller's own task
-        waits for this one, this one does run.
+        The thread is not woken: that takes longer than a short task. If the caller's own task waits for
+        this one, the thread runs it at its next poll, and the caller does not hang.
         """
         self.busy = True
         self._offered_at = time.monotonic()
@@ -149,7 +151,7 @@ class ReplicaThread:
         return result, error
 
     def round_trip_s(self) -> float:
-        """Return the seconds to wake the thread and to wait for it: the median of some trials."""
+        """Return the seconds to wake the thread and to wait for it: the median of several trials."""
         times = []
         for _ in range(_TRIALS):
             began = time.perf_counter()
@@ -171,8 +173,10 @@ class ReplicaThread:
             task = self._tasks.popleft()
         except IndexError:
             if self._is_polling and time.monotonic() - self._offered_at > _IDLE_S:
+                # In this order: a task offered before the first line saw a polling thread and did not
+                # wake it, so it must be found here; one offered later wakes the thread.
                 self._is_polling = False
-                self._is_polling = bool(self._tasks)  # offered just now, without waking the thread
+                self._is_polling = bool(self._tasks)
             return True
         if task is None:
             return False
@@ -180,7 +184,7 @@ class ReplicaThread:
             self._result = task()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
-        del task  # before the caller goes on: it may count on the memory
+        del task  # before the caller continues: it may count on the memory
         self._done.release()
         return True
 
@@ -200,22 +204,22 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-# -- The threads of the replicas beyond the first, and how the tasks of a call are spread over them
+# -- The threads of a call ------------------------------------------------------------------------
 
 
 _Task = Callable[[], Any]
 
 _ROUND_TRIPS = 2
-"""Waking a thread costs more than the round trip: both threads want the interpreter meanwhile."""
+"""A thread's wake-up in round trips: more than one, as both threads want the interpreter meanwhile."""
 _SHORT_S = 20e-6
 """Parts that take less are mostly Python: threads would wait for each other, however fast they wake."""
-_CALLS = 16
+_CALLS = 16  # short ones in a row before parts run inline: one fast call must not flip the choice
 
 
 class ReplicaThreads:
-    """Runs the tasks of a call: the first in the caller's thread, others in persistent threads.
+    """The threads of one module's replicas: the first task runs in the caller's thread.
 
-    On CPUs the caller runs all of them, one after the other, while they take less than waking a thread.
+    On CPUs the caller runs all tasks, one after the other, while they take less than waking a thread.
 
     Args:
         devices: The devices of the replicas.
@@ -233,11 +237,11 @@ class ReplicaThreads:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a thread is still at a task of an earlier call: an interrupt was not waited out."""
+        """Whether a thread still runs a task of an earlier call, after an interrupt."""
         return any(thread.busy for thread in self._threads)
 
     def leave(self) -> None:
-        """Abandon the threads; the next call starts others."""
+        """Abandon the threads; the next call starts new ones."""
         _stop(self._threads)
 
     def forget(self) -> None:
@@ -245,14 +249,14 @@ class ReplicaThreads:
         self._threads.clear()
 
     def run(self, first: _Task, others: Sequence[_Task], *, in_turn: bool) -> list[Outcome]:
-        """Run all tasks and return how they ended.
+        """Run all tasks and return their outcomes.
 
-        After an interrupt the threads are waited for. A second one abandons them and is raised.
+        After an interrupt this call waits for the threads. A second interrupt abandons them and is raised.
 
         Args:
             first: The task of the caller's thread.
             others: The tasks of the other threads.
-            in_turn: Run those in the caller's thread, too, one after the other.
+            in_turn: Run all tasks in the caller's thread, one after the other.
         """
         outcomes = [Outcome() for _ in range(1 + len(others))]
         if in_turn:
@@ -281,10 +285,10 @@ class ReplicaThreads:
         threads: Sequence[ReplicaThread],
         outcomes: Sequence[Outcome],
     ) -> bool:
-        """Wake a thread for each task but the first, and run that one.
+        """Wake a thread for each task but the first, and run the first here.
 
         Returns:
-            Whether there are threads to be waited for.
+            Whether there are threads to wait for.
         """
         try:
             for thread, task in zip(threads, others, strict=True):
@@ -303,12 +307,12 @@ class ReplicaThreads:
         threads: Sequence[ReplicaThread],
         outcomes: Sequence[Outcome],
     ) -> bool:
-        """Run the tasks one after the other, but for those that a thread has taken meanwhile.
+        """Run the tasks one after the other, except those that a thread has taken meanwhile.
 
-        After an interrupt those that remain are left out.
+        After an interrupt the remaining tasks are left out.
 
         Returns:
-            Whether there are threads to be waited for.
+            Whether there are threads to wait for.
         """
         try:
             for thread, task in zip(threads, others, strict=True):
@@ -325,7 +329,7 @@ class ReplicaThreads:
             elif not is_interrupted:
                 outcome.fill(left)
                 is_interrupted = outcome.interrupted
-        # A part that its thread has taken meanwhile waited for long: so the first one was not short.
+        # A thread took a task only because the first one was long enough for a poll: not short.
         self._heuristic.note(math.inf if was_taken else time.perf_counter() - began)
         return was_taken
 
@@ -346,14 +350,14 @@ class ReplicaThreads:
 
 
 class InlineHeuristic:
-    """Decides whether parts are so short that waking threads takes longer than running them.
+    """The choice between waking threads and running short parts in the caller's thread.
 
     Args:
         inline_s: Parts that take fewer seconds are short; 0 for none.
 
     Attributes:
-        runs_inline: Whether the parts should run serially in the caller's thread: after some short
-            calls in a row, until two are long.
+        runs_inline: Whether the parts should run serially in the caller's thread: from 16 short calls
+            in a row on, until two calls are long.
     """
 
     def __init__(self, inline_s: float) -> None:
@@ -362,7 +366,7 @@ class InlineHeuristic:
         self._short_calls = 0
 
     def note(self, seconds: float) -> None:
-        """Note the seconds that the parts beyond the first take in the caller's thread."""
+        """Record the seconds that the parts beyond the first take in the caller's thread."""
         if seconds < self._inline_s:
             self._short_calls = min(self._short_calls + 1, _CALLS)
         else:

@@ -1,4 +1,4 @@
-"""The base of modules that wrap replicas: devices, names in states, torch's extension points."""
+"""The base class of modules that wrap replicas."""
 
 import inspect
 from collections import OrderedDict
@@ -22,11 +22,11 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class ReplicaWrapper(nn.DataParallel[nn.Module]):
-    """A base for modules that run the replicas of another one.
+    """A base class for modules that run the replicas of another module.
 
-    It is an ``nn.DataParallel``, so that other code sees that it wraps ``module``, and a subclass may
-    override ``replicate`` and ``parallel_apply`` as those of ``nn.DataParallel`` do. States are loaded
-    with and without ``module.`` in front of their names.
+    It is an ``nn.DataParallel``, so that other code recognizes a wrapper of ``module``. A subclass may
+    override ``replicate`` and ``parallel_apply``, as subclasses of ``nn.DataParallel`` do. States are
+    loaded with and without ``module.`` in front of their names.
 
     Args:
         module: The module; with one device it is moved there.
@@ -49,7 +49,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         device_ids: DeviceSpec = None,
         output_device: Device | None = None,
     ) -> None:
-        # torch's own constructor knows accelerators alone.
+        # torch's own constructor accepts accelerators only: CPU replicas would be refused.
         nn.Module.__init__(self)
         self.module = module
         self.training = module.training
@@ -73,7 +73,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state whose names have ``module.`` in front, or do not.
+        """Load a state with or without ``module.`` in front of its names.
 
         Raises:
             RuntimeError: Names or shapes do not fit the module (torch's own error).
@@ -91,19 +91,19 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         ``torch.compile(wrapper)`` compiles nothing of the module: torch cannot trace into threads.
 
         Args:
-            *args: None; it is torch's signature.
+            *args: Must be empty; it is in torch's signature.
             **kwargs: As :func:`torch.compile` takes them.
         """
         self.replicas.compile(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Copy all parameters again: after changes through ``.data``, which cannot be noticed."""
+        """Copy all parameters again, after changes through ``.data`` that cannot be noticed."""
         self.replicas.refresh()
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
-        """Return a replica of ``module`` on each device, the first of which it is on.
+        """Return a replica of ``module`` on each device; the module must be on the first.
 
-        Replicas of the wrapped module are the same objects in every call, brought up to date. An
+        Replicas of the wrapped module are the same objects in every call, updated each time. An
         override of this method is called before each forward.
 
         Raises:
@@ -124,9 +124,9 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         """Return ``replica(*args, **kwargs)`` for each replica, on its device, all at once.
 
         Args:
-            replicas: Modules, on the first of the devices; those of `replicate`, as a rule.
-            inputs: For each its positional arguments, or the only one.
-            kwargs: For each its keyword arguments.
+            replicas: Modules on the first devices, usually the result of `replicate`.
+            inputs: The positional arguments of each, or its only one.
+            kwargs: The keyword arguments of each.
 
         Raises:
             ConfigError: The number of inputs is not the number of replicas.
@@ -147,7 +147,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
     @staticmethod
     def _pair_up(inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None) -> list[Arguments]:
-        """Return the arguments of each part, from the two lists in which torch's methods have them.
+        """Return the arguments of each part as pairs, from the two lists of torch's methods.
 
         Raises:
             ConfigError: ``inputs`` and ``kwargs`` have different lengths.
@@ -162,7 +162,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         return list(zip(rows, keywords, strict=True))
 
     def _overrides(self, base: type[nn.Module], *names: str) -> bool:
-        """Whether the object has other methods under one of the names than ``base`` has."""
+        """Return whether the object overrides one of these methods of ``base``."""
         cls = type(self)
         for name in names:  # noqa: SIM110 - asked on each call, where a generator takes twice as long
             if name in self.__dict__ or getattr(cls, name) is not getattr(base, name):
@@ -171,11 +171,11 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
     @classmethod
     def _refuse(cls, options: Mapping[str, Any], successors: Mapping[str, str]) -> None:
-        """Raise an error if there are unknown options of the constructor.
+        """Raise an error for unknown options of the constructor.
 
         Args:
             options: The unknown options.
-            successors: What to do instead, for names of options of other wrappers.
+            successors: For options of other wrappers, by name, the advice what to use instead.
 
         Raises:
             ConfigError: There are unknown options.
@@ -190,7 +190,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
             raise ConfigError(msg)
 
     def _run(self, arguments: Sequence[Arguments], *, move: bool = True) -> list[Any]:
-        """Run the replicas, through the methods of a subclass where it has them."""
+        """Run the replicas, through a subclass's ``replicate`` and ``parallel_apply`` where overridden."""
         replicas = self.replicas
         parts = [(*pair, device) for pair, device in zip(arguments, replicas.devices, strict=False)]
         if len(replicas) == 1 or not self._overrides(ReplicaWrapper, "replicate", "parallel_apply"):
@@ -202,19 +202,19 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
 
 def _move_and_call(module: nn.Module, part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Any:
-    """Call ``module`` with arguments that are moved to a device first."""
+    """Move the arguments to the part's device, then call ``module`` with them."""
     args, kwargs = _moved(part)
     return module(*args, **kwargs)
 
 
 def _moved(part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Arguments:
     args, kwargs, device = part
-    # A copy to the CPU that is not waited for would be read before it is there.
+    # A non-blocking copy to the CPU would be read before it has arrived.
     return recursive_to((tuple(args), dict(kwargs)), device, non_blocking=device.type != "cpu")
 
 
 def _take_both_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state be loaded that has names with or without ``module.`` in front."""
+    """Add ``module.`` to the names of a state that lacks it, before torch loads the state."""
     module: nn.Module = wrapper._modules["module"]  # type: ignore[assignment]  # never None here
     own = module.state_dict().keys()
     if all(f"{prefix}module.{name}" in state for name in own):
