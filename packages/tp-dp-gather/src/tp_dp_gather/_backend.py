@@ -1,4 +1,4 @@
-"""The backend for training loops whose step needs the whole output of the model."""
+"""The backend for steps that need the model's output for the whole batch."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,7 @@ __all__ = ["GatherBackend"]
 
 
 class GatherBackend(Backend[GatherOptions]):
-    """Runs the model on several devices in one process, and the step on the gathered output."""
+    """Backend that runs the model on several devices in one process, and the step on the gathered output."""
 
     name: ClassVar[str] = "dp-gather"
     options_type = GatherOptions

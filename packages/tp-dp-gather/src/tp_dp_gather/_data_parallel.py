@@ -31,11 +31,11 @@ _SUCCESSORS = {
 
 
 class DataParallel(ReplicaWrapper):
-    """Splits a batch over the devices, runs the module on each, and gathers the outputs it should.
+    """Wrapper that splits a batch over the devices, runs the module on each, and gathers the outputs.
 
     Parts come in the order of ``device_ids``. Tensors are concatenated, scalars stacked to a
     vector, anything else becomes a list of the parts' values. A batch with fewer rows than devices
-    uses the first ones. Wrappers can be chained: what one leaves in parts, the next one takes so.
+    uses the first ones. You can chain wrappers: one takes the outputs that another leaves in parts.
 
     Args:
         module: The module. It must be on the first device when it runs; with one device it is moved
@@ -46,8 +46,8 @@ class DataParallel(ReplicaWrapper):
         dim: The dimension of the rows, in inputs and outputs; at least 0.
         gather_to_one_device: ``False`` returns a tuple with each part's output, on its device.
         inputs_are_scattered: Each argument is a tuple or list with one part per device already.
-        except_keywords: Keys, at any depth of dicts, named tuples and dataclasses, whose values are
-            not gathered: they become tuples of parts.
+        except_keywords: Keys, at any depth of dicts, named tuples and dataclasses. Their values are not
+            gathered: they become tuples of parts.
         sort_and_gather: Order the parts by their devices' indices instead of ``device_ids``.
         broadcast: Arguments that each device gets whole: names of the module's parameters, or places of
             positional arguments. Others that are no tensors are in each part, too; but a list, tuple or array
@@ -114,6 +114,10 @@ class DataParallel(ReplicaWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every part of the inputs.
 
+        Collectives: forward scatters the inputs, copies changed parameters to the other devices, and
+        gathers the outputs; backward scatters the outputs' gradients, and sums the replicas' gradients
+        into the module's.
+
         Raises:
             ConfigError: The inputs cannot be split, or the outputs not be gathered.
             ModelError: The module cannot be replicated as it is, or is not on the first device.
@@ -141,16 +145,16 @@ class DataParallel(ReplicaWrapper):
         return self._gather(outputs, self.output_device, sizes)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the wrapper lacks and the module has.
+        """Return an attribute of the module that the wrapper lacks.
 
-        A method of the module's runs as its forward does, on the parts of its arguments, and its outputs are
-        gathered; one that is given no tensor runs once.
+        A method of the module runs like forward: on the parts of its arguments, with gathered outputs.
+        Without tensors it runs once.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            # What torch.compile wraps a module in has names of its own, which it gives this wrapper, too.
+            # `_orig_mod` is torch.compile's (private): its wrapper would lend names of its own.
             module = getattr(module, "_orig_mod", module)
             if module is None or not hasattr(module, name):
                 raise
@@ -160,7 +164,7 @@ class DataParallel(ReplicaWrapper):
         return value
 
     def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Run a method of the module on every part of its arguments, and gather what it returns."""
+        """Run a method of the module on every part of its arguments, and gather the outputs."""
         method = getattr(self.module, name)
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs)))
         if not has_tensors and self.scattering.rows({**dict(enumerate(inputs)), **kwargs}) is None:
@@ -192,7 +196,7 @@ class DataParallel(ReplicaWrapper):
 
     @contextmanager
     def recorded(self) -> Iterator[list[Sequence[Any]]]:
-        """Collect the parts' outputs of each forward in the block, as they are before they are gathered."""
+        """Collect the parts' outputs of each forward in the block, before they are gathered."""
         calls: list[Sequence[Any]] = []
         self._recorded = calls
         try:
@@ -207,10 +211,12 @@ class DataParallel(ReplicaWrapper):
 
         An override of this method is called before each forward, unless the inputs are scattered.
 
+        Collectives: forward copies the parts to their devices; backward gathers the inputs' gradients.
+
         Args:
             inputs: Positional arguments.
             kwargs: Keyword arguments.
-            device_ids: At most so many parts, each to its device.
+            device_ids: The devices; there are at most as many parts.
 
         Returns:
             The positional arguments of each part, and the keyword arguments of each.
@@ -229,9 +235,11 @@ class DataParallel(ReplicaWrapper):
         return tuple([args for args, _ in moved]), tuple([kwargs for _, kwargs in moved])
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """Return one output made of those of the parts.
+        """Join the parts' outputs to one output.
 
-        An override of this method is called after each forward, unless the outputs are to stay in parts.
+        An override of this method is called after each forward, unless the outputs stay in parts.
+
+        Collectives: forward gathers the parts; backward scatters the output's gradient to them.
 
         Args:
             outputs: The parts' outputs.
@@ -256,6 +264,9 @@ class DataParallel(ReplicaWrapper):
 
         The same as ``criterion(whole output, targets)``, but only numbers travel to the output
         device.
+
+        Collectives: forward scatters the targets and gathers the parts' losses; backward scatters the
+        loss's gradient to the parts.
 
         Args:
             criterion: A loss module or function of an output and a target. Means of
@@ -294,7 +305,7 @@ class DataParallel(ReplicaWrapper):
     def _check_scattered(
         self, inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None
     ) -> list[Arguments]:
-        """Check what the `scatter` of a subclass returned."""
+        """Check the parts that the `scatter` of a subclass returned."""
         if not inputs and not kwargs:
             return [((), {})]
         pairs = self._pair_up(inputs, kwargs)

@@ -33,7 +33,9 @@ def data_parallel(
 ) -> Any:
     """Run ``module`` once on several devices: the functional form of `DataParallel`.
 
-    Every call makes the replicas anew; in a loop, `DataParallel` keeps them.
+    Every call makes new replicas; in a loop, `DataParallel` keeps them.
+
+    Collectives: as in the forward of `DataParallel`.
 
     Args:
         module: The module, on the first device.
@@ -45,7 +47,7 @@ def data_parallel(
         module_kwargs: Keyword arguments.
         gather_to_one_device: ``False`` returns a tuple of parts.
         inputs_are_scattered: Each argument is a tuple or list of parts.
-        except_keywords: Keys whose values are not gathered.
+        except_keywords: Keys of values that are not gathered.
         sort_and_gather: Order the parts by their devices' indices.
         broadcast: Arguments that each device gets whole.
 
@@ -83,6 +85,8 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
 
     Fewer rows than devices make fewer pieces; what is not a tensor is in each of them.
 
+    Collectives: forward copies the pieces to their devices; backward gathers the inputs' gradients.
+
     Args:
         inputs: A tensor, or anything around tensors.
         target_devices: The devices, as `tp_core.resolve_devices` takes them.
@@ -108,7 +112,9 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
-    """Return one output, on ``target_device``, made of those of the parts.
+    """Join the parts' outputs to one output on ``target_device``.
+
+    Collectives: forward gathers the parts; backward scatters the output's gradient to them.
 
     Args:
         outputs: The parts' outputs, of one structure; tensors have the same shape but for ``dim``.
@@ -128,10 +134,13 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
 def replicate(network: nn.Module, devices: DeviceSpec, detach: bool = False) -> list[nn.Module]:
     """Return replicas of ``network``: on the first device, where it must be, the module itself.
 
+    Collectives: forward broadcasts the parameters; backward sums the replicas' gradients into the module's,
+    unless ``detach``.
+
     Args:
         network: The module.
         devices: One device per replica.
-        detach: Whether gradients stay in the replicas instead of reaching the module.
+        detach: If ``True``, gradients stay in the replicas and do not reach the module.
 
     Raises:
         ModelError: The module cannot be replicated as it is.
@@ -153,10 +162,10 @@ def parallel_apply(
         modules: The modules.
         inputs: For each its positional arguments, or the only one; they are not moved.
         kwargs_tup: For each its keyword arguments.
-        devices: The device of each; that of its inputs by default.
+        devices: The device of each; by default its inputs' device.
 
     Raises:
-        ConfigError: The number of inputs or devices is not that of modules.
+        ConfigError: There are not as many inputs or devices as modules.
         DeviceError: ``devices`` names a device that this process does not have.
         Exception: Whatever a module raised.
 

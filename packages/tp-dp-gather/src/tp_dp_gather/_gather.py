@@ -1,4 +1,4 @@
-"""From the parts' outputs to one output."""
+"""The gather: one output of the parts' outputs."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -19,21 +19,21 @@ _CONTAINERS = containers()
 
 
 class Gathering:
-    """Gathers the outputs of one call.
+    """The gather of one call's outputs.
 
     Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``,
     containers are searched, and all else becomes a list with an entry per part. Where it is known how
-    many rows each part had, lists and arrays with an entry for each become one. What stands
-    under one of the ``kept`` keys, at any depth, becomes a tuple of parts that stay where they are.
+    many rows each part had, lists and arrays with an entry for each become one. Values under a
+    ``kept`` key, at any depth, become tuples of parts that stay on their devices.
 
     Args:
         device: Where the tensors go.
         dim: The dimension to concatenate along.
-        kept: The keys whose values are not gathered.
+        kept: Keys of values that are not gathered.
         sizes: How many rows each part had, if that is known.
 
     Attributes:
-        keys: All keys that were met.
+        keys: All keys of the outputs so far.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class Gathering:
         self.keys: set[str] = set()
 
     def gather(self, outputs: Sequence[Any], path: str = "output") -> Any:
-        """Return one output made of the parts' outputs.
+        """Join the parts' outputs to one output.
+
+        Collectives: forward gathers the parts; backward scatters the output's gradient to them.
 
         Raises:
             ConfigError: ``outputs`` is empty, or its elements differ in structure.
@@ -110,7 +112,7 @@ class Gathering:
         return cat_rows(moved, self._dim)
 
     def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
-        """Return whether all parts have their rows along the dimension; what is nested is not looked at.
+        """Return whether all parts have their rows along the dimension; ``False`` for nested tensors.
 
         Raises:
             ConfigError: They have them along another one; or in none, and cannot be joined.

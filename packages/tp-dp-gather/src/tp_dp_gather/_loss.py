@@ -34,11 +34,14 @@ def parallel_loss(
 ) -> Tensor:
     """Return ``criterion(whole output, targets)``, computed where the parts of the output are.
 
+    Collectives: forward scatters the targets and gathers the parts' losses; backward scatters the loss's
+    gradient to the parts.
+
     Args:
         criterion: A loss module or function of an output and a target.
         outputs: The parts of the output, one per device.
         targets: The whole target, or its parts.
-        replicas: Those of the criterion, if it has weights; else any, for their threads.
+        replicas: Replicas of the criterion, if it has weights; else any, for their threads.
         device: Where the loss goes.
         dim: The dimension of the rows.
         reduction: "mean" or "sum", where it cannot be read from the criterion.
@@ -149,7 +152,7 @@ def _own_reduction(criterion: Any) -> str | None:
             return None
     if not isinstance(found, str):
         return None
-    return "mean" if found == "batchmean" else found  # over the rows, which is how parts are weighted
+    return "mean" if found == "batchmean" else found  # a mean over the rows, and parts are weighted by rows
 
 
 def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:
@@ -159,7 +162,7 @@ def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:
         if isinstance(criterion, partial):
             keywords = {**criterion.keywords, **keywords}
             criterion = criterion.func
-        elif isinstance(getattr(criterion, "_orig_mod", None), nn.Module):  # by torch.compile
+        elif isinstance(getattr(criterion, "_orig_mod", None), nn.Module):  # torch.compile's private name
             criterion = criterion._orig_mod
         else:
             return keywords, criterion
@@ -172,7 +175,7 @@ def _name(criterion: Any) -> str:
 
 
 def _mean_divisor(criterion: Any) -> Callable[[Any, Tensor], Tensor] | None:
-    """Return what a mean of this criterion divides by, where that is not the number of rows."""
+    """Return the divisor of this criterion's mean, where it is not the number of rows."""
     keywords, function = _unbound(criterion)
     if function not in _BY_CLASS and not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
         return None

@@ -1,4 +1,4 @@
-"""What tp-dp-gather brings to the registry. Light: the heavy parts are imported in the hook."""
+"""The hook of tp-dp-gather for the registry; it imports the heavy modules when it is called."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""Which values of a batch have an entry for each sample, and how arguments are cut into those of each part.
+"""The scatter: values of a batch with an entry for each sample, and arguments cut into parts.
 
-A list of 8 texts beside tensors of 8 rows is cut like them, and ``[inputs, targets]`` is not, though there
-may be two rows; a mask over 8 steps of time has nothing of a sample. The lengths of one batch cannot say
-which is which. So the session counts what its loader collates, and has it collate half of the first batch as
-well: what has an entry for each sample is half as long.
+A list of 8 texts beside tensors of 8 rows is cut like them. ``[inputs, targets]`` is not, though there may
+be two rows, nor is a mask over 8 time steps. The lengths of one batch cannot distinguish them. So the session
+counts the samples that its loader collates, and collates half of the first batch, too: a value with an entry
+for each sample is half as long.
 """
 
 import copy
@@ -25,8 +25,8 @@ from tp_core.internal import Envelope, containers, is_array, length_along, seede
 
 log = logging.getLogger("tp_dp_gather")
 
-_LOOKED_AT = 8  # entries of a list that say what it holds: each step asks, so not all of them
-_BATCHES = 8  # the last ones that are known: one step may take batches of several loaders
+_LOOKED_AT = 8  # so many entries say what a list holds: each step looks, so not at all of them
+_BATCHES = 8  # so many batches stay known: one step may take batches of several loaders
 
 Path = tuple[str, ...]
 Layout = Mapping[Path, tuple[bool, ...] | None]
@@ -72,7 +72,8 @@ class _IdentitySet:
 
     def __init__(self) -> None:
         self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # What nothing can refer to weakly, as dicts and ranges; few, for they may hold tensors.
+        # Dicts and ranges allow no weak references. Few are kept, as they may hold tensors:
+        # test_a_batch_is_freed_before_the_next_one_is_made.
         self._strong: deque[Any] = deque(maxlen=_BATCHES)
 
     def add(self, value: Any) -> None:
@@ -82,22 +83,23 @@ class _IdentitySet:
             self._strong.append(value)
 
     def __contains__(self, value: object) -> bool:
-        # A dead object's id may be that of a new one, so identity decides. The default is not None: batches
-        # hold that, too.
+        # A new object may have the id of a dead one, so identity decides. The default is not None: batches
+        # hold None, too.
         found = self._weak.get(id(value), self)
         return found is value or any(each is value for each in self._strong)
 
 
 class LoadedBatches:
-    """What is known of the values of the last batches of a session's loaders.
+    """Records of the values in the last batches of a session's loaders.
 
     Attributes:
-        rows: What has a row for each sample.
-        whole: What has the same shape for any number of samples.
-        uncuttable: What holds several samples and cannot be cut into them.
-        counts: How many samples the batches have.
-        shapes: Of each batch, the shapes of what is whole, and as long as the batch by chance.
-        computing: Where a part of a batch is computed now, by a token: threads of the model look here, too.
+        rows: Values with a row for each sample.
+        whole: Values with the same shape for any number of samples.
+        uncuttable: Values that hold several samples and cannot be cut into them.
+        counts: The numbers of samples in the batches.
+        shapes: For each batch, the shapes of whole values that are as long as the batch by chance.
+        computing: The places that compute a part of a batch now, by a token for each. Threads of the model
+            look here, too, so it is not thread-local.
     """
 
     def __init__(self) -> None:
@@ -122,9 +124,9 @@ class LoadedBatches:
 
 
 class CountingCollate:
-    """Calls a collate function, and counts what it was given; a class, so that it can be pickled.
+    """Collate function that counts its samples; a class, as a loader's workers get it by pickle.
 
-    The first batch of several samples is collated twice: whole, and with half of the samples, from copies.
+    It collates the first batch of several samples twice: whole, and from copies of half of the samples.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -145,7 +147,7 @@ class CountingCollate:
     def _collate_other_size(self, items: list[Any]) -> tuple[Any, int] | None:
         """Return a batch of half of the samples, or of twice as many, and that number; ``None`` if both fail.
 
-        Random generators are left as they were, and so are the samples, to which some functions write.
+        It leaves random generators unchanged, and the samples, to which some functions write.
         """
         for some in (items[: len(items) // 2], items + items):
             try:
@@ -169,7 +171,7 @@ class CountingCollate:
 def _compare_layouts(
     value: Any, half: Any, counts: tuple[int, int], path: Path
 ) -> Iterator[tuple[Path, tuple[bool, ...] | None]]:
-    """Yield the path of each value, and what its shapes in batches of two sizes say."""
+    """Yield the path of each value, and which dimensions differ between batches of two sizes."""
     if type(value) is not type(half):
         return
     shape, other = _shape(value), _shape(half)
@@ -188,11 +190,11 @@ def _compare_layouts(
 
 
 class Marker:
-    """Notes of the batches of one loader what has an entry for each sample.
+    """Recorder of the values in a loader's batches that have an entry for each sample.
 
     Args:
         dim: The dimension of the rows.
-        batches: Where to note it.
+        batches: The records to write to.
     """
 
     def __init__(self, dim: int, batches: LoadedBatches) -> None:
@@ -356,15 +358,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """How arguments are cut into parts: tensors by their rows, all else is in every part.
+    """Rules that cut arguments into parts: tensors by their rows, all else is in every part.
 
-    A list, tuple or array that is as long as there are rows would be wrong in every part, if it has an entry
-    for each row: so it is refused, unless it is known what it is.
+    A list, tuple or array as long as the rows may have an entry for each row, and would then be wrong in
+    every part. It is refused, unless the records of the batch say what it is.
 
     Attributes:
         dim: The dimension of the rows.
         broadcast: Arguments that every part gets whole: names, or places of positional ones.
-        batches: What is known of the loaders' last batches, under a trainer: arrays have rows there, too.
+        batches: Records of the loaders' last batches, under a trainer; arrays have rows there, too.
     """
 
     dim: int = 0
@@ -387,7 +389,7 @@ class Scattering:
             args: Positional arguments.
             kwargs: Keyword arguments.
             most: How many parts there may be.
-            function: What gets them, for the names of positional ones.
+            function: The function that gets them, for the names of positional ones.
 
         Returns:
             The arguments of each part, and how many rows each has; ``None`` where nothing was split.
@@ -431,7 +433,7 @@ class Scattering:
     def rows(self, value: Any) -> int | None:
         """Return how many rows the tensors in ``value`` have; ``None`` if there are none.
 
-        What lists hold is asked where there is nothing else: it may be a tensor for each sample.
+        Tensors in lists count only where there are no others: there may be one for each sample.
 
         Raises:
             ConfigError: Tensors have different numbers of rows.
@@ -493,7 +495,7 @@ class Scattering:
                 else container.rebuild(value, [column[i] for column in columns])
                 for i in range(len(sizes))
             ]
-        done[id(value)] = value, pieces  # with the value: ids are of objects that live
+        done[id(value)] = value, pieces  # with the value, which keeps its id its own
         return pieces
 
     def _leaf(self, value: Any, sizes: Sequence[int]) -> list[Any]:

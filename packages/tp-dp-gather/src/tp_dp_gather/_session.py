@@ -1,4 +1,4 @@
-"""The session of the backend ``dp-gather``, and what it does where a model computes its loss itself."""
+"""The session of the backend ``dp-gather``, and its steps with models that compute their own loss."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +18,14 @@ from tp_dp_gather._scatter import CountingCollate, LoadedBatches, Marker
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Calls = Sequence[Sequence[Any]]
-"""For each forward of a step the outputs of its parts."""
+"""The outputs of the parts, for each forward of a step."""
 
 
 class GatherSession(Session):
-    """Runs the step once per batch, with a model that splits its input and gathers its output.
+    """Session that runs the step once per batch; the model splits its input and gathers its output.
 
     Args:
-        job: What is to be done.
+        job: The job, with its devices and its seed.
         options: The backend's options.
     """
 
@@ -33,7 +33,7 @@ class GatherSession(Session):
         super().__init__(job)
         self._options = options
         self._batches = LoadedBatches()
-        # The last step that ran on several devices, and whether the model gave it a loss of each of them.
+        # The last step that ran on several devices, and whether its model returned a loss for each of them.
         self._last_step: tuple[Step, bool] | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -61,7 +61,7 @@ class GatherSession(Session):
         Raises:
             LoaderError: The loader cannot be iterated.
         """
-        # A class that iterates itself looks into its batches: their number of samples stays unknown.
+        # A loader class with its own __iter__ may look into its batches, which must not be envelopes then.
         is_counted = (
             isinstance(loader, DataLoader)
             and loader.batch_sampler is not None
@@ -79,7 +79,7 @@ class GatherSession(Session):
         )
 
     def move_batch(self, batch: Any, *, marker: Marker | None = None) -> Any:
-        """Move a batch to the first device, and mark what it has of each sample."""
+        """Move a batch to the first device, and mark its lists with an entry for each sample."""
         if not isinstance(batch, Envelope):
             return super().move_batch(batch)
         moved = super().move_batch(batch.batch)
@@ -100,9 +100,11 @@ class GatherSession(Session):
     def run(self, step: Step, model: nn.Module, batch: Any) -> StepOutput:
         """Run the step on the whole batch.
 
-        Where the model computes its loss itself (as those of transformers do when they are given labels)
-        the devices' losses come as a vector. The step is then called once more for each device's part, with
-        what the model has returned for it, and the outputs are combined by the parts' weights, or samples.
+        A model may compute its loss itself, as models of transformers do with labels: then the devices'
+        losses come as a vector. The step runs once more for each device's part, with the model's recorded
+        output for it. The outputs are combined by the parts' weights, or samples.
+
+        Collectives: those of the model's forward and backward, see `DataParallel`.
 
         Raises:
             StepError: The batch cannot be split as the model's input was.
@@ -122,10 +124,10 @@ class GatherSession(Session):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
-        """Make sure that this is not called where there is one device's part of the batch.
+        """Check that no thread works on one device's part of the batch now.
 
         Raises:
-            StepError: It is, in whatever thread.
+            StepError: One does.
         """
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
             msg = (
@@ -159,7 +161,7 @@ def _output_by_parts(
 ) -> StepOutput:
     """Return what the step returns for the whole batch, from what it returns for each part.
 
-    The model is not run again: the step gets what it returned for the part. So the part's "weight", or
+    The model does not run again: the step gets its recorded output for the part. So the part's "weight", or
     its number of samples, says how much the part's loss counts.
 
     Args:
@@ -201,7 +203,7 @@ def _output_by_parts(
 
 
 class _Replay:
-    """Stands for the model in a step and returns what it has returned for one part."""
+    """Stand-in for the model in a step: it returns the recorded outputs of one part."""
 
     def __init__(self, model: DataParallel, outputs: Sequence[Any]) -> None:
         self._model = model

@@ -14,7 +14,7 @@ __all__ = ["TupleBackend"]
 
 
 class TupleBackend(Backend[TupleOptions]):
-    """Runs on several devices in one process: the step on each, the loss where the activations are."""
+    """Backend for several devices in one process: the step, and its loss, run on each of them."""
 
     name: ClassVar[str] = "tuple"
     options_type = TupleOptions

@@ -1,4 +1,4 @@
-"""How the items of a batch are shared out: evenly, by weights, by free memory, or by measured speed."""
+"""Shares of a batch: even, by weights, by free memory, or by measured speed."""
 
 import math
 import os
@@ -19,16 +19,16 @@ if TYPE_CHECKING:  # loader workers import this module, and run no replicas
 
 
 class Speeds(Sequence[float]):
-    """Samples per second of each device, measured over the first steps and then left as they are.
+    """Samples per second of each device, measured over the first steps and constant afterwards.
 
-    What measures (`TupleParallel`, the backend) writes; what splits (`tp_collate`) reads, also in
-    the worker processes of a loader: the numbers are in shared memory. As a sequence it has the
-    weights of the moment: ones, until everything is measured.
+    `TupleParallel` and the backend write the measurements. `tp_collate` reads them, also in a loader's
+    worker processes: the numbers are in shared memory. As a sequence it holds the current weights: ones,
+    until all steps are measured.
 
     Args:
         parts: The number of devices.
-        steps: Steps that are measured.
-        warmup: Steps before, in which kernels are chosen and caches filled.
+        steps: The number of measured steps.
+        warmup: The number of steps before them, in which kernels are chosen and caches filled.
 
     Raises:
         ConfigError: ``parts`` or ``steps`` is less than 1, or ``warmup`` less than 0.
@@ -57,7 +57,7 @@ class Speeds(Sequence[float]):
 
     @property
     def is_settled(self) -> bool:
-        """Return whether everything that was to be measured is measured."""
+        """``True`` once all steps are measured."""
         return int(self._sums[2, 0].item()) >= self._warmup + self._steps
 
     def note(self, *, counts: list[int], seconds: list[float]) -> None:
@@ -90,6 +90,7 @@ class Speeds(Sequence[float]):
         return (self.weights() or [1.0] * self.parts)[key]
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Without the lock, which cannot be pickled. Between processes the sums travel as shared memory.
         return _rebuild, (self.parts, self._steps, self._warmup, self._sums)
 
 
@@ -108,7 +109,7 @@ def resolve_weights(
     """Return the weights as numbers, or where they are measured; ``None`` for even shares.
 
     Args:
-        weights: What the user gave.
+        weights: The user's value of the option.
         count: The number of devices.
         devices: The devices, if the user named them.
 
@@ -137,7 +138,7 @@ def check_weights(weights: Sequence[float], parts: int) -> tuple[float, ...]:
     """Return the weights as floats.
 
     Raises:
-        ConfigError: The number of weights is not that of parts, or one is not a positive number.
+        ConfigError: There are not as many weights as parts, or one is not a positive number.
     """
     checked = tuple(float(w) for w in weights)
     if len(checked) != parts:
@@ -152,6 +153,7 @@ def check_weights(weights: Sequence[float], parts: int) -> tuple[float, ...]:
 def free_memory(devices: Sequence[torch.device]) -> list[float]:
     """Return the bytes that are free on each device; a device that occurs twice gives half each."""
     times = Counter(devices)
+    # At least 1: weights must be positive.
     return [max(1.0, _free(d) / times[d]) for d in devices]
 
 
@@ -225,10 +227,10 @@ def _finish(load: float, cost: float, speed: float) -> float:
 
 
 class Stopwatch:
-    """Measures the work that is started between its making and `stop`, on the current stream.
+    """Timer of the work that is queued on the current stream between its creation and `stop`.
 
-    On an accelerator by events: what was queued before, and what other streams and the host do
-    meanwhile, is not counted. On the CPU by the clock.
+    On an accelerator it measures by events, which leave out earlier work, other streams and the host.
+    On the CPU it measures by the clock.
 
     Args:
         device: Where the work is; it must be the current device.
@@ -240,11 +242,11 @@ class Stopwatch:
         self._end = self._begin
 
     def stop(self) -> None:
-        """End the measurement; nothing is waited for."""
+        """End the measurement, without a wait for the device."""
         self._end = self._mark()
 
     def seconds(self) -> float:
-        """Return what was measured, when it is over on the device."""
+        """Return the measured seconds; wait until the device has done the work."""
         if self._device.type == "cpu":
             return float(self._end - self._begin)
         self._end.synchronize()
@@ -278,6 +280,7 @@ def run_timed(
 
     outputs = replicas.run(run, list(enumerate(parts)))
     if counts is not None:
+        # After all replicas have run: reading a watch waits for its device.
         seconds = [0.0 if watch is None else watch.seconds() for watch in watches]
         speeds.note(counts=list(counts), seconds=seconds)
     return outputs

@@ -17,7 +17,7 @@ Device = torch.device | str | int
 def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool = False) -> T:
     """Return ``val`` on ``device``, recursing into lists, tuples, dicts and dataclasses.
 
-    Any device will do, not CUDA's alone. Objects move through their ``.to``; one with ``.cuda`` alone gets
+    ``device`` may be of any type. Objects move through their ``.to``; one with ``.cuda`` alone gets
     ``.cuda(device)``, whatever the device; what has neither is returned as it is.
 
     Args:
@@ -84,7 +84,8 @@ def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = Fal
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Return what the object holds, in its dictionary and in slots."""
+    """Return the attributes of the object, in its dictionary and in slots."""
+    # Python mangles slots with two leading underscores: `__x` of class A is the attribute `_A__x`.
     slots = [
         slot if not slot.startswith("__") or slot.endswith("__") else f"_{cls.__name__.lstrip('_')}{slot}"
         for cls in type(obj).__mro__
@@ -114,10 +115,10 @@ cuda_fields = cuda_attrs
 
 
 class Batch:
-    """A base for batch objects: whatever attributes it has, they move together.
+    """Base class of batch objects: all attributes move together.
 
     ``.cuda()`` moves the object itself, as `cuda_attrs` does; ``.to()`` and ``.pin_memory()``
-    return another one, as those of tensors do.
+    return another one, as they do for tensors.
 
     Example:
         >>> class Graphs(Batch):
@@ -128,15 +129,15 @@ class Batch:
     """
 
     def cuda(self, device: Device | None = None, *, non_blocking: bool = False) -> Self:
-        """Move all attributes in place and return the object; the errors are those of `cuda_attrs`."""
+        """Move all attributes in place and return the object; raise the errors of `cuda_attrs`."""
         return cuda_attrs(self, device, non_blocking=non_blocking)
 
     def to(self, device: Device, *, non_blocking: bool = False) -> Self:
-        """Return a copy whose attributes are on ``device``; the errors are those of `cuda_attrs`."""
+        """Return a copy with its attributes on ``device``; raise the errors of `cuda_attrs`."""
         return cuda_attrs(copy.copy(self), device, non_blocking=non_blocking)
 
     def pin_memory(self) -> Self:
-        """Return a copy whose attributes are in page-locked memory.
+        """Return a copy with its attributes in page-locked memory.
 
         Raises:
             TransferError: The object has no attributes.

@@ -28,7 +28,7 @@ _VALUES = frozenset({Tensor, float, int})
 
 
 class MeasuredParts(Parts):
-    """Parts with sizes by measured speeds; what runs them notes new speeds."""
+    """Parts with sizes by measured speeds; `TupleParallel` notes new measurements in ``speeds``."""
 
     speeds: Speeds
 
@@ -103,7 +103,7 @@ class Splitter:
             raise ConfigError(_needs_select(items)) from error
 
     def collate(self, collate_fn: Callable[[Any], T], items: Any, pieces: Sequence[Sequence[int]]) -> list[T]:
-        """Return what a collate function makes of each piece; its errors name how many items."""
+        """Return the batch of each piece; a note on an error says how many items the function was given."""
         batches = []
         for rows in pieces:
             try:
@@ -142,13 +142,13 @@ def _needs_select(items: Any) -> str:
 
 
 class TupleCollate:
-    """What `tp_collate` makes of a collate function; a class, so that it can be pickled."""
+    """Collate function that `tp_collate` returns; a class, as a loader's workers get it by pickle."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], splitter: Splitter) -> None:
         self.collate_fn = collate_fn
         self.splitter = splitter
         self._is_torchs = collate_fn is torch_default_collate
-        self._has_values = self._is_torchs  # whether a list that it returns is known to be one of values
+        self._has_values = self._is_torchs  # a returned list is known to have one entry per value
 
     @property
     def speeds(self) -> Speeds | None:
@@ -171,9 +171,9 @@ class TupleCollate:
         return per_value(batches, lambda v: splitter.label(v, counts, order), mappings=True)
 
     def _look_at_lists(self, items: Any, pieces: Sequence[Sequence[int]], batches: list[Any]) -> None:
-        """Make sure that a list has an entry for each value and not one for each item.
+        """Check that a list has an entry for each value and not one for each item.
 
-        Where both numbers are the same, the function is asked once more, for another number of items.
+        Where both numbers are equal, call the function once more, with another number of items.
 
         Raises:
             ConfigError: The collate function returned a list with an entry for each item.
@@ -182,7 +182,7 @@ class TupleCollate:
             return  # named tuples and other classes are never lists of items
         lengths, counts = [len(batch) for batch in batches], [len(rows) for rows in pieces]
         if len(set(lengths)) > 1 and lengths != counts:
-            return  # that is refused in any case
+            return  # per_value refuses it
         if lengths == counts and len(set(counts)) == 1:
             rows = pieces[0][:-1] if counts[0] > 1 else [*pieces[0], *pieces[0]]
             again = self._length_of_another(self.splitter.take(items, rows))
@@ -200,7 +200,7 @@ class TupleCollate:
         raise ConfigError(msg)
 
     def _length_of_another(self, items: Any) -> int | None:
-        """Return the length of a list that the function makes, leaving random generators as they were."""
+        """Return the length of the function's list for other items; leave random generators unchanged."""
         with seeded(0):
             try:
                 batch = self.collate_fn(items)
@@ -210,9 +210,10 @@ class TupleCollate:
 
 
 def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:
-    """Return what torch's function makes of all items, where they hold tensors and numbers alone.
+    """Collate all items at once with torch's function, where they hold only tensors and numbers.
 
-    Views of that take less than a call for each part. ``None`` where the parts must be tried.
+    Views of the result take less time than a call for each part. Return ``None`` where each part needs
+    its own call.
     """
     if type(items) is not list:
         return None
@@ -250,8 +251,8 @@ def tp_collate(
         weights: The share of each device: ``[2, 1]`` for a fast and a slow one; ``"memory"``, by
             memory that is free now; ``"auto"``, by speed, measured over the first steps of the
             `TupleParallel` that gets the parts (even shares until then). Each part gets at least
-            one item while there are enough. ``"auto"`` with ``pin_memory=True`` in the loader,
-            which makes plain lists of tuples: give a `Speeds` to both sides instead.
+            one item while there are enough. A loader with ``pin_memory=True`` makes plain lists of
+            tuples, which lose the speeds: give a `Speeds` to both sides instead of ``"auto"``.
         cost: The cost of an item, e.g. ``lambda graph: graph.num_nodes``, not below 0. Parts then have nearly
             equal total cost, by the longest-processing-time rule (Graham, 1969), and `restore_order` undoes
             it, by the ``.order`` of the tuples.
@@ -299,7 +300,7 @@ def default_collate(
     """Return torch's default collate function, made for `TupleParallel` by `tp_collate`.
 
     Give it to a loader: ``DataLoader(..., collate_fn=default_collate(2))``. Items that are text stay
-    lists, one for each part. Arguments and errors are those of `tp_collate`.
+    lists, one for each part. It takes the arguments of `tp_collate` and raises the same errors.
 
     Example:
         >>> x, y = default_collate(2)([(1.0, 0), (2.0, 1), (3.0, 0)])

@@ -19,7 +19,10 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
     """Concatenate the parts of each return value, where they are tensors.
 
     Written for ``TupleParallel(module, transfer_output=True, reduction=cat)``. Scalars are stacked
-    to a vector; parts on several devices come to the first one's.
+    to a vector; parts on other devices are copied to the first part's device.
+
+    Collectives: forward gathers the parts on the first part's device; backward copies each part's
+    gradient to its device.
 
     Args:
         returns: A tuple with a tensor for each part (one return value), or a tuple of such tuples (several).
@@ -27,8 +30,8 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
         dim: The dimension to concatenate along.
 
     Returns:
-        For each value a tensor on the first part's device, whose size in ``dim`` is the sum of the parts';
-        where the parts are dicts or dataclasses, one with such tensors; all else as it came.
+        For each value a tensor on the first part's device; its size in ``dim`` is the sum of the parts'
+        sizes. For dicts or dataclasses, one with such tensors. All else is unchanged.
 
     Raises:
         RuntimeError: The shapes of a value's parts differ in another dimension.
@@ -72,7 +75,7 @@ def tuple_fn(
 def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
     """Make a function take each argument as a tuple of parts, and return its values so.
 
-    What `TupleParallel` does for ``forward``, for any function: where ``a, b = foo(x, y)``, it is
+    `TupleParallel` does the same for ``forward``. Where ``a, b = foo(x, y)``, it is
     ``(a1, a2), (b1, b2) = tuple_fn(foo)((x1, x2), (y1, y2))``.
 
     Args:
@@ -112,7 +115,7 @@ def _device_of(part: Any) -> torch.device:
 
 
 class Tuplewise:
-    """Applies attribute look-ups and indexing to each of several items.
+    """Sequence that applies attribute look-ups and indexing to each of its items.
 
     Args:
         items: A list or tuple.

@@ -1,4 +1,4 @@
-"""Batches in parts on their way through a loader, and the choice of what makes them."""
+"""Batches in parts: a loader's collate functions, and the choice of their adapter."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from tp_tuple._collate import Splitter
 
 
 class TupleCollateAdapter(CollateAdapter):
-    """Splits the list of items and collates each piece separately: right for whatever can be collated."""
+    """Adapter that splits the list of items and collates each piece; it fits all that can be collated."""
 
     name: ClassVar[str] = "tuple"
 
@@ -43,7 +43,7 @@ class TupleCollateAdapter(CollateAdapter):
 
 
 class _PartCollate:
-    """A class and no closure, so that a loader's worker processes can have it."""
+    """Collate function that returns parts; a class, as a loader's workers get it by pickle."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], splitter: Splitter) -> None:
         self._collate_fn = collate_fn
@@ -60,17 +60,18 @@ log = logging.getLogger("tp_tuple")
 
 
 class PlacedParts(Parts):
-    """What a prepared loader yields: to be given to `TupleSession.run`, and not to be taken apart."""
+    """Batch of a prepared loader: parts on their devices, for `TupleSession.run` alone."""
 
     def __iter__(self) -> NoReturn:
         raise StepError(self._taken_for_a_batch("cannot be unpacked as one"))
 
+    # A class method: torch warns of plain methods here, and will refuse them.
     @classmethod
     def __torch_function__(
         cls, function: object, types: object, arguments: Sequence[Any] = (), options: Any = None
     ) -> NoReturn:
         given = [*arguments, *(options or {}).values()]
-        inner = [item for one in given if type(one) in {list, tuple} for item in one]  # as of torch.cat
+        inner = [item for one in given if type(one) in {list, tuple} for item in one]  # torch.cat([a, b])
         parts = next(one for one in (*given, *inner) if isinstance(one, cls))
         raise StepError(parts._taken_for_a_batch("is not a tensor"))
 

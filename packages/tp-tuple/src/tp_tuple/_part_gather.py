@@ -13,7 +13,7 @@ _part = threading.local()
 
 
 def current_part_gather() -> "PartGather | None":
-    """Return the gather of the step whose part this thread runs; ``None`` outside of such steps."""
+    """Return the gather of the step that this thread runs a part of; ``None`` outside of such steps."""
     return getattr(_part, "gather", None)
 
 
@@ -29,6 +29,7 @@ class PartGather:
     def __init__(self, count: int, order: Sequence[int] | None, *, in_turn: bool) -> None:
         self._count, self._in_turn = count, in_turn
         self._positions = None if order is None else sorted(range(len(order)), key=order.__getitem__)
+        # Guards the rows and the ended parts; each part's thread waits here for the rows of the others.
         self._changed = threading.Condition()
         self._gathered: list[dict[int, _Rows]] = []  # of each gather, the rows by the number of the part
         self._ended_parts: set[int] = set()
@@ -52,7 +53,7 @@ class PartGather:
             _part.gather, _part.number, _part.times = self, number, 0
             try:
                 return step(replica, part)
-            except _PartEndedError:
+            except _PartEndedError:  # it follows from the end of another part, which has the cause
                 raise
             except BaseException as error:
                 self._error = self._error or error
@@ -77,6 +78,9 @@ class PartGather:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all parts, in the order of the batch, on the device of ``rows``.
+
+        Collectives: forward all-gathers the rows by copies between devices; backward copies each part's
+        share of the gradient back, where autograd sums the shares.
 
         Raises:
             StepError: The parts run one after the other, in a mode of torch, say; or their rows differ.
@@ -124,7 +128,7 @@ class _Rows(NamedTuple):
 
 
 class _PartEndedError(Exception):
-    """A part waits for one that has ended."""
+    """Error of a part that waits for one that has ended."""
 
 
 def _record_event(rows: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What tp-tuple brings to the registry. Light: the heavy parts are imported in the hooks."""
+"""Hooks of tp-tuple for the registry; they import the heavy modules when they are called."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_collate_adapters() -> "Iterable[CollateAdapter]":
-    """Bring the adapter for lists of items of any type."""
+    """Return the adapter for lists of items of any type."""
     from tp_tuple._loading import TupleCollateAdapter
 
     return [TupleCollateAdapter()]

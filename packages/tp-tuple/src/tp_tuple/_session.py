@@ -31,10 +31,10 @@ Step = Callable[[nn.Module, Any], StepOutput]
 
 
 class TupleSession(Session):
-    """Runs the step on every device at once and combines what it returns.
+    """Session that runs the step on every device at once and combines the outputs.
 
     Args:
-        job: What is to be done.
+        job: The job, with its devices and its seed.
         options: The backend's options.
 
     Raises:
@@ -50,7 +50,7 @@ class TupleSession(Session):
         self._force_copies = options.force_copies
         self._adapters = find_adapters(options.adapter)
         self._replicas: dict[int, Replicas] = {}
-        # Models that one step gets together are replicated as one, so that what they share stays shared.
+        # Models that one step gets together are replicated as one, so that shared parameters stay shared.
         self._together: dict[tuple[int, ...], nn.ModuleList] = {}
         self._gathers: list[PartGather] = []  # of the steps that run now on several parts
 
@@ -78,10 +78,10 @@ class TupleSession(Session):
         """Return a loader of batches in parts, each part on its device.
 
         Args:
-            loader: A ``DataLoader``, whose collate function is adapted, or an iterable of `Parts`.
+            loader: A ``DataLoader``, which gets an adapted collate function, or an iterable of `Parts`.
             training: As in `Session.prepare_loader`.
-            shard: Whether the order of the samples follows from the job's seed. If not, what is no batch in
-                parts, as the numbers of a ``range``, is yielded as it is; `run` does not take it.
+            shard: If ``True``, the order of the samples follows from the job's seed. If not, values that are
+                no batch in parts, like the numbers of a ``range``, are yielded unchanged; `run` refuses them.
 
         Raises:
             LoaderError: The loader does not collate batches from lists of items.
@@ -124,8 +124,11 @@ class TupleSession(Session):
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run ``step(replica, part)`` on every device at once and combine the outputs.
 
-        Losses are weighted by the samples of their parts (added, if the job's loss is a sum), so
-        the gradient is that of one device on the whole batch.
+        Losses are weighted by the samples of their parts (added, if the job's loss is a sum). So the
+        gradient equals the gradient of one device on the whole batch.
+
+        Collectives: forward copies changed parameters to the other devices, and gathers the losses on the
+        first one; backward sums the replicas' gradients into the parameters there.
 
         Raises:
             LoaderError: ``batch`` is not in parts.
@@ -177,10 +180,10 @@ class TupleSession(Session):
         return replicas.run(step, parts)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
-        """Make sure that this is not called in a step on one device's part, unless the parts gather there.
+        """Check that the caller is not in a step on one device's part, unless the parts gather there.
 
         Raises:
-            StepError: It is.
+            StepError: The caller is.
         """
         if self._gathers and not may_meet:
             msg = (
@@ -192,6 +195,9 @@ class TupleSession(Session):
 
     def gather_parts(self, rows: Tensor) -> Tensor:
         """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
+
+        Collectives: forward all-gathers the rows by copies between devices; backward copies each part's
+        share of the gradient back, where autograd sums the shares.
 
         Raises:
             StepError: There is no such step under way; or the parts cannot wait for each other,

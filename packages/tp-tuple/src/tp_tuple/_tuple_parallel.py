@@ -14,7 +14,7 @@ from tp_tuple._balance import Speeds, run_timed
 from tp_tuple._collate import MeasuredParts
 from tp_tuple._functions import arguments_of_parts, cat, per_value
 
-_PLAIN = {tuple, list}  # a subclass may know more of its parts, such as how fast they were
+_PLAIN = {tuple, list}  # a subclass, as MeasuredParts, may know more of its parts
 
 _Call = Callable[[nn.Module, Any], Any]
 
@@ -23,7 +23,7 @@ _SUCCESSORS = {
     "parallel_transfer": "pass transfer_input=; the parts are transferred in parallel",
     "custom_parallel_apply": "leave it out, there is one way to run the replicas",
 }
-"""What options of tuple_parallel's earlier versions have become."""
+"""Options of tuple_parallel's earlier versions, and what to do instead."""
 
 _NEVER_CALLED = {
     "scatter": "arguments are in parts already; override forward, or use tp_dp_gather.DataParallel",
@@ -32,7 +32,7 @@ _NEVER_CALLED = {
 
 
 class TupleParallel(ReplicaWrapper):
-    """Runs a module on several devices at once; every argument is a tuple with a part for each.
+    """Wrapper that runs a module on several devices at once; every argument is a tuple of their parts.
 
     The parts, which may be of any type, are moved to their devices and go through the replicas of
     the module (`tp_core.replicas.Replicas`). The result is a tuple with one output per part, each
@@ -55,7 +55,7 @@ class TupleParallel(ReplicaWrapper):
             one asks for the transfer.
         dim: The dimension along which `cat` concatenates the parts' outputs.
         transfer_input: Move the parts to the devices; say ``False`` if they are there.
-        speeds: Where to note how fast the devices are; that of ``weights="auto"`` by default.
+        speeds: Where to note how fast the devices are; by default the `Speeds` of ``weights="auto"``.
 
     Attributes:
         module: The module.
@@ -104,6 +104,9 @@ class TupleParallel(ReplicaWrapper):
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on every part.
+
+        Collectives: forward copies changed parameters to the other devices, and gathers outputs where
+        ``transfer_output`` asks for it; backward sums the replicas' gradients into the module's.
 
         Raises:
             ConfigError: An argument is not a tuple or list, or has the wrong number of parts; or the
@@ -175,7 +178,8 @@ class TupleParallel(ReplicaWrapper):
         yield from self.module.named_modules(seen, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        # torch.distributed.checkpoint asks for it where hooks rename what a state has.
+        # torch.distributed.checkpoint calls it (private to torch) where hooks rename a state's keys; without
+        # it test_distributed_checkpoints_name_model_and_optimizer_alike fails.
         return {"": "module"}
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:  # noqa: ARG002 - nn.DataParallel's
@@ -226,7 +230,7 @@ def _move_and_call(replica: nn.Module, part: Any) -> Any:
 def _are_placed(parts: Sequence[Any], devices: Sequence[torch.device]) -> bool:
     """Return whether all arguments are tensors on the devices of their parts.
 
-    Asked before the replicas run: among their threads the question takes ten times as long.
+    Checked before the replicas run: within their threads the check takes ten times as long.
     """
     for (args, kwargs), device in zip(parts, devices, strict=False):
         if kwargs:
@@ -275,7 +279,8 @@ def _leave_out_module(_wrapper: nn.Module, state: dict[str, Any], prefix: str, _
     state.update({prefix + key.removeprefix(inner): value for key, value in values.items()})
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        # Under both names: those without are for the plain module, loading looks for the others.
+        # Under both names: those without are for the plain module, loading looks for the others. `_metadata`
+        # is torch's own; test_versions_of_states_are_not_lost notices its loss.
         own = {key: value for key, value in versions.items() if f"{key}.".startswith(inner)}
         versions.update({f"{prefix}{key[len(inner) :]}".rstrip("."): v for key, v in own.items()})
 
