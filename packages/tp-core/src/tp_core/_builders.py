@@ -14,8 +14,6 @@ from torch import nn
 from tp_core._messages import did_you_mean, file_meant, raised_where
 from tp_core.errors import ConfigError, ModelError, TpError
 
-__all__ = ["call_builder", "load_function"]
-
 
 def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
     """Return the function that ``file.py:function`` or ``package.module:function`` names.

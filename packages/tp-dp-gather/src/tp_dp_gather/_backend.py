@@ -9,8 +9,6 @@ from tp_dp_gather._options import GatherOptions
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_dp_gather._session import GatherSession
 
-__all__ = ["GatherBackend"]
-
 
 class GatherBackend(Backend[GatherOptions]):
     """Backend that runs the model on several devices in one process, and the step on the gathered output."""

@@ -17,8 +17,6 @@ from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
 from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
 
-__all__ = ["DataParallel"]
-
 Device = int | str | torch.device
 
 _DEFAULTS = {"cpu_keywords": [], "minibatch": False, "batch_outputs": True}

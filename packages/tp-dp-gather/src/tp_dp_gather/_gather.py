@@ -13,8 +13,6 @@ from tp_core.internal import cat_rows, containers, is_array, length_along
 
 from tp_dp_gather._scatter import are_samples, is_sequence
 
-__all__ = ["Gathering", "sorted_by_device"]
-
 _CONTAINERS = containers()
 
 

@@ -14,8 +14,6 @@ from tp_core.replicas import Replicas
 
 from tp_dp_gather._scatter import Scattering
 
-__all__ = ["parallel_loss"]
-
 Criterion = Callable[[Any, Any], Tensor]
 
 _BY_CLASS = (F.cross_entropy, F.nll_loss)

@@ -17,7 +17,6 @@ from tp_runner._devices import cores_of_workers
 
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0
-_LIMITS = ("start_timeout_s", "end_timeout_s")
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 START_METHODS = ("forkserver", "spawn", "fork")
 

@@ -9,8 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tp_core.errors import ConfigError, ModelError
 
-__all__ = ["checkpoint_activations"]
-
 
 class _Checkpointed:
     """Marks the classes made here."""

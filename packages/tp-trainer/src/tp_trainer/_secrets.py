@@ -12,8 +12,6 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["mask_arguments", "mask_secrets"]
-
 _MASK = "***"
 # Anywhere in a name: "password_hash", "client_secret_id".
 _SECRET = {"authorization", "credential", "passphrase", "passwd", "password", "pwd", "secret"}

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core.plugins import restore_order as restore_order
+
     from tp_tuple import compat as compat
     from tp_tuple._balance import Speeds as Speeds
     from tp_tuple._batch import Batch as Batch
     from tp_tuple._collate import TupleCollate as TupleCollate
     from tp_tuple._collate import default_collate as default_collate
-    from tp_tuple._collate import restore_order as restore_order
     from tp_tuple._collate import tp_collate as tp_collate
     from tp_tuple._functions import Tuplewise as Tuplewise
     from tp_tuple._functions import cat as cat
@@ -31,10 +32,11 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core.plugins": ["restore_order"],
             "tp_tuple": ["compat"],
             "tp_tuple._balance": ["Speeds"],
             "tp_tuple._batch": ["Batch"],
-            "tp_tuple._collate": ["TupleCollate", "default_collate", "restore_order", "tp_collate"],
+            "tp_tuple._collate": ["TupleCollate", "default_collate", "tp_collate"],
             "tp_tuple._functions": ["Tuplewise", "cat", "tuple_fn", "tuplewise"],
             "tp_tuple._options": ["TupleOptions"],
             "tp_tuple._tuple_parallel": ["TupleParallel"],

@@ -10,8 +10,6 @@ from tp_tuple._options import TupleOptions
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_tuple._session import TupleSession
 
-__all__ = ["TupleBackend"]
-
 
 class TupleBackend(Backend[TupleOptions]):
     """Backend for several devices in one process: the step, and its loss, run on each of them."""

@@ -8,8 +8,6 @@ from tp_core import as_device, recursive_pin, recursive_to, tree_map
 from tp_core.errors import DeviceError, TransferError
 from tp_core.internal import containers
 
-__all__ = ["Batch", "cuda_attrs", "cuda_fields", "recursive_cuda"]
-
 T = TypeVar("T")
 Device = torch.device | str | int
 

@@ -7,18 +7,10 @@ from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
 from tp_core.errors import ConfigError
 from tp_core.internal import seeded
-from tp_core.plugins import Parts, restore_order
+from tp_core.plugins import Parts
 
 from tp_tuple._balance import Speeds, Weights, balanced_rows, check_weights, consecutive_rows, resolve_weights
 from tp_tuple._functions import per_value
-
-__all__ = [
-    "MeasuredParts",
-    "Splitter",
-    "default_collate",
-    "restore_order",
-    "tp_collate",
-]
 
 T = TypeVar("T")
 Select = Callable[[Any, Sequence[int]], Any]

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # options cost next to nothing
     from tp_tuple._balance import Weights
 
-__all__ = ["TupleOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class TupleOptions:

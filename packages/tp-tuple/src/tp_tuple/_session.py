@@ -25,8 +25,6 @@ from tp_tuple._loading import AdaptedCollate, PlacedParts, find_adapters
 from tp_tuple._options import TupleOptions
 from tp_tuple._part_gather import PartGather, current_part_gather
 
-__all__ = ["TupleSession"]
-
 Step = Callable[[nn.Module, Any], StepOutput]
 
 

@@ -16,8 +16,6 @@ from tp_tuple._functions import arguments_of_parts, cat, per_value
 
 _PLAIN = {tuple, list}  # a subclass, as MeasuredParts, may know more of its parts
 
-_Call = Callable[[nn.Module, Any], Any]
-
 _SUCCESSORS = {
     "transfer_data": "pass transfer_input=",
     "parallel_transfer": "pass transfer_input=; the parts are transferred in parallel",

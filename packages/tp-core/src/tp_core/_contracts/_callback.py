@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # listing plugins must not import torch
 
     from tp_core._data._loader import PreparedLoader
 
-__all__ = ["Callback", "NamedCallback", "RunView"]
-
 
 class RunView(Protocol):
     """What a callback sees of a run, and the few things that it may ask for.

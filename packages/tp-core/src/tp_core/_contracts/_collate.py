@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from tp_core._contracts._backend import Verdict
 from tp_core._data._parts import Parts
 
-__all__ = ["CollateAdapter"]
-
 
 class CollateAdapter(abc.ABC):
     """Makes a user's collate function return one batch per device.

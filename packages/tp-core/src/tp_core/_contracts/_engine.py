@@ -9,8 +9,6 @@ from tp_core._contracts._backend import Verdict
 if TYPE_CHECKING:  # listing plugins must not import torch
     import torch
 
-__all__ = ["Engine", "Pool"]
-
 
 class Pool(abc.ABC):
     """Workers that are running: takes items, yields results, reports deaths, closes."""

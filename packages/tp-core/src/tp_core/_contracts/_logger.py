@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-__all__ = ["Logger", "LoggerFactory", "RunInfo", "RunStatus"]
-
 RunStatus = Literal["finished", "interrupted", "failed"]
 """How a run ended: by itself, by a signal after a step, or by an error."""
 

@@ -12,8 +12,6 @@ Importing this module changes the signal mask of the process: it is for the serv
 import signal
 from multiprocessing import current_process, util
 
-__all__: list[str] = []
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -5,8 +5,6 @@ from typing import Any, Self
 
 from tp_core.errors import ConfigError, StepError
 
-__all__ = ["Parts"]
-
 
 class Parts(tuple[Any, ...]):
     """One batch for each device that takes part, and how many samples each part holds.

@@ -12,17 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "device_rng_state",
-    "preserve_rng_state",
-    "seed_everything",
-    "seed_generators",
-    "seed_of",
-    "seeded",
-    "seeded_own",
-    "set_device_rng_state",
-]
-
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:

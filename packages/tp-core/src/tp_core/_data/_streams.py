@@ -22,8 +22,6 @@ from tp_core._data._user_loaders import copy_loader, is_hugging_face, position_h
 from tp_core._data._workers import outliving_workers
 from tp_core.errors import LoaderError
 
-__all__ = ["Stream", "is_stream", "split_stream", "start"]
-
 _NOTHING = object()
 
 

@@ -20,19 +20,6 @@ from torch.utils.data import (
 
 from tp_core._data._batches import EpochBatches
 
-__all__ = [
-    "cannot_shard",
-    "copy_loader",
-    "drawing",
-    "ended_early",
-    "has_too_many",
-    "is_hugging_face",
-    "is_indexed",
-    "iterates_itself",
-    "order_is_ours",
-    "position_holder",
-]
-
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 

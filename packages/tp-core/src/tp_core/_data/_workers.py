@@ -28,8 +28,6 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-__all__ = ["SIGNALS", "outliving_workers"]
-
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )

@@ -18,8 +18,6 @@ from tp_core._contracts._job import Footprint, Job, MemoryNeed
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
 
-__all__ = ["resolve_options", "sharded_memory"]
-
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
 
 _SAFE = 0.9

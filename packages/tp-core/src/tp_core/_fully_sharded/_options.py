@@ -10,8 +10,6 @@ from torch import nn
 from tp_core._contracts._job import Job
 from tp_core.errors import ConfigError
 
-__all__ = ["FullyShardOptions", "UnitRule", "check_offload", "parameter_type", "reduction_type"]
-
 UnitRule = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
 Switch = bool | Literal["auto"]
 TypeRule = torch.dtype | Literal["auto"] | None

@@ -15,9 +15,6 @@ from tp_core._fully_sharded._sharding import Sharding, sharded_modules
 from tp_core._tensors._slices import is_dtensor
 from tp_core.errors import ConfigError, StepError
 
-__all__ = ["FullyShardedSession"]
-
-
 _SHARDS_ALONE = (
     "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "
     "pass, when this rank had its shard alone. Call the module itself (which calls its forward), or leave it "

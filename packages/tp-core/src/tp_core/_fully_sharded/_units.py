@@ -11,8 +11,6 @@ from tp_core._fully_sharded._options import UnitRule
 from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
 
-__all__ = ["Units", "find_units"]
-
 _LEAST_NBYTES = 4 * 2**20
 """Parts below it are not worth an exchange of their own, where nothing but size says what a unit is."""
 _PARTS = 8

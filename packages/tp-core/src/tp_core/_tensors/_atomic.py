@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_part", "showing_system_errors", "sync_folder", "write_atomically"]
-
 _RANDOM_BYTES = 8
 
 

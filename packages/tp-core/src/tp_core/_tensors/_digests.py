@@ -23,19 +23,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from tp_core._launch._environment import available_cores
 from tp_core.errors import StateError
 
-__all__ = [
-    "DIGESTS",
-    "DIGEST_SIZE",
-    "INDEX",
-    "DigestingFile",
-    "FileRecord",
-    "digest_of",
-    "read_digests",
-    "record_of",
-    "records_of",
-    "without_checksums",
-]
-
 Algorithm = Literal["xxh3_128", "sha256"]
 
 DIGESTS = "digests.json"

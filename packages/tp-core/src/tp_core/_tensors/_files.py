@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["read_tensors", "tensor_infos", "write_tensors"]
-
 
 def write_tensors(
     tensors: Mapping[str, Tensor | TensorSlice],

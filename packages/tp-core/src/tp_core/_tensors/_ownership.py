@@ -32,8 +32,6 @@ from tp_core.errors import ConfigError
 if TYPE_CHECKING:
     from filelock import SoftFileLock
 
-__all__ = ["Ownership", "lock_file_of", "run_in"]
-
 log = logging.getLogger("tp_core")
 
 GRACE_S = 3.0  # a process that was killed takes a moment to give its memory back, and then its files

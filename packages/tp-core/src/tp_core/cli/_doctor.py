@@ -21,8 +21,6 @@ from tp_core.plugins._isolation import stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 
-__all__ = ["app", "examine"]
-
 _DISTRIBUTIONS = ("tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple")
 
 

@@ -25,8 +25,6 @@ from tp_core.plugins import Contribution, PluginRegistry, registry
 from tp_core.plugins._hooks import FIRST_PARTY, OWN_COMMANDS
 from tp_core.plugins._select import KNOWN_BACKENDS
 
-__all__ = ["Kind", "app", "write_plugin"]
-
 _TEMPLATES = Path(__file__).parent / "templates"
 _SUFFIXES = {".md", ".py", ".toml"}
 _REQUIREMENT = ">=0.1,<0.2"  # as the templates write it

@@ -2,8 +2,6 @@
 
 import pluggy
 
-__all__ = ["CONTRACT_VERSION", "PROJECT_NAME", "hookimpl", "hookspec"]
-
 PROJECT_NAME = "tp"
 
 CONTRACT_VERSION = 1

@@ -15,8 +15,6 @@ from tp_core.errors import ContractError, PluginError, SelectionError
 from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, describe
 from tp_core.plugins._isolation import call
 
-__all__ = ["KNOWN_BACKENDS", "Candidate", "Selection", "check_backend_name", "select"]
-
 BACKEND_VARIABLE = "TP_BACKEND"
 
 KNOWN_BACKENDS: Mapping[str, str] = {

@@ -23,8 +23,6 @@ from tp_core.replicas._mirror import (
 )
 from tp_core.replicas._replica_modules import ReplicaModules, Structure, is_scripted
 
-__all__ = ["ForceCopies", "ReplicaCache"]
-
 ForceCopies = bool | Literal["flat"]
 
 

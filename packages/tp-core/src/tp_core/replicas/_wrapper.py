@@ -15,8 +15,6 @@ from tp_core._messages import did_you_mean
 from tp_core.errors import ConfigError
 from tp_core.replicas._replicas import Replicas
 
-__all__ = ["ReplicaWrapper"]
-
 Device = int | str | torch.device
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 

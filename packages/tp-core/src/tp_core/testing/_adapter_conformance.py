@@ -13,8 +13,6 @@ from tp_core._contracts._collate import CollateAdapter
 from tp_core._data._parts import Parts
 from tp_core.testing._kit import DeclaredLimits
 
-__all__ = ["AdapterConformance"]
-
 
 class AdapterConformance(DeclaredLimits):
     """What every collate adapter must do. A subclass of this, in a test module, names the adapter.

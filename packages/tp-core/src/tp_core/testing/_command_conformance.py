@@ -11,8 +11,6 @@ from tp_core.plugins import Command, PluginRegistry, hookimpl
 from tp_core.plugins._hooks import OWN_COMMANDS
 from tp_core.testing._kit import DeclaredLimits
 
-__all__ = ["CommandConformance"]
-
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _WIDEST_HELP = 100
 

@@ -17,8 +17,6 @@ from tp_core._devices._resolve import resolve_devices
 from tp_core.errors import ConfigError, TpError
 from tp_core.testing._kit import DeclaredLimits
 
-__all__ = ["EngineConformance"]
-
 MOST_READ_AHEAD = 100_000
 """More than any engine needs to keep its workers busy, and less than the endless input has."""
 

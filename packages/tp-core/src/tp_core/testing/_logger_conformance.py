@@ -12,8 +12,6 @@ from tp_core._contracts._logger import Logger, RunInfo, RunStatus
 from tp_core.errors import ConfigError
 from tp_core.testing._kit import DeclaredLimits
 
-__all__ = ["LoggerConformance"]
-
 HYPERPARAMETERS: Mapping[str, Any] = {
     "learning_rate": 0.1,
     "optimizer": "SGD",

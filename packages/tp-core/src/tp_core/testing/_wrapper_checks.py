@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tp_core.replicas import Replicas, ReplicaWrapper
 
-__all__ = ["GpuWrapperConformance", "WrapperConformance"]
-
 COPIES = pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 CPUS = ("cpu", "cpu")

@@ -18,8 +18,6 @@ from tp_core.plugins import (
     replicated_memory,
 )
 
-__all__ = ["DdpBackend", "DdpOptions", "DdpSession"]
-
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:

@@ -4,8 +4,6 @@ from typing import ClassVar
 
 from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdict, replicated_memory
 
-__all__ = ["SingleBackend"]
-
 
 class SingleBackend(Backend[NoOptions]):
     """Runs on one device, whichever it is."""

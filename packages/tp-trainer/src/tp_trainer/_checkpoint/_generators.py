@@ -10,8 +10,6 @@ import torch
 from tp_core import available_devices
 from tp_core.internal import device_rng_state, seed_everything, seed_of, set_device_rng_state
 
-__all__ = ["capture", "reseed", "restore"]
-
 
 def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
     """Return the state of Python's, numpy's (if it is loaded), torch's and the devices' generators."""

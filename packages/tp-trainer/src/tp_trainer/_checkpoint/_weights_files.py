@@ -19,16 +19,6 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.internal import atomic_part, write_atomically
 from tp_core.state import StoredTensors, TensorInfo, fill_from_whole
 
-__all__ = [
-    "INDEX_SUFFIX",
-    "WeightsFiles",
-    "is_weights",
-    "split_over_files",
-    "type_name",
-    "write_files",
-    "write_weights",
-]
-
 INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
 

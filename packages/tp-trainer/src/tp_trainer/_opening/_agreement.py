@@ -19,8 +19,6 @@ from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.internal import has_exited, rendezvous_store
 from tp_core.plugins import Session
 
-__all__ = ["agree_at_start", "check_same", "check_same_at_start", "check_same_optimizers"]
-
 _MOST_SLEEP_S = 0.05  # between two looks at whether it has come; less at first, when most do
 
 _rounds = count()

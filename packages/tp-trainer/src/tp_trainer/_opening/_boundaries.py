@@ -25,8 +25,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from tp_core.internal import rendezvous_store
 from tp_core.plugins import Session
 
-__all__ = ["StepBoundaries"]
-
 log = logging.getLogger("tp_trainer")
 
 _LOOK_S = 0.1  # between two looks at whether another rank has a reason

@@ -8,8 +8,6 @@ import typer
 
 from tp_trainer._report import write_pictures, write_report
 
-__all__ = ["report_app"]
-
 
 def report_app() -> typer.Typer:
     """Return ``tp report`` as a separate application."""

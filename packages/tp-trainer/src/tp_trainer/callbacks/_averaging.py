@@ -14,8 +14,6 @@ from tp_core.state import Place, fill_from_whole
 
 from tp_trainer._checks import check_positive
 
-__all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging"]
-
 
 class _AveragedWeights(Callback):
     """Keeps averages of the parameters, which begin as torch's ``AveragedModel`` does: with a copy.

@@ -9,8 +9,6 @@ from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_positive
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Callback):
     """Ends a run whose metric has not become better for a while.

@@ -10,8 +10,6 @@ from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_positive
 
-__all__ = ["Profiler"]
-
 
 class Profiler(Callback):
     """Writes a trace of some optimizer steps for each rank, to be opened in Perfetto or ``chrome://tracing``.

@@ -6,8 +6,6 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
 
-__all__ = ["GradualUnfreezing"]
-
 
 class GradualUnfreezing(Callback):
     """Trains some parameters from the beginning, and others from a later epoch on.

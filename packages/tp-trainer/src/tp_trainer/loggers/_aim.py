@@ -9,8 +9,6 @@ from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import check_installed
 
-__all__ = ["AimLogger"]
-
 
 class AimLogger(Logger):
     """Logs to Aim, whose store is a folder: ``aim up`` shows what is in it.

@@ -13,8 +13,6 @@ from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer._checks import check_positive
 
-__all__ = ["LogBuffer"]
-
 log = logging.getLogger("tp_trainer")
 
 Number = float | Tensor

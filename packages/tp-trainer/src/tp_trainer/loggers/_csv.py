@@ -13,8 +13,6 @@ from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync
 
-__all__ = ["CsvLogger"]
-
 _FIRST = ("step", "epoch")
 
 

@@ -15,8 +15,6 @@ from tp_core.errors import ConfigError
 from tp_core.internal import Ownership, lock_file_of, run_in, showing_system_errors
 from tp_core.plugins import RunInfo
 
-__all__ = ["LogPlace", "check_installed", "keep_aside", "place_for", "sync"]
-
 log = logging.getLogger("tp_trainer")
 
 _OF_FOLDER = "the run of this folder's checkpoints"

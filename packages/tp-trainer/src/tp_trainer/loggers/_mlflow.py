@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-__all__ = ["MlflowLogger"]
-
 _MOST = 500  # metrics in one call; the server takes 1000
 _PATIENCE_S = 5.0
 _LONGEST = 500  # characters of a parameter

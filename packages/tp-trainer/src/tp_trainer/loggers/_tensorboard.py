@@ -16,8 +16,6 @@ from tp_trainer.loggers._files import LogPlace, check_installed
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoardLogger"]
-
 _PREFIX = "events.out.tfevents."
 _LOOK_S = 0.05
 _QUEUE = (

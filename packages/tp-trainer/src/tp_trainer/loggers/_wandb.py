@@ -12,8 +12,6 @@ from tp_core.plugins import Logger, RunInfo, RunStatus
 from tp_trainer._secrets import mask_arguments
 from tp_trainer.loggers._files import check_installed, place_for
 
-__all__ = ["WandbLogger"]
-
 
 class WandbLogger(Logger):
     """Logs to Weights & Biases, under one run for all parts of a resumed run.

@@ -15,8 +15,6 @@ from tp_core.testing import DeclaredLimits, run_ranks
 
 from tp_trainer import Checkpoints, Trainer
 
-__all__ = ["CallbackConformance"]
-
 _EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 _EPOCHS = 2  # of five steps each
 _STOPS = [3, 5, 8]  # within an epoch, at its end, within the next

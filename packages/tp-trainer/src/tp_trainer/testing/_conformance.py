@@ -23,8 +23,6 @@ from tp_trainer.testing._runs import (
 )
 from tp_trainer.testing._weights import WeightConformance
 
-__all__ = ["TrainingConformance"]
-
 EXACT = [name for name, way in WAYS.items() if way.dtype == torch.float64]
 ROUGH = [name for name in WAYS if name not in EXACT]
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two

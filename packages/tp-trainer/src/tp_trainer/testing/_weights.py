@@ -15,8 +15,6 @@ from tp_core.testing import ConformanceKit
 from tp_trainer import Checkpoints
 from tp_trainer.testing._runs import RATE, Outcome, State, StoppedError, fit, make_trainer
 
-__all__ = ["WeightConformance"]
-
 BATCH_SIZE, EPOCHS = 4, 2
 
 

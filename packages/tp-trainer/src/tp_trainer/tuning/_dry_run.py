@@ -22,8 +22,6 @@ from tp_trainer._steps._step import Step
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._batch_size import traceless
 
-__all__ = ["DryRun", "dry_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class DryRun:

@@ -16,8 +16,6 @@ from tp_trainer._steps._step import Step, loss_of
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._batch_size import traceless
 
-__all__ = ["RangeTest", "learning_rate_range_test"]
-
 _SMOOTHING = 0.9
 
 
