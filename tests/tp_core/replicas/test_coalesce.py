@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
-from tp_core.replicas._mirror import BUCKET_NBYTES, _Sum, copy_coalesced, move_coalesced
+from tp_core.replicas._mirror import BUCKET_NBYTES, _Sum, copy_coalesced, move_in_buckets
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,11 @@ def tensors():
 
 def test_what_travels_in_flat_pieces_keeps_its_layout():
     given = tensors()
-    for before, after in zip(given, move_coalesced(given, CPU, force_flat=True), strict=True):
+    moved = {}
+    for bucket, arrived in move_in_buckets(given, CPU, force_flat=True):
+        moved.update(zip(bucket, arrived, strict=True))
+    assert sorted(moved) == list(range(len(given)))
+    for before, after in ((given[i], moved[i]) for i in moved):
         assert torch.equal(before, after)
         if before.untyped_storage().nbytes() == before.nbytes:  # no gaps
             assert strides_that_matter(after) == strides_that_matter(before)

@@ -191,9 +191,6 @@ def _whole_later(name: str, local: Tensor, shard: Shard) -> Tensor:
     return tensor
 
 
-# -- The session of a model that is split over processes, whose copies share what each rank holds of it
-
-
 class ShardFsdpSession(FullyShardedSession, ShardSession):
     """One rank of a job in two dimensions: tensors split in a group, their shards sharded over the copies.
 

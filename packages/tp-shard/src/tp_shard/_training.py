@@ -137,9 +137,6 @@ def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
     return [part for _, part in parts_of_whole([part_of(grad)], split, group.rank, own=True)]
 
 
-# -- Loss scaling under which all ranks take a step, or none --------------------------------------
-
-
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree whether gradients overflowed.
 

@@ -168,9 +168,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
 
-# -- Whether optimizers step with gradients that have been averaged --------------------------------
-
-
 log = logging.getLogger("tp_core")
 
 _MOST_SHAPES = 3  # in a message

@@ -252,9 +252,6 @@ class Job:
         return None if self.model is None else ModelTraits.of(self.model)
 
 
-# -- What a job needs of memory where each device holds a copy of everything ----------------------
-
-
 def replicated_memory(
     job: Job, footprint: Footprint, *, keeps_gradients: bool | None = None, communication: int = 0
 ) -> MemoryNeed:

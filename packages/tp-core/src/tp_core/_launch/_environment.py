@@ -387,9 +387,6 @@ def _port(read: VariableReader) -> int:
     return port
 
 
-# -- How many processes a command starts on this host at most -------------------------------------
-
-
 _PER_CORE = 16
 _ANYWHERE = 256  # processes that mostly wait may be many more than cores
 

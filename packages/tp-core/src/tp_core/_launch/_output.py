@@ -46,9 +46,6 @@ def output_console() -> "Console":
     return Console() if sys.stdout.isatty() else Console(width=10_000)
 
 
-# -- The output of a run in a notebook: its lines and a bar in one place, and nothing in red ------
-
-
 _MOST_LINES = 200  # each update sends all of them
 
 

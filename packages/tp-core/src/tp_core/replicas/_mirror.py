@@ -61,29 +61,18 @@ BUCKET_NBYTES = 32 * 2**20
 """A bucket is one transfer. Larger ones win nothing and need as much memory on both sides."""
 
 
-def move_coalesced(
-    tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool = False
-) -> list[Tensor]:
-    """Return the tensors on ``device``: differentiable, and themselves where they are there.
+def move_in_buckets(
+    tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield positions, and their tensors on ``device``, transfer by transfer, of those that are elsewhere.
 
-    Small ones of one type travel together, in one flat tensor.
+    They are differentiable; small ones of one type travel together, in one flat tensor.
 
     Args:
         tensors: What to move.
         device: Where to.
         force_flat: Lay those that are there in flat tensors too, for tests with one device.
     """
-    moved = list(tensors)
-    for bucket, arrived in move_in_buckets(tensors, device, force_flat=force_flat):
-        for i, tensor in zip(bucket, arrived, strict=True):
-            moved[i] = tensor
-    return moved
-
-
-def move_in_buckets(
-    tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool = False
-) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield what `move_coalesced` moves, transfer by transfer: positions, and tensors on ``device``."""
     for bucket in _buckets(tensors, device, force_flat=force_flat):
         members = [tensors[i] for i in bucket]
         if len(bucket) == 1:
@@ -576,9 +565,6 @@ def _judge(buffer: _Buffer, module: nn.Module, name: str) -> None:
     buffer.is_unsure |= (is_learned and is_small and counter is None) or tensor.requires_grad
     if counter is not None and counter is not tensor:
         buffer.counter = counter
-
-
-# -- A replica's own copies of the buffers --------------------------------------------------------
 
 
 class OwnBuffers:

@@ -18,9 +18,6 @@ from tp_core.replicas._random import Caller, Streams, has_modes, on_device
 from tp_core.replicas._replica_modules import call_as_replica
 from tp_core.replicas._threads import ReplicaThreads, raise_first
 
-# -- Functions that the compiler does not trace ---------------------------------------------------
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,9 +41,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         return disabled(*args, **kwargs)
 
     return call
-
-
-# -- Replicas -------------------------------------------------------------------------------------
 
 
 class Replicas:

@@ -233,13 +233,12 @@ def assert_same(
     *,
     rtol: float = 1e-9,
     atol: float = 1e-11,
-    check_dtype: bool = True,
 ) -> None:
     """Make sure that tensors have the same names and, to rounding, the same values."""
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         try:
-            torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, check_dtype=check_dtype)
+            torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol)
         except AssertionError as error:
             error.add_note(f"in {name}")
             raise

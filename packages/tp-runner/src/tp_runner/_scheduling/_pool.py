@@ -169,9 +169,6 @@ def _copy_of(error: BaseException) -> BaseException:
     return copy.copy(error) if isinstance(error, TpError) else error
 
 
-# -- The pool ---------------------------------------------------------------------------------
-
-
 class RunnerPool(Pool):
     """A fleet of workers, and the runs that take turns on it.
 

@@ -363,9 +363,6 @@ class Recycling:
         self._n_items[worker] = 0
 
 
-# -- The run ----------------------------------------------------------------------------------
-
-
 class Run:
     """The state of one pass. It waits for nothing and locks nothing: the pool does.
 

@@ -164,9 +164,6 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
         raise ModelError(msg)
 
 
-# -- Making what a plan says of each module that it names -----------------------------------------
-
-
 class Maker:
     """Makes the layers of one plan."""
 

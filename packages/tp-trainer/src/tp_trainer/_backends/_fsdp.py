@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from tp_trainer._backends._fsdp_session import FsdpSession
 
 
-# -- The options of the backend ``fsdp`` ----------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
     """The options of the backend ``fsdp``: those of `tp_core.plugins.FullyShardOptions`, and one more.
@@ -41,9 +38,6 @@ class FsdpOptions(FullyShardOptions):
     def __post_init__(self) -> None:
         FullyShardOptions.__post_init__(self)  # a dataclass with slots is another class than super() means
         check_above_zero(self, "timeout_s")
-
-
-# -- The backend for models of which no device holds everything: torch's ``fully_shard`` ----------
 
 
 class FsdpBackend(Backend[FsdpOptions]):

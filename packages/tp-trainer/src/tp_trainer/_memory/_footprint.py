@@ -20,9 +20,6 @@ from tp_core.plugins import Footprint, Precision, StepOutput, is_sharded
 
 from tp_trainer._steps._step import in_precision, loss_of
 
-# -- Amounts of memory, as users write them -------------------------------------------------------
-
-
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -40,9 +37,6 @@ def parse_nbytes(text: str) -> int:
     if not found[3]:  # powers of ten
         size = 1000 ** list(_UNITS).index(found[2].upper())
     return int(float(found[1]) * size)
-
-
-# -- Models, optimizers and batches whose tensors have a shape, a type and a device, and no memory
 
 
 class StandIns:

@@ -20,9 +20,6 @@ from tp_core.plugins import Backend, Job, NoOptions, PluginRegistry, Selection, 
 
 from tp_trainer._opening._agreement import check_same_at_start
 
-# -- Options of backends, as users give them: as objects, or by the backends' names ---------------
-
-
 Options = object | Sequence[object] | Mapping[str, object]
 """An object of a backend's ``options_type``, several in a list, or either by the backends' names."""
 
@@ -263,9 +260,6 @@ def _end() -> None:
         text = f"tp_trainer: this rank has failed, and is ended although it has threads: {', '.join(names)}\n"
         os.write(_STDERR, text.encode())
         os._exit(1)
-
-
-# -- The session of a trainer: opened when the first model comes, and checked against those that come later
 
 
 class LazySession:

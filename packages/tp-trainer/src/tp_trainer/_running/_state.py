@@ -6,22 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
-from tp_core.plugins import PreparedLoader, Session, TensorSlice
+from tp_core.plugins import PreparedLoader, Session
 from tp_core.state import StoredTensors, collect_state, restore_state, to_json
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._running._history import EpochRecord
-from tp_trainer._running._user_state import UserState
+from tp_trainer._running._user_state import Tensors, UserState
 from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import LossScaler
 
 log = logging.getLogger("tp_trainer")
-
-Tensors = dict[str, Tensor | TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)

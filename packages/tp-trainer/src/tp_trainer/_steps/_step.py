@@ -15,8 +15,6 @@ from tp_core.plugins import Parts, Precision, Session, StepOutput
 
 log = logging.getLogger("tp_trainer")
 
-# -- The loss in what a step returned -------------------------------------------------------------
-
 
 def loss_of(output: Any, *, training: bool) -> Tensor:
     """Return the loss in what a step returned.
@@ -121,9 +119,8 @@ class LossScaler:
     those of ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, *, scale: float = 65536.0, good_steps: int = 2000) -> None:
-        self.scale = scale
-        self._good_steps = good_steps
+    def __init__(self) -> None:
+        self.scale = 65536.0
         self._good = 0
 
     def update(self, *, finite: bool) -> None:
@@ -132,7 +129,7 @@ class LossScaler:
             self.scale, self._good = self.scale / 2, 0
             return
         self._good += 1
-        if self._good == self._good_steps:
+        if self._good == 2000:
             self.scale, self._good = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,9 +171,6 @@ def warn_evaluation_mode(model: nn.Module) -> None:
             "call its eval() in the step or in a callback's on_fit_start, or override its train()",
             ", ".join(outermost[:3]) + ", ..." * (len(outermost) > 3),
         )
-
-
-# -- A ``StopIteration`` that a user's function lets out, which would end an iteration around it unnoticed
 
 
 @contextmanager

@@ -39,9 +39,6 @@ class GradientNorm(Callback):
         run.log(grad_norm=grad_norm)
 
 
-# -- How fast a run goes, and what it waits for ---------------------------------------------------
-
-
 class Throughput(Callback):
     """Logs how fast the run goes, over so many optimizer steps each, and at the end of each epoch.
 

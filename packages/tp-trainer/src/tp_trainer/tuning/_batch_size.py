@@ -70,9 +70,6 @@ def _back(kept: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- The largest batch that fits into memory ------------------------------------------------------
-
-
 def largest_batch_size(
     trainer: Trainer,
     model: nn.Module,

@@ -40,8 +40,6 @@ from tp_runner._workers._setup import Setup, handle_records
 from tp_runner._workers._work import ENDING, IDLE
 from tp_runner.errors import WorkerError
 
-# -- One worker, as its parent sees it --------------------------------------------------------
-
 
 class WorkerHandle:
     """Starts a worker process and talks to it.
@@ -170,8 +168,6 @@ class WorkerHandle:
         """Close the pipes."""
         _spawn.close_descriptors(self._requests, self.replies, self._life)
 
-
-# -- The fleet --------------------------------------------------------------------------------
 
 GARBLED = (
     "bytes came from it that are no message, and it was ended: its work, or a library, has written to a "

@@ -381,9 +381,6 @@ def parallel_linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-# -- Cross entropy over class shards, as a module -------------------------------------------------
-
-
 class ParallelCrossEntropyLoss(nn.Module):
     """A ``torch.nn.CrossEntropyLoss`` of logits whose classes may be split over ranks.
 

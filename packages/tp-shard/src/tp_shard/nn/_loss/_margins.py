@@ -402,9 +402,6 @@ def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
     return x.dtype
 
 
-# -- Class centers that are split over ranks, with their loss -------------------------------------
-
-
 class MarginCrossEntropy(ParallelLayer):
     """A head of class centers and its loss with angular margins, for identities, products or words.
 
