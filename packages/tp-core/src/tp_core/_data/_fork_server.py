@@ -1,12 +1,12 @@
-"""Preloaded by multiprocessing's fork server: it outlives the signals that ask a run to end.
+"""A module that multiprocessing's fork server preloads, so that the server survives signals.
 
-Workers end when the process that forked them is gone. So a signal to the whole group, which kills the
-server, would end them, too: it blocks these signals. Its children begin with them blocked, and with
-them every thread that is started while they import what they need: one thread that lets a signal
-through is enough to lose the process. Workers let them through once they ignore them, the others when
-they know what they are to run.
+Workers end when the process that forked them is gone. So a signal to the whole process group would kill
+the server, and the workers with it: the server blocks these signals. Its children begin with them
+blocked, and so does every thread that starts while they import. One thread that does not block a signal
+is enough to lose the process. Workers unblock the signals once they ignore them, other children once they
+know what to run.
 
-Importing this module changes the signal mask of the process: it is for the server alone.
+Importing this module changes the signal mask of the process: only the server may import it.
 """
 
 import signal
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def _begin(_: object) -> None:
-    """Called in a child of the server when it knows what process it is to be."""
+    """Unblock the signals in a child of the server that is no worker, once it knows which process it is."""
     if not getattr(current_process(), "outlives_signals", False):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 

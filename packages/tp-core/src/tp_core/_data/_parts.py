@@ -7,11 +7,11 @@ from tp_core.errors import ConfigError, StepError
 
 
 class Parts(tuple[Any, ...]):
-    """One batch for each device that takes part, and how many samples each part holds.
+    """One batch for each device that takes part, with the number of samples in each part.
 
     Attributes:
-        counts: Samples in each part, in the order of the parts.
-        order: Where each sample of the concatenated parts stood in the original list, or ``None``
+        counts: The number of samples in each part, in the order of the parts.
+        order: The position of each sample of the concatenated parts in the original list; ``None``
             when the parts keep the order.
     """
 
@@ -29,9 +29,9 @@ class Parts(tuple[Any, ...]):
 
         Args:
             parts: One batch for each device that takes part.
-            counts: How many samples each of them holds.
-            order: Where each sample of the concatenated parts stood in the original list; ``None`` if they
-                keep the order.
+            counts: The number of samples in each part.
+            order: The position of each sample of the concatenated parts in the original list; ``None`` if
+                they keep the order.
 
         Raises:
             ConfigError: The number of counts is not the number of parts.
@@ -53,7 +53,7 @@ class Parts(tuple[Any, ...]):
         """Return a part by its number.
 
         Raises:
-            StepError: The parts were taken for the batch: that is in each of them.
+            StepError: ``index`` is a key, as for one batch: the batch is in parts.
         """
         if isinstance(index, str):
             raise StepError(self._taken_for_a_batch(f"has no {index!r}"))
@@ -68,7 +68,7 @@ class Parts(tuple[Any, ...]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Batches cross process boundaries when a loader has workers.
+        # Batches of a loader's workers are pickled; a tuple's own way would lose counts and order.
         return _rebuild_parts, (self[:], self.counts, self.order)
 
 

@@ -1,6 +1,6 @@
-"""Values that have rows, one for each sample: how many, cut into parts, and joined again.
+"""Values with one row for each sample: their length, their split into parts, and their concatenation.
 
-Tensors, dense, nested or sparse in coordinates; packed sequences, of which each is a row; and arrays.
+They are dense, nested or COO-sparse tensors, packed sequences (each sequence is a row), and arrays.
 """
 
 import sys
@@ -18,13 +18,13 @@ _LAYOUTS = (torch.strided, torch.jagged, torch.sparse_coo)
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy, which is not imported for the question."""
+    """Return whether a value is an array of numpy, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def length_along(value: Any, dim: int = 0) -> int | None:
-    """Return how many rows a value that is no container has along ``dim``; ``None`` where it has none.
+    """Return the number of rows of a tensor, packed sequence or array along ``dim``; ``None`` for others.
 
     Example:
         >>> length_along(torch.ones(3, 2)), length_along("text")
@@ -42,11 +42,11 @@ def length_along(value: Any, dim: int = 0) -> int | None:
 
 
 def split_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
-    """Return a value for each size, with so many of the rows; gradients flow back through tensors.
+    """Cut a value into pieces of the given numbers of rows; gradients flow back through tensors.
 
     Args:
-        value: What `length_along` counts the rows of.
-        sizes: How many rows each piece gets; together as many as there are.
+        value: A value with rows, as `length_along` counts them.
+        sizes: The number of rows of each piece; their sum is the number of all rows.
         dim: The dimension of the rows of tensors and arrays.
 
     Raises:
@@ -71,7 +71,7 @@ def split_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
 
 
 def cat_rows(values: Sequence[Any], dim: int = 0) -> Any:
-    """Return one value with the rows of all, one after the other: what `split_rows` has cut.
+    """Concatenate values by their rows, as the inverse of `split_rows`.
 
     Raises:
         ConfigError: A tensor has a layout that cannot be joined.

@@ -1,7 +1,7 @@
-"""Loaders whose batches are not ours to choose: how they are split over ranks, and where they stand.
+"""Streams: loaders of which tp cannot choose the batches, their split over ranks and their position.
 
-An epoch of a stream is a number of batches, and not a new beginning: what an epoch leaves, the next one
-goes on with. A pass goes from the stream's beginning to its end::
+An epoch of a stream is a number of batches and no new beginning: the next epoch continues where the last
+one ended. A pass runs from the stream's beginning to its end::
 
     passes    |--------- 0 ---------|--------- 1 ---------|
     epochs    |-- 0 --|-- 1 --|-- 2 --|-- 3 --|-- 4 --|
@@ -26,25 +26,25 @@ _NOTHING = object()
 
 
 def is_stream(loader: object) -> bool:
-    """Return whether epochs of ``loader`` may be parts of something longer: its data are iterable."""
+    """Return whether epochs of ``loader`` may be parts of something longer, as with an iterable dataset."""
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return not hasattr(loader, "__len__")
 
 
 def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any] | None:
-    """Return a loader of one data rank's share of a stream, no sample of which another rank or worker has.
+    """Return a loader of one data rank's share of a stream; no other rank or worker has a sample of it.
 
-    The dataset says how: it is one of Hugging Face's ``datasets``, which split themselves over workers; or it
-    has ``shard(index, count)``, which is asked for one share for each worker of each rank.
+    The dataset must support it: one of Hugging Face's ``datasets`` splits itself over workers. Another one
+    has ``shard(index, count)``, which is called for one share per worker and rank.
 
     Args:
         loader: The loader of the whole stream.
-        rank: The data rank whose share it is.
+        rank: The data rank.
         size: The number of data ranks.
 
     Returns:
-        The loader, whose batches are this rank's shares of batches; ``None`` where the dataset does not say.
+        A loader of this rank's shares of the batches; ``None`` where the dataset has no such method.
 
     Raises:
         LoaderError: The batches have no size that can be split over the ranks.
@@ -77,23 +77,24 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
 
 
 class _Shard(IterableDataset[Any]):
-    """One rank's share of a dataset that has ``shard(index, count)``; in a worker, its share of that.
+    """One rank's share of a dataset that has ``shard(index, count)``; in a worker, the worker's share.
 
     Args:
-        dataset: The whole.
-        rank: Whose share it is.
-        size: How many ranks there are.
+        dataset: The whole dataset.
+        rank: The data rank.
+        size: The number of data ranks.
     """
 
     def __init__(self, dataset: Any, rank: int, size: int) -> None:
         self._whole, self._rank, self._size = dataset, rank, size
-        self._own: tuple[int, Any] | None = None  # whose it is, as workers may begin as copies, and the share
+        # The worker's number with its share: a forked worker begins with a copy of the parent's.
+        self._own: tuple[int, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._share())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which pass is next, and take the share anew."""
+        """Set the next pass of the dataset, and take the share anew."""
         if hasattr(self._whole, "set_epoch"):
             self._whole.set_epoch(epoch)
         self._own = None
@@ -114,28 +115,31 @@ class _Shard(IterableDataset[Any]):
 
 
 def start(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:
-    """Begin to iterate a loader; what that draws (a seed for workers) is not the model's to miss.
+    """Begin to iterate a loader, in a random state of its own.
+
+    A loader draws a seed for its workers. From the global generator that would change the numbers that
+    the model draws.
 
     Args:
         loader: The loader.
-        seed: With the epoch, of what is drawn.
-        epoch: Which epoch, or pass.
-        is_ours: Whether the loader may be changed.
+        seed: With the epoch, the seed of that state.
+        epoch: The epoch, or the pass.
+        is_ours: Whether tp may change the loader.
     """
-    if type(loader) in {list, tuple}:  # which draw nothing; seeding all generators takes 0.1 ms
+    if type(loader) in {list, tuple}:  # these draw nothing, and seeding all generators takes 0.1 ms
         return iter(loader)
     with seeded(seed, epoch, 1), outliving_workers(loader, keep=is_ours):
         return iter(loader)
 
 
 class Stream:
-    """The batches of a loader in their own order, and where in it an epoch stands.
+    """The batches of a loader in their own order, and the position of an epoch among them.
 
     Args:
         loader: Yields the batches.
-        seed: Of what is drawn where an iteration is started.
-        size: Over how many data ranks it was split.
-        is_ours: Whether it may be changed.
+        seed: The seed of `start`.
+        size: The number of data ranks that the stream is split over.
+        is_ours: Whether tp may change the loader.
     """
 
     def __init__(self, loader: Iterable[Any], *, seed: int, size: int, is_ours: bool) -> None:
@@ -143,20 +147,20 @@ class Stream:
         self._seed, self._size, self._is_ours = seed, size, is_ours
         self._is_endless = is_stream(loader)
         self._iterator: Iterator[Any] | None = None
-        self._left: Iterator[Any] | None = None  # the iteration at hand, whoever has it
-        self._ahead: Any = _NOTHING  # a batch that was read to learn whether there is one
-        self._pass, self._done = 0, 0  # which pass it is in, and how many batches of it have been yielded
+        self._left: Iterator[Any] | None = None  # the current iteration, of a pass or of one epoch
+        self._ahead: Any = _NOTHING  # a batch read by has_more, for the next epoch
+        self._pass, self._done = 0, 0  # the current pass, and the batches of it that were yielded
         self._skip = 0
-        self._is_placed = False  # the loader itself knows where the next iteration begins
-        self._beginning: str | None = None  # a digest of what it knows at the beginning of a pass
+        self._is_placed = False  # whether the loader has loaded the position of the next iteration itself
+        self._beginning: str | None = None  # a digest of its position at the beginning of a pass
 
     def epoch(self, epoch: int, *, continues_stream: bool, done: int = 0) -> Iterator[Any]:
-        """Return an iterator over the batches of an epoch; who takes them says where it ends.
+        """Return an iterator over the batches of an epoch; its consumer decides where the epoch ends.
 
         Args:
-            epoch: Which one.
-            continues_stream: Whether to go on where the epoch before has ended.
-            done: How many batches of it have been yielded before, which are left out.
+            epoch: The epoch.
+            continues_stream: Whether to continue where the epoch before has ended.
+            done: The number of its batches that were yielded before; they are left out.
         """
         if continues_stream and self._is_endless:
             return self._go_on(done)
@@ -171,7 +175,10 @@ class Stream:
             yield batch
 
     def _go_on(self, done: int) -> Iterator[Any]:
-        """Yield batches from where the epoch before has ended, and none of a second whole pass."""
+        """Yield batches from the end of the epoch before; a second whole pass is not begun.
+
+        Otherwise an epoch longer than the stream would repeat it without an end.
+        """
         began_here = self._iterator is None and self._done <= done
         while True:
             if self._iterator is None:
@@ -196,13 +203,16 @@ class Stream:
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         if skip:
-            with preserve_rng_state():  # what is read again draws again
+            with preserve_rng_state():  # reading batches again draws numbers again
                 deque(islice(iterator, skip), maxlen=0)
         self._left = iterator
         return iterator
 
     def has_more(self) -> bool:
-        """Whether there is another batch; not of a loader that knows its position, which would move."""
+        """Return whether there is another batch; ``False`` for a loader that keeps its own position.
+
+        Reading ahead would move that position, and a checkpoint would then skip a batch.
+        """
         if self._left is None or position_holder(self.loader) is not None:
             return False
         batch = next(self._left, _NOTHING)
@@ -211,11 +221,11 @@ class Stream:
         return batch is not _NOTHING
 
     def leave(self) -> None:
-        """Forget the iteration at hand, which may have workers, where no other epoch goes on with it."""
+        """Drop the current iteration, so that its workers end unless a later epoch continues it."""
         self._left = None
 
     def anew(self) -> "Stream":
-        """Return the stream from its beginning, with an iteration and workers of its own."""
+        """Return a stream from the same beginning, with its own iteration and workers."""
         loader = copy_loader(self.loader, None, None) if isinstance(self.loader, DataLoader) else self.loader
         return Stream(loader, seed=self._seed, size=self._size, is_ours=self._is_ours)
 
@@ -226,14 +236,14 @@ class Stream:
             dataset.set_epoch(self._pass)
 
     def close(self) -> None:
-        """End its iteration, and the workers of that."""
+        """End the iteration, and its workers."""
         self._iterator, self._ahead = None, _NOTHING
 
     def check_position(self) -> None:
-        """Make sure that the stream's position, which its dataset keeps, can be saved.
+        """Check that a position which the dataset keeps can be saved.
 
         Raises:
-            LoaderError: Workers read copies of the dataset, and only these know where they stand.
+            LoaderError: Workers read copies of the dataset, and only the copies know their position.
         """
         loader = self.loader
         if not isinstance(loader, DataLoader) or not self._is_endless or not loader.num_workers:
@@ -249,12 +259,13 @@ class Stream:
             raise LoaderError(msg)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which pass it is in, how many batches of it are done, and what the loader knows itself."""
+        """Return the current pass, its batches that are done, and the loader's own position if it has one."""
         state: dict[str, Any] = {"pass": self._pass, "done": self._done, "size": self._size}
         if (holder := position_holder(self.loader)) is not None:
             position = state["position"] = holder.state_dict()
             state["beginning"] = self._beginning
-            # A dataset that begins again by itself has done so where the last batch of a pass was not full.
+            # A dataset that restarts by itself has done so after the last, partial batch of a pass: it
+            # stands at the beginning, and the counters must, too.
             if self._done and _digest(position) == self._beginning:
                 state |= {"pass": self._pass + 1, "done": 0}
         return state
@@ -269,18 +280,18 @@ class Stream:
         replay: bool,
         continues_stream: bool,
     ) -> None:
-        """Go on from where a stream stood.
+        """Continue from a saved position.
 
         Args:
-            state: What :meth:`state_dict` returned.
-            seed: As at the beginning.
-            epoch: Which epoch it is in.
-            batches: How many batches of the epoch were done.
-            replay: Read what is before it again, where the loader has no other way.
-            continues_stream: Whether the epochs go on where the ones before have ended.
+            state: The result of :meth:`state_dict`.
+            seed: The seed of the run that saved it.
+            epoch: The epoch at that position.
+            batches: The number of batches of the epoch that were done.
+            replay: Whether to read the batches before it again, where the loader has no other way.
+            continues_stream: Whether epochs continue where the ones before have ended.
 
         Raises:
-            LoaderError: The stream cannot go on from there, or was split over another number of ranks.
+            LoaderError: The stream cannot continue there, or was split over another number of ranks.
         """
         if state.get("size", 1) != self._size:
             msg = (
@@ -295,9 +306,9 @@ class Stream:
         self._beginning = state.get("beginning")
         holder = position_holder(self.loader)
         if replay and is_hugging_face(getattr(self.loader, "dataset", None)):
-            holder = None  # their positions are without what lies in a shuffle buffer
+            holder = None  # their position leaves out the contents of a shuffle buffer: samples would be lost
         if "position" in state and holder is not None:
-            if done or continues_stream:  # else an iteration begins at the beginning
+            if done or continues_stream:  # else the next iteration begins at the beginning
                 self._note_pass()
                 holder.load_state_dict(state["position"])
                 self._is_placed = True

@@ -1,18 +1,17 @@
-"""Workers of a DataLoader that outlive the signals which end a run, and end when the run does.
+"""Workers of a DataLoader that survive the signals that end a run, and end when the run does.
 
-Schedulers, terminals and launchers signal all processes of a run at once. What that means is for the
-process that trains to know: it takes its step to the end and saves, and needs its workers for that.
-torch's workers die of SIGTERM, SIGINT, SIGHUP and SIGUSR1 instead, and take the run along. Here
-each one ignores them from its first moment on::
+Schedulers, terminals and launchers signal all processes of a run at once. The training process handles
+the signal: it finishes its step and saves, and it needs its workers for that. torch's workers die of
+SIGTERM, SIGINT, SIGHUP and SIGUSR1, and the run with them. Our workers ignore these from the start::
 
-    start()       the signals are blocked while a worker is started: it begins with them blocked
-    initializer   in the worker, after torch has set its own handlers: ours are set, the user's
-                  ``worker_init_fn`` is called, which may set others, and the signals are let through
+    start()       blocks the signals while a worker is started: it begins with them blocked
+    initializer   in the worker, after torch has set its handlers: sets ours, calls the user's
+                  ``worker_init_fn``, which may set others, and unblocks the signals
     terminate()   in the parent, for a worker that does not end: SIGKILL, as it ignores the others
 
-After a signal a worker looks out for the program and ends with it. Before one torch's own watch does
-that; it looks at the parent of the worker, which is the program but for a fork server's workers, and
-these look out for it from their beginning.
+After a signal a worker watches the program and ends with it. Before a signal torch's own watchdog does
+that. It watches the worker's parent, which is the program, except for workers of a fork server. These
+watch the program from their start.
 """
 
 import multiprocessing
@@ -33,18 +32,18 @@ SIGNALS = tuple(
 )
 """The signals that ask a run to end."""
 
-_LOOK_S = 0.1
-_END_S = 5.0
+_LOOK_S = 0.1  # between two looks of a worker at the program
+_END_S = 5.0  # for a killed worker to end: a process in an uninterruptible wait must not hang the parent
 _FORK_SERVER_MODULE = "tp_core._data._fork_server"
 
 
 @contextmanager
 def outliving_workers(loader: Any, *, keep: bool) -> Iterator[None]:
-    """Let the workers that a ``DataLoader`` starts in this block outlive signals.
+    """Make the workers that a ``DataLoader`` starts in this block survive signals.
 
     Args:
-        loader: Anything; a loader without worker processes is left as it is.
-        keep: Whether workers that it starts later on do so, too: for loaders that are ours to change.
+        loader: Any loader; one without worker processes is left as it is.
+        keep: Whether workers that it starts later survive, too: for loaders that tp may change.
     """
     method = _start_method(loader)
     if method is None:
@@ -65,7 +64,7 @@ def outliving_workers(loader: Any, *, keep: bool) -> Iterator[None]:
 
 
 def _start_method(loader: Any) -> str | None:
-    """Return how the loader starts worker processes; None if it has none, or in a way of the user's own."""
+    """Return the start method of the loader's worker processes; None without any, or for a user's own."""
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader) or not loader.num_workers or os.name != "posix":
@@ -76,20 +75,23 @@ def _start_method(loader: Any) -> str | None:
 
 
 def _start_helpers(method: str) -> None:
-    """Start the processes that multiprocessing keeps for itself such that they outlive signals, too."""
+    """Start the helper processes of multiprocessing so that they survive signals, too.
+
+    A signal to the whole process group would end them, and the workers that the fork server forked.
+    """
     if method == "fork":
         return
     if method == "forkserver":
         from multiprocessing import forkserver
 
-        # No function tells which modules were asked for already.
+        # Private: no function returns the modules to preload, and setting them replaces the user's.
         preload: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
         if _FORK_SERVER_MODULE not in preload:
             forkserver.set_forkserver_preload([*preload, _FORK_SERVER_MODULE])
     with _blocked():
         resource_tracker.ensure_running()
         if method == "forkserver":
-            _block()  # what starts the tracker lets some of them through
+            _block()  # again: ensure_running of the tracker unblocks some of them
             forkserver.ensure_running()
 
 
@@ -99,7 +101,10 @@ def _block() -> set[Any]:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Hold the signals back from this thread, and from the processes that it starts."""
+    """Block the signals in this thread during a block, and in the processes that it starts.
+
+    A process inherits the mask. Without it, a signal before the worker's handlers are set would kill it.
+    """
     before = _block()
     try:
         yield
@@ -108,21 +113,22 @@ def _blocked() -> Iterator[None]:
 
 
 class _Outliving(BaseProcess):
-    """A worker process."""
+    """A worker process that survives the signals."""
 
-    outlives_signals = True  # the fork server asks
+    outlives_signals = True  # read by _fork_server in each child
 
     def start(self) -> None:
-        """Start it with the signals blocked."""
+        """Start the process with the signals blocked."""
         with _blocked():
             super().start()
         popen: Any = self._popen  # type: ignore[attr-defined]
-        known = weakref.ref(popen)  # not itself, or its descriptors would wait for the garbage collector
-        # Asked for by torch, for a worker that hangs, and by multiprocessing at the end of the program.
+        known = weakref.ref(popen)  # weakly: a cycle would keep its descriptors until garbage collection
+        # torch calls it for a worker that hangs, and multiprocessing at exit; both send SIGTERM, which
+        # our worker ignores.
         popen.terminate = lambda: _end(known())
 
     def run(self) -> None:
-        """Work, with the signals blocked until torch has set its handlers."""
+        """Run the worker with the signals blocked until torch has set its handlers."""
         _block()
         super().run()
 
@@ -164,24 +170,26 @@ _CONTEXTS: dict[str, Any] = {
 
 
 class _Initializer:
-    """A loader's ``worker_init_fn``: has the worker ignore the signals, then calls the user's."""
+    """A ``worker_init_fn`` that makes the worker ignore the signals, then calls the user's own."""
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own
 
     def __call__(self, worker_id: int) -> None:
-        is_main = threading.current_thread() is threading.main_thread()  # a worker may be a thread
+        # A worker may be a thread; Python sets signal handlers in the main thread only.
+        is_main = threading.current_thread() is threading.main_thread()
         follow = _Follow()
         if is_main and follow.is_of_fork_server:
-            follow.start()  # torch looks at the server alone, which lives as long as its children
+            follow.start()  # torch watches only the server, which lives as long as its children
         for number in SIGNALS if is_main else ():
-            # torch's handler of SIGTERM, which is not Python's to see, ends the worker. Handlers of
-            # the others that a fork has inherited are the user's, or the run's, which knows of it.
+            # SIGTERM always: torch's C++ handler, which getsignal() does not show, ends the worker.
+            # Other handlers that a fork has inherited are the user's or the run's, and stay.
             if number == signal.SIGTERM or signal.getsignal(number) in (
                 signal.SIG_DFL,
                 signal.default_int_handler,
             ):
                 signal.signal(number, follow)
+                # Python's signal() makes system calls fail with EINTR: reads in C code would break.
                 signal.siginterrupt(number, False)
         if self._own is not None:
             self._own(worker_id)
@@ -190,7 +198,7 @@ class _Initializer:
 
 
 class _Follow:
-    """A handler that changes nothing, but has the process end with the program from then on."""
+    """A signal handler that does nothing but start a watch: the process ends with the program."""
 
     def __init__(self) -> None:
         self._forked_by = os.getppid()
@@ -199,30 +207,31 @@ class _Follow:
 
     @property
     def is_of_fork_server(self) -> bool:
-        """Whether another process than the program has forked this one."""
+        """Whether a process other than the program forked this one."""
         return self._program is not None and self._program.pid != self._forked_by
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
         self.start()
 
     def start(self) -> None:
-        """Look from now on whether the program is there."""
+        """Start to watch the program, in a thread."""
         if not self._is_looking:
             self._is_looking = True
             threading.Thread(target=self._look, name="tp-worker", daemon=True).start()
 
     def _look(self) -> None:
-        # The sentinel alone would not do: processes that the program forked hold the other end of a fork's.
+        # The parent's id too: other forks of the program hold the sentinel's other end, so that it stays
+        # silent while one of them lives.
         while os.getppid() == self._forked_by:
             if self._program is None:
                 time.sleep(_LOOK_S)
             elif connection.wait([self._program.sentinel], _LOOK_S):
                 break
-        os._exit(0)
+        os._exit(0)  # not sys.exit: that would end this thread alone
 
 
 def _end(popen: Any) -> None:
-    """Kill a worker for its parent, which torch would take for a crash if it saw it."""
+    """Kill a worker and wait for it, out of sight of torch's SIGCHLD handler, which would report a crash."""
     if popen is None or popen.returncode is not None:
         return
     is_main = threading.current_thread() is threading.main_thread()

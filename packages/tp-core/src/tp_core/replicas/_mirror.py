@@ -1,4 +1,4 @@
-"""Tensors of a module that stay on another device: parameters, copied when they change, and buffers."""
+"""Copies of a module's parameters and buffers that stay on another device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel.comm import broadcast
 
-# -- A quick check whether dictionaries still hold the same objects -------------------------------
+# -- Comparison of dictionaries by identity -------------------------------------------------------
 
 
 def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -22,10 +22,10 @@ def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 class Contents:
-    """What several dictionaries held when they were last read.
+    """A snapshot of several dictionaries, to compare with later.
 
-    The check goes through all of them in C: with the parameters, buffers and attributes of some hundreds of
-    modules, on each call, a loop in Python would be the cost of the call.
+    The comparison runs in C. It covers the parameters, buffers and attributes of hundreds of modules on
+    each call: a loop in Python would cost as much as the call.
 
     Args:
         rows: The dictionaries.
@@ -38,14 +38,14 @@ class Contents:
         self.read()
 
     def read(self) -> None:
-        """Take what they hold now as the contents to compare with."""
+        """Take the snapshot anew."""
         rows = self._rows
         self._sizes = list(map(len, rows))
         self._names = list(chain.from_iterable(rows))
         self._values = list(chain.from_iterable(map(dict.values, rows)))
 
     def is_same(self) -> bool:
-        """Return whether they hold the same objects under the same names."""
+        """Return whether the dictionaries hold the same objects under the same names as then."""
         rows = self._rows
         return not rows or (
             list(map(len, rows)) == self._sizes
@@ -54,7 +54,7 @@ class Contents:
         )
 
 
-# -- Copy many tensors to another device in few transfers -----------------------------------------
+# -- Few transfers for many tensors ---------------------------------------------------------------
 
 
 BUCKET_NBYTES = 32 * 2**20
@@ -64,14 +64,16 @@ BUCKET_NBYTES = 32 * 2**20
 def move_in_buckets(
     tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield positions, and their tensors on ``device``, transfer by transfer, of those that are elsewhere.
+    """Yield, for each transfer, positions and their tensors on ``device``; those already there are left out.
 
-    They are differentiable; small ones of one type travel together, in one flat tensor.
+    Gradients flow through. Small tensors of one dtype travel together, in one flat tensor.
 
     Args:
-        tensors: What to move.
-        device: Where to.
-        force_flat: Lay those that are there in flat tensors too, for tests with one device.
+        tensors: The tensors to move.
+        device: Their new device.
+        force_flat: Lay tensors that are there in flat tensors too, for tests with one device.
+
+    Collective: none. Forward copies between two devices; backward copies the gradients back.
     """
     for bucket in _buckets(tensors, device, force_flat=force_flat):
         members = [tensors[i] for i in bucket]
@@ -87,7 +89,7 @@ def copy_coalesced(
 ) -> None:
     """Copy each source into its target of each row in place; the targets of a row are on one device.
 
-    What goes to several CUDA devices goes to all of them at once, by torch's own broadcast.
+    Collective: with several CUDA devices, torch's broadcast between them. No gradients.
     """
     if not sources:
         return
@@ -100,7 +102,7 @@ def copy_coalesced(
     far = [(row, d) for row, d in zip(rows, devices, strict=True) if d not in near]
     if not far:
         return
-    # Which tensors travel together does not depend on where they go.
+    # The buckets of one device serve for all: which tensors travel together does not depend on the target.
     for bucket in _buckets(plain, far[0][1], force_flat=force_flat):
         members = [plain[i] for i in bucket]
         whole = members[0] if len(bucket) == 1 else _flat(members)
@@ -114,7 +116,7 @@ def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Return the tensor on each of the devices."""
     others = [d for d in dict.fromkeys(devices) if d != tensor.device]
     if len(others) > 1 and tensor.is_cuda and all(d.type == "cuda" for d in others):
-        # One after the other they would wait in the stream of the device that they come from.
+        # Separate copies would wait for each other in the stream of the source device.
         copies = broadcast(tensor, [tensor.device, *others])
         found = dict(zip([tensor.device, *others], copies, strict=True))
         return [found[d] for d in devices]
@@ -122,7 +124,7 @@ def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to the CPU that is not waited for would be read before it is there.
+    # A non-blocking copy to the CPU would be read before it has arrived.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -150,9 +152,9 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions as they lie in memory, outermost first; ``None`` if that is their own order.
+    """Return the dimensions as they lie in memory, outermost first; ``None`` for their own order.
 
-    Also where there are gaps: such tensors are laid out anew.
+    ``None`` also for tensors with gaps in memory, which are copied to contiguous memory.
     """
     if tensor.is_contiguous():
         return None
@@ -161,7 +163,7 @@ def _order(tensor: Tensor) -> list[int] | None:
 
 
 def _buckets(tensors: Sequence[Tensor], device: torch.device, *, force_flat: bool) -> Iterator[list[int]]:
-    """Yield the positions of tensors that travel together, of those that have to travel."""
+    """Yield the positions of the tensors that travel together; those that need not travel are left out."""
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         if tensor.device == device and not force_flat:
@@ -181,14 +183,15 @@ def _buckets(tensors: Sequence[Tensor], device: torch.device, *, force_flat: boo
         yield bucket
 
 
-# -- Copies of a module's parameters that stay on one device --------------------------------------
+# -- Copies of parameters -------------------------------------------------------------------------
 
 
 def versions_of(tensors: Sequence[Tensor]) -> Any:
     """Return the versions of all tensors in a form that is quick to make and to compare.
 
-    Where one of them has no counter, the result compares unequal to every other.
+    Where one of them has no counter, the result is unequal to every other.
     """
+    # ``_version`` is private: torch has no public way to ask for the counter that its autograd uses.
     try:
         return [t._version for t in tensors], [t.data_ptr() for t in tensors]
     except RuntimeError:  # a tensor that was made in inference mode
@@ -196,12 +199,12 @@ def versions_of(tensors: Sequence[Tensor]) -> Any:
 
 
 def version_of(tensor: Tensor) -> Any:
-    """Return what changes when ``tensor`` does: its version counter and the address of its data.
+    """Return the version counter of ``tensor`` and the address of its data, which change when it does.
 
     Tensors made in inference mode have no counter; they count as changed each time.
     """
     if tensor.is_inference():
-        return object()  # itself, not its id: the next one may have the same
+        return object()  # the object, not its id: a later object may have the same id
     return (tensor._version, tensor.data_ptr())
 
 
@@ -209,14 +212,14 @@ class ParameterMirror:
     """Copies of parameters that stay on one device.
 
     Args:
-        device: Where the copies are; it may be the parameters' own device.
-        force_flat: Transfer copies and gradients as between two devices, whatever they are.
+        device: The device of the copies; it may be the parameters' own.
+        force_flat: Transfer copies and gradients in flat pieces, as between two devices.
 
     Attributes:
-        device: Where the copies are.
+        device: The device of the copies.
         parameters: The parameters that are copied.
         copies: The copies, in the same order.
-        copied: How many tensors were copied so far, for tests and benchmarks.
+        copied: The number of tensors copied so far, for tests and benchmarks.
     """
 
     def __init__(self, device: torch.device, *, force_flat: bool = False) -> None:
@@ -230,7 +233,7 @@ class ParameterMirror:
         self._unchanged: Any = None
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
-        """Set the parameters to copy; copies of those that were there before are kept."""
+        """Set the parameters to copy; copies of earlier ones that are still among them are kept."""
         known = {
             id(p): (r, seen) for p, r, seen in zip(self.parameters, self.copies, self._seen, strict=True)
         }
@@ -242,15 +245,15 @@ class ParameterMirror:
         self._unchanged = None
 
     def suspect(self, positions: Iterable[int]) -> None:
-        """Copy the parameters at these positions next time, whatever their versions are."""
+        """Mark the parameters at these positions to be copied next time, whatever their versions are."""
         self._suspected.update(positions)
 
     def take_stale(self, now: Any, *, force: bool = False) -> tuple[list[int], bool]:
-        """Find which parameters changed since the last time, or their copies; `copy` must follow.
+        """Find parameters that changed since the last time, or their copies; `note_copied` must follow.
 
         Args:
             now: `versions_of` of the parameters, which all mirrors share.
-            force: Take all of them for changed.
+            force: Count all of them as changed.
 
         Returns:
             Their positions, and whether a copy is another tensor now, because its parameter has another
@@ -271,7 +274,7 @@ class ParameterMirror:
         return stale, replaced
 
     def note_copied(self, now: Any, stale: Sequence[int]) -> None:
-        """Note that these copies are equal to their parameters."""
+        """Record that these copies equal their parameters."""
         for i in stale:
             self._seen[i] = self._versions(i)
         self.copied += len(stale)
@@ -284,21 +287,23 @@ class ParameterMirror:
         return version_of(self.parameters[i]), version_of(self.copies[i])
 
     def _empty_like(self, parameter: Parameter) -> Tensor:
-        # Autograd refuses tensors that were made in inference mode.
+        # Autograd refuses tensors made in inference mode, and copies outlive the call that makes them.
         with torch.inference_mode(mode=False):
             return torch.empty_like(parameter.detach(), device=self.device)
 
 
 def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bool]) -> list[bool]:
-    """Copy what changed into all mirrors of the same parameters, together where it is the same.
+    """Copy changed parameters into all mirrors; mirrors that need the same ones get them in one transfer.
 
     Args:
-        mirrors: The mirrors.
+        mirrors: Mirrors of the same parameters.
         now: `versions_of` of the parameters.
         forced: For each mirror, whether to copy everything.
 
     Returns:
         For each mirror, whether a copy is another tensor now.
+
+    Collective: with several CUDA devices, torch's broadcast between them. No gradients.
     """
     found = [mirror.take_stale(now, force=force) for mirror, force in zip(mirrors, forced, strict=True)]
     groups: dict[tuple[int, ...], list[ParameterMirror]] = {}
@@ -325,10 +330,12 @@ def _same_form(copy: Tensor, parameter: Parameter) -> bool:
 def expose_to_autograd(
     parameters: Sequence[Parameter], mirrors: Sequence[ParameterMirror]
 ) -> list[list[Tensor]]:
-    """Return for each mirror its copies, tied by autograd to the parameters.
+    """Return for each mirror its copies, connected by autograd to the parameters.
 
-    They share storage and version counters with the copies, so that a later refresh reaches
-    them, and a graph that was recorded before it notices.
+    They share storage and version counters with the copies. So a later refresh reaches them, and a
+    backward pass through an older graph raises torch's error.
+
+    Collective: none in forward; backward sums the gradients of all mirrors on the parameters' device.
     """
     trained = [i for i, p in enumerate(parameters) if p.requires_grad]
     copies = [list(m.copies) for m in mirrors]
@@ -346,7 +353,11 @@ def expose_to_autograd(
 
 
 class _ExposeToAutograd(torch.autograd.Function):
-    """Forward: the copies. Backward: the sum of their gradients, on the parameters' device."""
+    """Autograd's link from copies to parameters.
+
+    Collective: forward returns the copies, without a transfer. Backward moves their gradients to the
+    parameters' device and returns the sum.
+    """
 
     @staticmethod
     def forward(
@@ -370,10 +381,10 @@ class _ExposeToAutograd(torch.autograd.Function):
 
 
 class _Sum:
-    """A sum of gradients, parameter by parameter, that holds one transfer more than itself.
+    """A sum of gradients for each parameter; it adds up one transfer at a time, to need little memory.
 
     Args:
-        width: How many parameters there are.
+        width: The number of parameters.
 
     Attributes:
         values: The sums; ``None`` where there was no gradient.
@@ -381,10 +392,10 @@ class _Sum:
 
     def __init__(self, width: int) -> None:
         self.values: list[Tensor | None] = [None] * width
-        self._own: set[int] = set()  # positions whose value is not shared
+        self._own: set[int] = set()  # positions whose value nothing else holds: added to in place
 
     def add(self, given: Sequence[tuple[int, Tensor]], home: torch.device, *, force_flat: bool) -> None:
-        """Add a replica's gradients, which are pairs of a position and a tensor."""
+        """Add a replica's gradients, given as pairs of a position and a tensor."""
         moved = set()
         for bucket, arrived in move_in_buckets([g for _, g in given], home, force_flat=force_flat):
             moved.update(bucket)
@@ -408,7 +419,7 @@ class _Sum:
                 in_place.append((i, held, gradient))
             else:
                 anew.append((i, held, gradient))
-        # One kernel for all of a kind.
+        # One kernel for all tensors of a kind: one each would cost a launch per parameter.
         if in_place:
             torch._foreach_add_([held for _, held, _ in in_place], [g for _, _, g in in_place])
         if anew:
@@ -419,7 +430,7 @@ class _Sum:
 
 
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """Return this thread's current stream on a device, if it is not the one that all threads have."""
+    """Return this thread's current stream on a device; ``None`` for the default stream of all threads."""
     if device.type == "cpu":
         return None
     stream = torch.accelerator.current_stream(device)
@@ -428,9 +439,10 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Work on a stream; what is done afterwards on this thread's own one waits for that.
+    """Run a block on a stream; later work on this thread's own stream waits for it.
 
-    For backward: autograd lets later nodes wait for the stream of the node's own device alone.
+    For backward: autograd makes later nodes wait only for the stream of the node's own device. Without the
+    wait they would read gradients that are still being summed.
     """
     if stream is None:
         yield
@@ -441,11 +453,11 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     own.wait_stream(stream)
 
 
-# -- The buffers of the real modules, and which of them have changed ------------------------------
+# -- Buffers of the real modules ------------------------------------------------------------------
 
 
 SMALL_NUMEL = 65_536
-"""Up to so many elements, a needless copy is preferred to a stale one."""
+"""Buffers of at most so many elements are copied in doubt: a needless copy is better than a stale one."""
 
 _COUNTS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
@@ -457,11 +469,11 @@ class _Buffer:
     Attributes:
         tensor: The buffer itself.
         owners: The modules that have it.
-        generation: A number that differs after each change.
+        generation: A number that grows with each change.
         seen: Its version when it was last checked.
         was_training: Whether an owner was in training mode then.
-        follows: Whether it may change silently while a module is in training mode.
-        is_unsure: Whether it may do so in evaluation, too.
+        follows: Whether it may change without its version counter while a module is in training mode.
+        is_unsure: Whether it may do so in evaluation mode, too.
         counter: The layer's counter of batches, where that reveals changes.
     """
 
@@ -475,7 +487,7 @@ class _Buffer:
     counter: Tensor | None = None
 
     def look(self, *, suspect: bool) -> bool:
-        """Return whether it has changed, or may have, since the last time."""
+        """Return whether the buffer has changed, or may have, since the last call."""
         seen = version_of(self.tensor), None if self.counter is None else version_of(self.counter)
         training = any(m.training for m in self.owners)
         silent = self.follows and (suspect or training or self.was_training)
@@ -487,11 +499,11 @@ class _Buffer:
 class OriginalBuffers:
     """The buffers of the real modules.
 
-    Version counters reveal most changes, but kernels such as ``batch_norm``, and writes through ``.data``,
-    leave them as they were. So a buffer that may be learned counts as changed on each call in
-    training mode: any that is saved with the state, and any small one. Large tables that are not saved
-    are taken as unchanged where their counters are. In evaluation small ones that are saved count as
-    changed, too, except those of BatchNorm, which counts its batches.
+    Version counters reveal most changes. Kernels like ``batch_norm``, and writes through ``.data``, leave
+    them unchanged. So in training mode each small buffer, and each floating-point buffer that is saved,
+    counts as changed on each call. A large table that is not saved counts as unchanged where its counter
+    is. In evaluation mode small saved buffers count as changed, too, except those of BatchNorm: its
+    counter of batches reveals changes.
 
     Args:
         modules: The modules that have the buffers.
@@ -499,10 +511,10 @@ class OriginalBuffers:
     Attributes:
         modules: Those modules.
         tensors: The buffers, each once.
-        slots: For each, where it stands: the number of a module, and a name.
+        slots: For each, its places: the number of a module, and a name.
         holders: The numbers of the modules that have any.
-        generations: For each, a number that differs after a change.
-        layout: A number that differs if there are other buffers, or other names.
+        generations: For each, a number that grows with a change.
+        layout: A number that grows when there are other buffers, or other names.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -513,10 +525,10 @@ class OriginalBuffers:
         self._read()
 
     def look(self, *, version: int, suspect: bool) -> None:
-        """Note what has changed.
+        """Update the generations of buffers that have changed.
 
         Args:
-            version: The structure's version: as long as it is the same, so are the buffers.
+            version: The structure's version: while it stays, the buffers are the same tensors.
             suspect: The module ran without replicas since: buffers may have changed silently.
         """
         if version != self._version:
@@ -540,7 +552,8 @@ class OriginalBuffers:
         for number, module in enumerate(self.modules):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
-                    # A tensor under two names is one buffer.
+                    # A tensor under two names is one buffer: a replica that got two copies would not see
+                    # what it writes through the other name.
                     buffer = found.setdefault(id(tensor), _Buffer(tensor, []))
                     buffer.owners.append(module)
                     slots.setdefault(id(tensor), []).append((number, name))
@@ -553,7 +566,7 @@ class OriginalBuffers:
 
 
 def _judge(buffer: _Buffer, module: nn.Module, name: str) -> None:
-    """Set which changes of a buffer its version counter does not reveal."""
+    """Set in which modes a buffer may change without its version counter."""
     tensor = buffer.tensor
     is_small = tensor.numel() <= SMALL_NUMEL
     is_saved = name not in module._non_persistent_buffers_set
@@ -570,12 +583,12 @@ def _judge(buffer: _Buffer, module: nn.Module, name: str) -> None:
 class OwnBuffers:
     """The buffers of one replica: copies, because its forward may write into them.
 
-    What it writes is lost with the next forward, as in ``nn.DataParallel``: the statistics that are
-    kept are those of replica 0, which is the module itself.
+    The next forward overwrites what it wrote, as in ``nn.DataParallel``. Only the statistics of replica 0
+    are kept, which is the module itself.
 
     Args:
         originals: The buffers of the real modules.
-        rows: For each of those modules, the dictionary in which the replica's buffers go.
+        rows: For each of those modules, the dictionary that gets the replica's buffers.
         device: The replica's device.
     """
 
@@ -592,7 +605,7 @@ class OwnBuffers:
         self._contents = Contents([])
 
     def sync(self, *, force: bool = False) -> None:
-        """Make the replica's buffers equal to the module's, copying only what changed.
+        """Make the replica's buffers equal to the module's; only changed ones are copied.
 
         Args:
             force: Copy all of them.
@@ -640,7 +653,7 @@ class OwnBuffers:
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the version counters; of tensors made in inference mode, which have none, something new."""
+    """Return the version counters; a tensor made in inference mode, which has none, gets a new object."""
     try:
         return [t._version for t in tensors]
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Random numbers of replicas, in activation checkpoints too, and the caller's settings in their threads."""
+"""Random streams of replicas, and the caller's per-thread settings in the replicas' threads."""
 
 import hashlib
 import sys
@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from tp_core.errors import ModelError
 
-# -- Random numbers inside of activation checkpoints, where replicas share a generator ------------
-# ``torch.utils.checkpoint`` notes the generator's state before a forward, to draw the same numbers again
-# when it runs that forward once more in backward. A replica that shares the generator has a state of its
-# own, which is in the generator only while it draws. So the state that was noted is replaced by the
-# replica's own, when the replica first draws inside of the checkpoint. torch keeps it in a local variable
-# of the functions on the stack; if it no longer does, that is an error, not a wrong gradient.
+# -- Random numbers in activation checkpoints -----------------------------------------------------
+# ``torch.utils.checkpoint`` saves the generator's state before a forward, to draw the same numbers again
+# when it repeats that forward in backward. A replica that shares the generator has a state of its own,
+# which is in the generator only while it draws. So the saved state is replaced by the replica's own, when
+# the replica first draws inside of the checkpoint. torch keeps it in a local variable of functions on the
+# stack; where it no longer does, we raise an error: the gradients would be wrong.
 #
-# Backward has to come after the replicas' call, as it does in training: what a replica computes by
-# backward inside of its own call draws while others do, without any lock.
+# Backward must come after the replicas' call, as it does in training. A backward inside of a replica's own
+# call would draw at the same time as other replicas, without any lock.
 
 
 _FILE = torch.utils.checkpoint.__file__
@@ -42,7 +42,7 @@ def correct_checkpoints(generator: torch.Generator) -> None:
         ModelError: This version of torch keeps the checkpoint's random state elsewhere.
     """
     frame: FrameType | None = sys._getframe(1)
-    is_found = False  # what the checkpoint has noted, in a function that it called
+    is_found = False  # the state that the checkpoint saved, in a frame that it called
     while frame is not None:
         if frame.f_code.co_filename == _FILE:
             noted = _noted_by(frame)
@@ -57,12 +57,12 @@ def correct_checkpoints(generator: torch.Generator) -> None:
 
 
 def _noted_by(frame: FrameType) -> dict[str, Any] | None:
-    """Return what a checkpoint's function has noted before the forward, by its names in torch."""
+    """Return the values that a checkpoint's function saved before the forward, by their names in torch."""
     variables = frame.f_locals
     if frame.f_code.co_name == "forward" and "ctx" in variables:
         noted: dict[str, Any] = vars(variables["ctx"])
         return noted
-    steps = variables.get("gen")  # whatever the function that drives them is called
+    steps = variables.get("gen")  # a local of whichever function runs the checkpoint's generator
     if isinstance(steps, GeneratorType) and steps.gi_frame is not None and steps.gi_code.co_filename == _FILE:
         return steps.gi_frame.f_locals
     return None
@@ -95,7 +95,7 @@ def _moved(key: str) -> ModelError:
     )
 
 
-# -- Which of torch's functions draw random numbers -----------------------------------------------
+# -- Torch's functions that draw random numbers ---------------------------------------------------
 
 
 _ALWAYS = """
@@ -121,7 +121,7 @@ torch: _standard_gamma _sample_dirichlet _fused_dropout _fill_mem_eff_dropout_ma
     _triton_scaled_dot_attention _flash_attention_forward_no_dropout_inplace
 nn: rrelu_with_noise rrelu_with_noise_
 """
-"""Operators behind functions that are not intercepted themselves, such as those of distributions."""
+"""Operators behind functions that are not intercepted themselves, as in ``torch.distributions``."""
 
 _HOMES: dict[str, Any] = {"torch": torch, "nn": torch._C._nn, "F": F, "Tensor": Tensor}
 
@@ -145,8 +145,8 @@ _RATE = frozenset({"dropout", "dropout_p"})
 
 
 def is_random_op(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Return whether the call takes numbers from the default generator of a device."""
-    # The compiler traces the first table; functions of the second it takes as a whole.
+    """Return whether the call draws from the default generator of a device."""
+    # While compiling, the first table alone: the compiler takes functions of the others as a whole.
     if function in _RANDOM or (not torch.compiler.is_compiling() and _is_random_inside(function)):
         return kwargs is None or kwargs.get("generator") is None
     if function not in _MAYBE_RANDOM:
@@ -158,7 +158,7 @@ def is_random_op(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _is_random_inside(function: Callable[..., Any]) -> bool:
-    """Return whether it is one of the second table, or an operator that is tagged as random."""
+    """Return whether it is a private operator of the table, or an operator that is tagged as random."""
     if isinstance(function, OpOverloadPacket):
         names: list[str] = function.overloads()
         return any(_TAG in getattr(function, name).tags for name in names)
@@ -167,16 +167,16 @@ def _is_random_inside(function: Callable[..., Any]) -> bool:
     return function in _RANDOM_INSIDE
 
 
-# -- Random numbers: independent for each replica, and a function of the caller's seed ------------
+# -- Random streams -------------------------------------------------------------------------------
 # Replica 0 draws from its device's generator, as the plain module would. Every other replica draws
-# from a stream that is a function of that generator's state at the beginning of the call and of the
+# from a stream that follows from that generator's state at the beginning of the call and from the
 # replica's number. So one seed gives one result, whatever the threads' timing, and no two replicas
 # drop the same units.
 #
 # torch has one default generator per device, shared by all threads. Where a replica is alone on its
-# accelerator, that generator is seeded for the time of the call. Where replicas share one (the CPU's
-# always is), each drawing function is run alone, with the replica's state put into the generator; and
-# activation checkpoints are given that state, to draw from it again in backward.
+# accelerator, that generator is seeded during the call. Where replicas share one (the CPU's is always
+# shared), each drawing function runs alone, under a lock, with the replica's state in the generator.
+# Activation checkpoints get that state, to draw from it again in backward.
 
 
 _CPU = torch.device("cpu")
@@ -194,13 +194,13 @@ class Streams:
         self._start: Tensor | None = None
         self._is_shared = _are_shared(devices)
         if not all(self._is_shared):
-            self.note_start()  # others do not wait for the lock before they draw
+            self.note_start()  # a replica alone on its device draws without the lock: it needs the start now
         self._lock = _drawing_lock()
         self._devices = devices
         self._drew = False
 
     def of(self, number: int) -> AbstractContextManager[Any]:
-        """Return the context in which the replica of that number runs."""
+        """Return the context in which replica ``number`` runs."""
         generator = _generator(self._devices[number])
         if generator is None:
             return nullcontext()
@@ -209,12 +209,12 @@ class Streams:
         return nullcontext() if number == 0 else OwnRng(self, generator, number)
 
     def note_start(self) -> None:
-        """Keep the state of the call's beginning; it must be called before anything is drawn."""
+        """Record the state at the call's beginning; call it before anything is drawn."""
         if self._start is None and self._home is not None:
             self._start = self._home.get_state()
 
     def close(self) -> None:
-        """Make sure that the next call finds another state, if replica 0 drew nothing."""
+        """Advance the generator if only other replicas drew: the next call must not repeat their numbers."""
         if not self._drew or self._home is None or self._start is None:
             return
         if torch.equal(self._start, self._home.get_state()):
@@ -227,17 +227,17 @@ class Streams:
         return int.from_bytes(digest.digest()) >> 1  # torch takes a signed 64-bit seed
 
     def note_draw(self) -> None:
-        """Note that a replica other than 0 drew a number."""
+        """Record that a replica other than 0 drew a number."""
         self._drew = True
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while a replica draws."""
+        """The lock that a replica holds while it draws: a generator has one state for all threads."""
         return self._lock
 
 
 class SerializedRng(TorchFunctionMode):
-    """Serializes the random operations of replicas that share a generator, each with its own state."""
+    """A mode that runs random operations one at a time, with the replica's state in a shared generator."""
 
     def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class SerializedRng(TorchFunctionMode):
 
 
 class OwnRng:
-    """Seeds the generator of a replica that is alone on its accelerator."""
+    """A context that seeds the generator of a replica that is alone on its accelerator."""
 
     def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
         self._streams = streams
@@ -302,15 +302,16 @@ class OwnRng:
 
 @lru_cache(maxsize=64)
 def _are_shared(devices: tuple[torch.device, ...]) -> tuple[bool, ...]:
-    """Return for each device whether others draw from its generator, too."""
+    """Return for each device whether several replicas draw from its generator."""
     return tuple(d.type == "cpu" or devices.count(d) > 1 for d in devices)
 
 
 def _drawing_lock() -> AbstractContextManager[Any]:
-    """Return the lock under which the generators are drawn from.
+    """Return the lock that replicas hold while they draw.
 
-    The compiler restores their states after each compilation, with what was drawn meanwhile forgotten
-    or a replica's state left in place. It holds a lock then; torch has no public name for it.
+    The compiler restores the generators' states after each compilation. A draw meanwhile would be undone,
+    or a replica's state would stay in the generator. The compiler holds a lock meanwhile, so replicas take
+    the same one; torch has no public name for it.
     """
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
     return (
@@ -321,7 +322,7 @@ def _drawing_lock() -> AbstractContextManager[Any]:
 def _generator(device: torch.device) -> torch.Generator | None:
     """Return the default generator of a device, or ``None`` where torch does not expose it.
 
-    While a CUDA graph is captured it does not: random numbers are then drawn with each replay.
+    It does not while a CUDA graph is captured: random numbers are then drawn at each replay.
     """
     if device == _CPU:  # comparing the types takes several times as long
         return torch.default_generator
@@ -335,11 +336,11 @@ def _generator(device: torch.device) -> torch.Generator | None:
     return generator
 
 
-# -- The settings of the caller's thread, which hold in the replicas' threads, too ----------------
+# -- Settings of the caller's thread --------------------------------------------------------------
 
 
 class Caller(NamedTuple):
-    """The settings of a thread that torch and Python keep per thread.
+    """The settings that torch and Python keep per thread, of the thread that calls the replicas.
 
     Attributes:
         grad: Whether gradients are recorded.
@@ -347,8 +348,8 @@ class Caller(NamedTuple):
         num_threads: Threads of one operation on the CPU.
         variables: The context variables.
         has_modes: Whether a mode or a transform of torch.func is active in this thread: `has_modes`.
-        contexts: What returns, for the device of a replica, a context in which it runs; empty where no
-            other setting is in use.
+        contexts: Functions from a replica's device to a context for its call; empty where no other
+            setting is in use.
     """
 
     grad: bool
@@ -371,7 +372,7 @@ class Caller(NamedTuple):
         for kind in types:
             if torch.is_autocast_enabled(kind):
                 contexts.append(_autocast(kind))
-        # torch has no public way to ask for the hooks that it lets one set, nor for modes.
+        # Private: torch has public ways to set these hooks and modes, and none to ask for them.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:
             contexts.append(lambda _: saved_tensors_hooks(*hooks))
@@ -411,7 +412,7 @@ class Caller(NamedTuple):
             device: The replica's device.
             rng: The context of its random numbers.
         """
-        # These two stay set in our threads between calls.
+        # These two stay set in our threads between calls: a context for each call would cost more.
         if torch.is_grad_enabled() is not self.grad:
             torch.set_grad_enabled(self.grad)
         if torch.get_num_threads() != self.num_threads:
@@ -427,24 +428,25 @@ class Caller(NamedTuple):
 
 
 def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
-    """Return what makes contexts with this thread's autocast of a device type."""
+    """Return a function that makes contexts with this thread's autocast of a device type."""
     dtype = torch.get_autocast_dtype(kind)
     return lambda _: _in_autocast(kind, dtype)
 
 
 @contextmanager
 def _in_autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast without its cache of lowered weights, which all threads have in common.
+    """Run a block under autocast without its cache of lowered weights, which all threads share.
 
-    Replicas that share weights would use the one that another made, and ``torch.autocast`` empties it at its
-    end: how gradients are rounded would follow from the threads' timing. Copies are never kept in it.
+    Replicas that share weights would use an entry that another one made, and ``torch.autocast`` empties
+    the cache at its end. The rounding of gradients would depend on the threads' timing. Weights that are
+    copies never enter the cache.
     """
     enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(False)
-    torch.autocast_increment_nesting()  # so that one within, of the module's own, does not empty it, either
+    torch.autocast_increment_nesting()  # else the end of a module's own autocast would empty the cache
     try:
         yield
     finally:
@@ -456,15 +458,17 @@ def _in_autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Iterator[None]:
-    """Run on the caller's streams, on a device: the thread of a replica starts on the default ones.
+    """Run a block on a device with the caller's streams: the thread of a replica starts on the default ones.
+
+    On the default stream a replica would read its part before the caller's stream has made it.
 
     Args:
         streams: The caller's current stream on each accelerator.
-        device: The replica's.
+        device: The replica's device.
     """
     with ExitStack() as stack:
         for other, stream in streams.items():
-            # A part may be on another device: its transfer has to come after what made it.
+            # A part may come from another device: its transfer must run after the work that makes it.
             if other != device and stream.stream_id != 0:
                 stack.enter_context(stream)
         if device.type != "cpu":
@@ -476,15 +480,17 @@ def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Ite
 def has_modes() -> bool:
     """Return whether this thread is in a TorchFunctionMode, a TorchDispatchMode or a transform of torch.func.
 
-    They are those of a thread. The parts of a call then run one after the other, in this one.
+    Modes belong to one thread. The parts of a call then run in this thread, one after the other.
     """
+    # Private: torch has no public way to ask for active modes; without the check they would be ignored
+    # in the replicas' threads.
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
     if not torch._C._len_torch_function_stack():
         return False
     from torch.utils._device import DeviceContext  # torch loads it when it is first needed
 
-    # A default device is such a mode, too; so is the one that serializes random operations.
+    # A default device is such a mode, too, and so is our own for random operations: neither counts.
     return any(
         not isinstance(torch._C._get_function_stack_at(i), DeviceContext | SerializedRng)
         for i in range(torch._C._len_torch_function_stack())

@@ -1,4 +1,4 @@
-"""A replica's modules: shallow copies of the real ones, with containers and buffers of their own."""
+"""The modules of a replica: shallow copies of the real ones, with containers and buffers of their own."""
 
 import copy
 import warnings
@@ -18,17 +18,17 @@ from tp_core._tensors._slices import is_sharded
 from tp_core.errors import ModelError
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
 
-# -- What makes a replica leave gradients alone ---------------------------------------------------
+# -- Marks of a replica ---------------------------------------------------------------------------
 
 
 R = TypeVar("R")
 
 
 def marks_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that make a replica of ``module`` leave gradients alone.
+    """Return the attributes that keep ``zero_grad`` on a replica of ``module`` from clearing gradients.
 
-    ``_is_replica`` is torch's own mark, for classes whose ``zero_grad`` ends in that of ``nn.Module``. By
-    itself it warns and then clears the gradients of whatever the replica shares with the module.
+    ``_is_replica`` is torch's own mark, for classes with a ``zero_grad`` that calls ``nn.Module``'s. By
+    itself torch warns there, and then clears the gradients of what the replica shares with the module.
     """
     marks: dict[str, Any] = {"_is_replica": True}
     if type(module).zero_grad is nn.Module.zero_grad:
@@ -37,7 +37,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
 
 
 def call_as_replica(module: nn.Module, function: Callable[..., R], *args: Any) -> R:
-    """Return ``function(*args)``; meanwhile the module itself counts as a replica, the first of several."""
+    """Return ``function(*args)``; during the call the module itself is marked as the first replica."""
     attributes = vars(module)
     marks = marks_of(module) if "zero_grad" not in attributes else {}
     attributes.update(marks)
@@ -49,7 +49,7 @@ def call_as_replica(module: nn.Module, function: Callable[..., R], *args: Any) -
 
 
 def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT002, RUF100 - torch's signature
-    # The beginning is that of torch's own warning, so that filters written for it go on working.
+    # The text begins like torch's own warning, so that filters written for that one still match.
     warnings.warn(
         "Calling .zero_grad() from a module created with nn.DataParallel() has no effect: inside of forward "
         "a replica's parameters collect no gradients of their own; call it on the wrapper, before forward, "
@@ -58,7 +58,7 @@ def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT00
     )
 
 
-# -- The modules below a root, and whether they are still what replicas were made of --------------
+# -- The real modules -----------------------------------------------------------------------------
 
 
 class Original:
@@ -80,7 +80,7 @@ class Original:
         self._contents = Contents([vars(module)])
 
     def look(self) -> None:
-        """Note whether attributes have changed."""
+        """Increase the version if attributes have changed."""
         if not self._contents.is_same():
             self._contents.read()
             self.version += 1
@@ -89,9 +89,9 @@ class Original:
 class Structure:
     """The modules below a root, each once, in the order of ``root.modules()``.
 
-    torch has no public way to a module's own children and parameters without a walk, so their
+    torch has no public way to a module's own children and parameters without a walk. So their
     dictionaries (``_modules``, ``_parameters``, ``_buffers``) are read directly, here and in the other
-    modules of this package; torch's own ``replicate`` does the same.
+    modules of this package. torch's own ``replicate`` does the same.
 
     Args:
         root: The module to read.
@@ -123,18 +123,22 @@ class Structure:
         self._contents = Contents(d for m in self._plain for d in (vars(m), m._modules, m._buffers))
         self._slots = Contents(m._parameters for m in self._plain)
         self._hooks: list[Any] = [h for m in self._plain for h in _hooks_of(m)]
-        everywhere = nn.modules.module
+        everywhere = nn.modules.module  # hooks of all modules: torch has no public way to ask for them
         self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
         self._parameters = list(root.parameters())
         self.check()
 
     def check(self) -> None:
-        """Make sure that all parameters and buffers can be replicated."""
+        """Check that all parameters and buffers can be replicated.
+
+        Raises:
+            ModelError: One cannot.
+        """
         for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
             _check(name, tensor, self.home)
 
     def is_current(self) -> bool:
-        """Return whether no module was replaced, added, or given another class since.
+        """Return whether no module was replaced or added, or has another class since.
 
         Other changes of attributes increase the versions.
         """
@@ -154,7 +158,7 @@ class Structure:
         return any(self._hooks)
 
     def _read_rows(self) -> list[dict[str, Any]]:
-        """Return the dictionaries that are compared."""
+        """Return the dictionaries to compare by identity: a module may get a new one."""
         rows = ((vars(m), m._modules, m._parameters, m._buffers, *_hooks_of(m)) for m in self._plain)
         return list(chain.from_iterable(rows))
 
@@ -211,7 +215,7 @@ def _check(name: str, tensor: Tensor, home: torch.device) -> None:
         raise ModelError(msg)
 
 
-# -- A replica's own lists, dicts and sets, where a module has some as plain attributes -----------
+# -- Containers of a replica ----------------------------------------------------------------------
 
 
 _DICTS = {dict, OrderedDict, defaultdict}
@@ -226,18 +230,18 @@ _TORCHS_OWN = {
 
 
 def is_container(name: str, value: Any) -> bool:
-    """Return whether an attribute is a container of the module's author, which forward may fill."""
+    """Return whether an attribute is a container of the module's author, and not one of torch's own."""
     return type(value) in _CONTAINERS and name not in _TORCHS_OWN
 
 
 class OwnContainers:
-    """Containers of one replica in place of the module's, with what those have when a call begins.
+    """Lists, dicts and sets of one replica in place of the module's, with equal contents when a call begins.
 
-    A forward that leaves something there, such as losses of its layers, would find that of the other parts
-    beside its own, and in no order. What is one container in several modules is one in the replica, too.
+    A forward may leave values there, as losses of its layers. In a shared container it would find those
+    of the other parts too, in no order. One container in several modules is one in the replica, too.
 
     Args:
-        replica_of: The replica's modules, by the ``id`` of the real ones, whose places they take.
+        replica_of: The replica's modules, by the ``id`` of the real modules.
     """
 
     def __init__(self, replica_of: Mapping[int, nn.Module]) -> None:
@@ -252,12 +256,12 @@ class OwnContainers:
         return pair[1]
 
     def keep(self, real: Iterable[Any]) -> None:
-        """Let go of all but these."""
+        """Drop all pairs but those of these real containers."""
         kept = set(map(id, real))
         self._pairs = {key: pair for key, pair in self._pairs.items() if key in kept}
 
     def refill(self) -> None:
-        """Put into the replica's containers what the real ones have now."""
+        """Copy the present contents of the real containers into the replica's."""
         known = {key: own for key, (_, own) in self._pairs.items()}
         for real, own in self._pairs.values():
             self._fill(own, real, known)
@@ -278,7 +282,7 @@ class OwnContainers:
             )
 
     def _version(self, value: Any, known: dict[int, Any]) -> Any:
-        """Return what stands in the replica's containers for a value in a real one."""
+        """Return the replica's counterpart of a value in a real container."""
         if isinstance(value, nn.Module):
             return self._replica_of.get(id(value), value)
         if type(value) not in _CONTAINERS:
@@ -289,7 +293,7 @@ class OwnContainers:
         return known[id(value)]
 
 
-# -- The modules of a replica: shallow copies of the real ones ------------------------------------
+# -- Modules of a replica -------------------------------------------------------------------------
 
 
 class _ReplicaModule:
@@ -355,7 +359,7 @@ class _ReplicaModule:
         self.version = self.original.version
 
     def is_behind(self) -> bool:
-        """Return whether the real module has other attributes now, or other values in moved tensors."""
+        """Return whether the real module's attributes, or values of moved tensors, have changed."""
         if self.version != self.original.version:
             return True
         return any(t._version != version for t, version in self.tensors)
@@ -363,7 +367,7 @@ class _ReplicaModule:
     def _move_tensors(
         self, real: Mapping[str, Any], found: dict[str, Any], device: torch.device, home: torch.device
     ) -> None:
-        """Move tensors that are plain attributes, unless a forward left them there with their graph."""
+        """Move tensors that are plain attributes; those that a forward left there with their graph stay."""
         for name, value in real.items():
             if isinstance(value, Tensor) and value.device == home and not value.requires_grad:
                 found[name] = value.to(device, non_blocking=device.type != "cpu")
@@ -371,24 +375,23 @@ class _ReplicaModule:
                     self.tensors.append((value, value._version))
 
     def _rewire_compiled(self) -> None:
-        """Let the copy of a compiled module run the copy of what was compiled."""
+        """Make the copy of a compiled module run the copy of the inner module."""
         context, call = self._compiled
         inner = self.own["_modules"].get("_orig_mod")
         if context is not None and inner is not None:
-            # torch.compile(module): its forward is a closure over the original.
+            # After torch.compile(module), forward is a closure over the original: the copy would run that.
             fresh: Any = type(self.original.module)
             self.own["forward"] = vars(fresh(inner, context))["forward"]
         elif call is not None:
-            # module.compile() keeps no options: the copy runs uncompiled.
+            # module.compile() keeps no options to compile the copy with: it runs uncompiled.
             self.own["_compiled_call_impl"] = None
 
 
 class ReplicaModules:
     """The modules of one replica.
 
-    Each has the class and the attributes of the real module, refreshed by `sync`, and its own
-    children and buffers. Its parameters are those of the real module, or those that `give_parameters`
-    got last.
+    Each has the class and the attributes of the real module, updated by `sync`, and children and buffers
+    of its own. Its parameters are those of the real module, or the last ones of `give_parameters`.
 
     Args:
         structure: The real modules.
@@ -399,7 +402,7 @@ class ReplicaModules:
 
     Attributes:
         root: The copy of the structure's root.
-        given: The parameters that `give_parameters` got last.
+        given: The last parameters of `give_parameters`.
 
     Raises:
         ModelError: A TorchScript module would have to be copied to another device.
@@ -439,11 +442,11 @@ class ReplicaModules:
         self.root = self._replica_of[id(structure.root)]
         self._buffers = OwnBuffers(buffers, [t.own["_buffers"] for t in self._replicas], device)
         self._containers = OwnContainers(self._replica_of)
-        for replica in reversed(self._replicas):  # children first: parents wrap their calls
+        for replica in reversed(self._replicas):  # children first: a compiled parent wraps its child's call
             self._copy_attributes(replica)
         self._containers.refill()
         if compile_options is not None:
-            # Its children may be compiled, too: it comes last.
+            # Last, as children may be compiled, too.
             self.root.compile(**compile_options)
             root = next(t for t in self._replicas if t.module is self.root)
             root.own["_compiled_call_impl"] = vars(self.root)["_compiled_call_impl"]
@@ -454,7 +457,7 @@ class ReplicaModules:
         self._buffers.sync(force=force)
         self._containers.refill()
         if not self._are_untouched():
-            behind = self._replicas  # some were changed from outside: all are copied from the real ones
+            behind = self._replicas  # a forward or a hook changed some: all are copied again
         elif self._version != self._structure.version or self._moved:
             behind = [t for t in self._replicas if t.is_behind()]
         else:
@@ -471,7 +474,7 @@ class ReplicaModules:
         replica.copy_attributes(self._replica_of, self._containers, self.device, self._structure.home)
 
     def _watch(self) -> None:
-        """Remember the attributes of the replica's modules."""
+        """Record the attributes of the replica's modules, to notice changes."""
         self._all = Contents(vars(t.module) for t in self._replicas)
         self._some = Contents(vars(t.module) for t in self._replicas if not _is_of_torch(t.module))
         self._moved = any(t.tensors for t in self._replicas)
@@ -479,15 +482,15 @@ class ReplicaModules:
     def _are_untouched(self) -> bool:
         """Return whether no forward has changed attributes of the replica's modules.
 
-        The layers of torch do not change their own; code that changes them from outside changes the real
-        ones, too, which is noticed. Hooks may change any.
+        Layers of torch do not change their own attributes, so they are skipped. Code that changes them
+        from outside changes the real ones, too, and that is noticed. Hooks may change any attribute.
         """
         was_hooked, self._is_hooked = self._is_hooked, self._structure.is_hooked()
         looked_at = self._all if was_hooked or self._is_hooked else self._some
         return looked_at.is_same()
 
     def give_parameters(self, exposed: dict[int, Tensor]) -> None:
-        """Use these tensors, found by the ``id`` of the real parameter, as parameters."""
+        """Set the parameters to these tensors, by the ``id`` of the real parameter."""
         self.given = exposed
         for replica in self._replicas:
             real = replica.original.module
@@ -527,7 +530,7 @@ def _own_version(value: Any, replica_of: Mapping[int, nn.Module]) -> Any:
 
 
 def _give_flat_weights(module: nn.RNNBase, own: dict[str, Any]) -> None:
-    """Fill the list of weights of a recurrent layer, which would be made anew on each forward."""
+    """Fill the list of weights of a recurrent layer; torch would rebuild it on each forward otherwise."""
     mine = own["_parameters"]
     names = module._flat_weights_names
     if all(name in mine for name in names):
