@@ -68,7 +68,7 @@ class Parts(tuple[Any, ...]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Batches of a loader's workers are pickled; a tuple's own way would lose counts and order.
+        # Batches of a loader's workers are pickled; a tuple's own way would call __new__ without counts.
         return _rebuild_parts, (self[:], self.counts, self.order)
 
 

@@ -175,10 +175,7 @@ class Stream:
             yield batch
 
     def _go_on(self, done: int) -> Iterator[Any]:
-        """Yield batches from the end of the epoch before; a second whole pass is not begun.
-
-        Otherwise an epoch longer than the stream would repeat it without an end.
-        """
+        """Yield batches from the end of the epoch before, at most to the end of a pass that it began."""
         began_here = self._iterator is None and self._done <= done
         while True:
             if self._iterator is None:

@@ -33,7 +33,7 @@ SIGNALS = tuple(
 """The signals that ask a run to end."""
 
 _LOOK_S = 0.1  # between two looks of a worker at the program
-_END_S = 5.0  # for a killed worker to end: a process in an uninterruptible wait must not hang the parent
+_END_S = 5.0  # to reap a killed worker: the parent must not wait without an end
 _FORK_SERVER_MODULE = "tp_core._data._fork_server"
 
 
