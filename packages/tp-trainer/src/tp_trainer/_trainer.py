@@ -907,7 +907,7 @@ class Trainer:
             StepError: The loss or its weight is none; or it can be of several batches that lie differently
                 on the ranks.
 
-        Collectives: those of `Session.backward`; before them an all-reduce of one number, if there is a
+        Collectives: as in `Session.backward`; before them an all-reduce of one number, if there is a
         weight and no total.
         """
         if not isinstance(loss, Tensor) or loss.dim():
@@ -1011,7 +1011,7 @@ class Trainer:
             ConfigError: A limit is not above 0.
             NonFiniteLossError: The gradients are NaN or infinite.
 
-        Collectives: those of the session's ``clip_grad_norm``, if gradients are clipped or looked at.
+        Collectives: as in the session's ``clip_grad_norm``, if gradients are clipped or looked at.
         """
         check_optimizer("update()", optimizer)
         prepared = self._prepare_model(model)
@@ -1060,7 +1060,7 @@ class Trainer:
         Returns:
             The norm before scaling, a scalar tensor that is equal on all ranks.
 
-        Collectives: those of `Session.clip_grad_norm`.
+        Collectives: as in `Session.clip_grad_norm`.
 
         Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
         """

@@ -38,7 +38,7 @@ class Checkpointer:
 
     Args:
         settings: What the user wants.
-        session: Whose run it is; every method is called on all of its ranks.
+        session: The session of the run; every method is called on all of its ranks.
     """
 
     def __init__(self, settings: Checkpoints, session: Session) -> None:
@@ -87,7 +87,7 @@ class Checkpointer:
             ConfigError: Another run uses the folder; on all ranks.
             OSError: The folder cannot be written to; on all ranks.
 
-        Collectives: those of :meth:`_exchange`.
+        Collectives: as in :meth:`_exchange`.
         """
         if self._session.is_main:
             self._writer.open()
@@ -203,7 +203,7 @@ class Checkpointer:
             OSError: A rank could not write.
             StateError: Something that no checkpoint holds was to be written, or a thread failed otherwise.
 
-        Collectives: those of :meth:`Session.gather_objects`.
+        Collectives: as in :meth:`Session.gather_objects`.
         """
         failure, self._writer.failure = self._writer.failure, None
         answers = self._session.gather_objects((_described(failure), self.last))
@@ -301,7 +301,7 @@ class Writer:
 
     Args:
         settings: What the user wants.
-        session: Whose run it is.
+        session: The session of the run.
 
     Attributes:
         folder: The folder of the run.
@@ -504,7 +504,7 @@ class Writer:
         Returns:
             What all ranks have written and brought onto the disk, each with the digests of its own files.
 
-        Collectives: those of writing together, one gather; over the group of the writing threads.
+        Collectives: as in writing together, one gather; over the group of the writing threads.
         """
         from tp_core.state import write_tensors
 

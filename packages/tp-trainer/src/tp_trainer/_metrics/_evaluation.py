@@ -142,7 +142,7 @@ class Validation:
             GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
             LoaderError: A loader has yielded no sample, on any rank.
 
-        Collectives: those of `evaluate`, for each loader.
+        Collectives: as in `evaluate`, for each loader.
         """
         results: dict[str, float] = {}
         for prefix, batches in self.loaders.items():

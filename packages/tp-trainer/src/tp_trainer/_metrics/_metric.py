@@ -159,7 +159,7 @@ class MetricSet:
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: those of `OrderedGather.add`, if there are metrics or signals are asked for.
+        Collectives: as in `OrderedGather.add`, if there are metrics or signals are asked for.
         """
         if not self._metrics or not isinstance(output, Mapping):
             self._feed(self._gather.reach(number))
@@ -176,7 +176,7 @@ class MetricSet:
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: those of `OrderedGather.finish`, if there are metrics or signals are asked for.
+        Collectives: as in `OrderedGather.finish`, if there are metrics or signals are asked for.
         """
         self._feed(self._gather.finish())
 

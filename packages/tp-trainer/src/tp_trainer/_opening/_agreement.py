@@ -109,7 +109,7 @@ def check_same(session: Session, facts: Mapping[str, Any]) -> None:
     Raises:
         DisagreementError: On every rank, with the first fact in which one differs.
 
-    Collectives: those of `Session.gather_objects`.
+    Collectives: as in `Session.gather_objects`.
     """
     difference = _first_difference(session.gather_objects(dict(facts)))
     if difference:
@@ -124,7 +124,7 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
     Raises:
         DisagreementError: On every rank, with the first setting in which one differs.
 
-    Collectives: those of `Session.gather_objects`, with several data ranks.
+    Collectives: as in `Session.gather_objects`, with several data ranks.
     """
     if session.data_size == 1:
         return

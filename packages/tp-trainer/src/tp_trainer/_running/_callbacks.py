@@ -1,4 +1,4 @@
-"""The callbacks of one run, given, named or joined by themselves; and the events that they are sent."""
+"""The callbacks of one run, given, named or self-joining, and the events sent to them."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from tp_core.plugins import Callback, Contribution, NamedCallback, PluginRegistr
 log = logging.getLogger("tp_trainer")
 
 _EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
-# The words of Keras, Lightning and transformers for what is called differently here.
+# Names of events in Keras, Lightning and transformers, and what they are called here.
 _THEIR_WORDS = {
     "train_epoch": "epoch",
     "batch": "step",
@@ -24,19 +24,19 @@ _THEIR_WORDS = {
 def find_callbacks(
     given: Iterable[Callback | str], plugins: PluginRegistry
 ) -> tuple[list[Callback], dict[Callback, str]]:
-    """Return the callbacks of a run, in the order of the script, those that join by themselves last.
+    """Return the callbacks of a run: those given, in their order, then those that join by themselves.
 
     Args:
         given: Callbacks, or names of installed ones.
-        plugins: Where those are looked for.
+        plugins: The registry with the installed ones.
 
     Returns:
-        All of them, and the names of those that joined by themselves: a failure of one of these leaves it
-        out.
+        All callbacks, and the names of those that joined by themselves. A joined callback that fails is
+        left out; a given one ends the run.
 
     Raises:
         ConfigError: Something given is not a callback, has a method for an event that does not exist, or is
-            given twice; or no plugin brings that name, or its callback cannot be made.
+            given twice. Or no plugin has that name, or its callback cannot be made.
         PluginError: The plugin of that name is broken, or was blocked.
     """
     if isinstance(given, str | Callback) or not isinstance(given, Iterable):
@@ -102,9 +102,9 @@ def _loaded(contribution: Contribution[NamedCallback]) -> Callback:
 
 
 def _check_events(callback: Callback) -> None:
-    """Refuse a method that nothing would ever call, also one of a mixin.
+    """Refuse a method that no event calls, also one of a mixin.
 
-    Only classes are looked at: a function that an object keeps is an attribute as any other.
+    Only the class is checked: a function stored on the object may be any attribute.
     """
     kind = type(callback)
     for name in dir(kind):
@@ -126,11 +126,11 @@ class Events:
     """Sends the events of a run.
 
     Args:
-        callbacks: Those of the run, in the order in which they are called.
-        joined: The names of those that no script gave: one that fails is left out, and named in the log.
+        callbacks: The run's callbacks, in calling order.
+        joined: The names of the self-joined ones. One that fails is logged and left out.
 
     Attributes:
-        callbacks: Those that are left.
+        callbacks: The callbacks still in the run.
     """
 
     def __init__(self, callbacks: Iterable[Callback], joined: Mapping[Callback, str]) -> None:
@@ -164,10 +164,10 @@ class Events:
                 which = self._joined[joined]
                 log.exception("the callback %r failed in %s and is left out of the run", which, name)
                 self.callbacks = [other for other in self.callbacks if other is not joined]
-                self._find()
+                self._find()  # on this rank alone: see `Loop._may_be_requested`
 
     def states(self) -> dict[str, Callback]:
-        """Return the callbacks by the names under which checkpoints keep their state."""
+        """Return the callbacks by the names that their states have in checkpoints."""
         numbers: dict[str, int] = {}
         named = {}
         for callback in self.callbacks:

@@ -1,4 +1,4 @@
-"""The user's own loop: its validation, and the events of the steps that it makes."""
+"""Hooks of a custom loop: its validation, and the events of its steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,14 +15,14 @@ from tp_trainer._running._loop import LoopHooks
 
 
 class CustomLoopHooks(LoopHooks):
-    """What a trainer adds to a loop whose steps are its user's.
+    """The hooks of a custom loop, in which the user's code makes the steps.
 
     Args:
-        session: Where the steps run.
-        events: Those of the run.
+        session: The session that runs the steps.
+        events: The run's events.
         validate: The user's function, or ``None``.
-        evaluating: Returns the context in which the trainer's evaluations are cut short at boundaries.
-        sending: Returns the context in which the trainer sends events of the steps that it makes.
+        evaluating: Returns a context in which a signal ends the trainer's evaluations at a boundary.
+        sending: Returns a context in which the trainer sends the events of the steps that it makes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CustomLoopHooks(LoopHooks):
         boundaries: StepBoundaries | None,
         max_batches: int | None,  # noqa: ARG002 - the user's function has its own loaders
     ) -> Mapping[str, float]:
-        """Return the numbers of the user's validation, which a signal ends within its evaluations."""
+        """Return the numbers of the user's validation. A signal ends its evaluations early."""
         if self._validate is None:
             return {}
         with self._evaluating(boundaries):
@@ -51,7 +51,7 @@ class CustomLoopHooks(LoopHooks):
 
     @contextmanager
     def while_open(self, loop: RunView) -> Iterator[None]:
-        """Send the events of the steps that are made meanwhile, if a callback has them."""
+        """Send the events of the steps made within the context, if a callback has them."""
         if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
             yield
             return
@@ -61,16 +61,16 @@ class CustomLoopHooks(LoopHooks):
 
 
 class ManualStepEvents:
-    """Sends the callbacks of a loop its backward passes, and the optimizer steps before they are made.
+    """Sends the events of a custom loop: after each backward pass, and before each optimizer step.
 
     Args:
-        session: Where the steps run.
-        loop: The one that callbacks are given.
-        events: Sends them.
+        session: The session that runs the steps.
+        loop: The loop that callbacks get.
+        events: The run's events.
 
     Attributes:
         has_step_event: Whether a callback has the event of optimizer steps.
-        is_sent: Whether whoever makes the optimizer step at hand sends its event, so that its hook need not.
+        is_sent: Whether `Trainer.update` sends the event of this optimizer step, so that the hook must not.
     """
 
     def __init__(self, session: Session, loop: RunView, events: Events) -> None:
@@ -79,18 +79,18 @@ class ManualStepEvents:
         self.is_sent = False
 
     def backward_end(self) -> None:
-        """Send the event of a backward pass that was made."""
+        """Send the event after a backward pass."""
         self._events.send("on_backward_end", self._loop)
 
     def optimizer_step(self, grad_norm: Tensor) -> None:
-        """Send the event of an optimizer step that will be made."""
+        """Send the event before an optimizer step."""
         self._events.send("on_optimizer_step", self._loop, grad_norm)
 
     @contextmanager
     def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """Send the event of each optimizer step meanwhile, with the norm of the gradients that it uses.
+        """Send the event of each optimizer step within the context, with the norm of its gradients.
 
-        Collectives: those of `Session.grad_norm` in each of their steps, if a callback has the event.
+        Collectives: as in `Session.grad_norm`, in each step, if a callback has the event.
         """
         watched = optimizers if self.has_step_event else ()
         handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in watched]
@@ -101,7 +101,7 @@ class ManualStepEvents:
                 handle.remove()
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # A closure makes the gradients only within the step, and maybe several times.
+        # A closure computes the gradients within the step, maybe several times: there is no norm yet.
         takes_closure = any(callable(value) for value in (*arguments[1:], options.get("closure")))
         if self.is_sent or takes_closure:
             return

@@ -25,20 +25,20 @@ from tp_trainer._steps._step import (
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler, as far as the loop needs it."""
+    """A learning-rate scheduler: the one method that the loop needs."""
 
     def step(self) -> None:
-        """Move on."""
+        """Set the next learning rate."""
 
 
 class FitHooks(LoopHooks):
-    """What ``fit`` does with a batch, in validations and at the ends of epochs.
+    """The hooks of ``fit``: validation, checks of parameters, and the ends of epochs.
 
     Args:
-        settings: What is done with each batch.
+        settings: The arguments of the call.
         optimizer_step: Makes the optimizer steps.
-        run: Runs the user's step where the session wants it.
-        validation: What the run is evaluated on, or ``None``.
+        run: Runs the user's step on the session's devices.
+        validation: The validation of the run, or ``None``.
         train: The prepared loader.
         after_epoch: Called after every epoch.
     """
@@ -61,7 +61,10 @@ class FitHooks(LoopHooks):
         self.skips_nonfinite = settings.gradients.nonfinite == "skip"
 
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
-        """Evaluate the model on the loaders of the validation."""
+        """Evaluate the model on the validation's loaders.
+
+        Collectives: as in `Validation.evaluate`.
+        """
         if self._validation is None:
             return {}
         session, model = self.optimizer_step.session, self.optimizer_step.model
@@ -69,11 +72,14 @@ class FitHooks(LoopHooks):
         return self._validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
 
     def check_parameters(self) -> None:
-        """Raise where the last step has made a parameter NaN or infinite."""
+        """Raise if the last step has made a parameter NaN or infinite.
+
+        Collectives: as in `OptimizerStep.check_parameters`.
+        """
         self.optimizer_step.check_parameters()
 
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
-        """Step the scheduler, if it moves every epoch."""
+        """Step the scheduler, if it steps once per epoch."""
         scheduler = self.settings.scheduler
         if scheduler is None or self.settings.scheduler_every != "epoch":
             return
@@ -99,7 +105,7 @@ def train(loop: Loop, hooks: FitHooks) -> History:
     if events.has("on_optimizer_step"):
         hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
     with restore_modes(model):
-        model.train()  # before the run begins: who takes part in it may freeze modules
+        model.train()  # before on_fit_start, in which a callback may set a frozen module to eval mode
         with loop:
             for number, batches in enumerate(loop.by_epoch()):
                 _train_epoch(loop, batches, hooks, is_first=not number)
@@ -107,7 +113,10 @@ def train(loop: Loop, hooks: FitHooks) -> History:
 
 
 def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_first: bool) -> None:
-    """Train on the batches of an epoch. The hot path: what is not needed in a step is not in it."""
+    """Train on the batches of an epoch.
+
+    This is the hot path: attributes are bound to locals, and checks run in the first step alone.
+    """
     run, step, update, meter = hooks.run, hooks.settings.training_step(), hooks.optimizer_step, loop.meter
     scheduler = hooks.settings.scheduler if hooks.settings.scheduler_every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
@@ -133,7 +142,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
 
     def learn(batch: Any) -> StepOutput:
         output = run(step, model, batch)
-        # A scalar alone is what nearly every step returns: to look at more costs as much as all else.
+        # Most steps return a scalar: the full check of `loss_of` would double the cost of this function.
         if type(output) is Tensor and output.requires_grad and not output.dim():
             loss = output
         else:
@@ -158,7 +167,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
             with no_sync(model):
                 learn(batch)
             continue
-        # Kept until the next one is there: to free the graph before the optimizer steps takes longer.
+        # Kept until the next step: freeing the graph before the optimizer step takes longer.
         output = learn(batch)  # noqa: F841
         if not finish():
             if not update.is_empty:

@@ -1,4 +1,4 @@
-"""What a run leaves in the program that made it: its records, as tables, curves and a page."""
+"""The records of a run, in the program that made it: as tables, curves and a page."""
 
 import html
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tp_trainer.loggers._jsonl import LoggedRun
 
 
-# A notebook is light or dark, which its style sheet alone knows: colors that are seen on both.
+# Colors that are readable on light and dark: Python cannot find out which theme the notebook has.
 _NOTEBOOK_COLORS = (
     "--ink:currentColor;--grid:#8886;--mark:#a07408;--c0:#2f86cc;--c1:#d9602b;--c2:#2e9a60;--c3:#9a63cc;"
     "--c4:#a07408;--c5:#d1396f;--c6:#0b8f9b;--c7:#8a6658"
@@ -34,7 +34,7 @@ class EpochRecord:
         steps: Optimizer steps so far, over all epochs.
         samples: Samples trained on in it, over all ranks.
         seconds: How many seconds its training took; validation is not in it.
-        learning_rate: That of the first parameter group, at the end of it.
+        learning_rate: The first parameter group's rate, at the end of the epoch.
         train: Means over its samples of what the step returned, by name, with "loss".
         val: The same over the validation samples; empty without a validation loader.
     """
@@ -54,12 +54,13 @@ class EpochRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All means by name, those of the validation as ``"val_..."``."""
+        """All means by name; validation means are named ``"val_..."``."""
         return {**self.train, **{f"val_{name}": value for name, value in self.val.items()}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes by name, as they go into checkpoints: those of all epochs into each."""
-        values = {name: getattr(self, name) for name in self.__slots__}  # asdict takes ten times as long
+        """Return the attributes by name, as checkpoints store them."""
+        # dataclasses.asdict takes ten times as long, and each checkpoint holds the records of all epochs.
+        values = {name: getattr(self, name) for name in self.__slots__}
         return values | {"train": dict(self.train), "val": dict(self.val)}
 
     def __str__(self) -> str:
@@ -73,8 +74,8 @@ class History:
 
     Attributes:
         epochs: One record for each epoch, in order.
-        folder: The folder of the run's checkpoints, where its record of single steps is, too, if it logs
-            anything; ``None`` for a run without one.
+        folder: The folder of the run's checkpoints; it also holds the run's log. ``None`` for a run
+            without one.
 
     Example:
         >>> history = History((EpochRecord(1, 8, 64, 0.5, 0.1, {"loss": 2.0}),))
@@ -95,10 +96,10 @@ class History:
         return iter(self.epochs)
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Return the records as columns: for each name its value in each epoch, ``None`` where it has none.
+        """Return the records as columns: one value per epoch, ``None`` where an epoch has none.
 
-        Their names are "epoch", "steps", "samples", "seconds", "learning_rate", those of the step's means,
-        and those of the validation as ``"val_..."``.
+        The names are "epoch", "steps", "samples", "seconds", "learning_rate" and the names of the means;
+        validation means are named ``"val_..."``.
         """
         rows = [
             {
@@ -115,7 +116,7 @@ class History:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return the columns of :meth:`to_dict` as a table of pandas, whose index is "epoch".
+        """Return the columns of :meth:`to_dict` as a pandas data frame, indexed by "epoch".
 
         Raises:
             ConfigError: pandas is not installed.
@@ -131,10 +132,10 @@ class History:
         """Draw a chart for each metric, training beside validation, over the optimizer steps.
 
         Args:
-            *names: Which ones, such as "loss"; by default all, and the learning rate.
+            *names: The metrics to draw, as "loss"; by default all, and the learning rate.
 
         Returns:
-            A figure of matplotlib, which notebooks show and ``figure.savefig("run.png")`` writes.
+            A matplotlib figure. Notebooks show it; ``figure.savefig("run.png")`` writes it.
 
         Raises:
             ConfigError: matplotlib is not installed, or there are no numbers of that name.
@@ -151,14 +152,13 @@ class History:
         if in_notebook():
             import matplotlib.pyplot as plt
 
-            plt.close(plt.figure())  # has the notebook's backend loaded, which shows figures
+            plt.close(plt.figure())  # loads the notebook's backend: without it no figure is shown
         return draw(*(found[name] for name in names or found), png=True)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write one HTML page of the run, as ``tp report`` does, and return its path.
 
-        Where the run has logged its steps into its folder it is the page of these; elsewhere it has the
-        curves of the epochs.
+        If the run has logged its steps into its folder, the page shows them; otherwise it shows the epochs.
 
         Args:
             out: The file; by default ``report.html`` in the run's folder.
@@ -179,7 +179,7 @@ class History:
         return write_page([read_run(self.folder) if self.folder and is_logged else self._as_logged()], out)
 
     def _as_logged(self) -> "LoggedRun":
-        """Return the numbers of the epochs as a record of a run has them, without where and when."""
+        """Return the numbers of the epochs in the form of a run's log, without times and environment."""
         from tp_trainer.loggers._jsonl import FILENAME, LoggedRun
 
         lines = tuple(
@@ -195,7 +195,7 @@ class History:
         return LoggedRun((self.folder or Path("run")) / FILENAME, lines, 0)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the table, and curves where matplotlib is there to draw them."""
+        """Return what a notebook shows: the table, and curves if matplotlib is installed."""
         columns = self.to_dict()
         cells = [
             "".join(f"<td>{_worded(columns[name][row])}</td>" for name in columns) for row in range(len(self))
@@ -214,7 +214,7 @@ class History:
 
         try:
             drawn = [svg(chart) for chart in charts([("", self._as_logged())])]
-        except ConfigError:  # the table is worth showing without matplotlib, too
+        except ConfigError:  # no matplotlib: show the table alone
             return ""
         figures = "".join(f"<div style='flex:1 1 18em;max-width:30em'>{one}</div>" for one in drawn)
         return f"<div style='display:flex;flex-wrap:wrap;gap:1em'>{figures}</div>"

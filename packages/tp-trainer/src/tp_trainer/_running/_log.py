@@ -1,4 +1,4 @@
-"""The loggers of a run: opened, fed and closed by the first rank, with the same calls on all."""
+"""The loggers of a run. Rank 0 opens, feeds and closes them; all ranks make the same calls."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -26,14 +26,14 @@ log = logging.getLogger("tp_trainer")
 
 
 class RunLog:
-    """What a run says to its loggers.
+    """The log of a run: what it sends to its loggers.
 
     Args:
-        session: Whose run it is.
-        loggers: Where it goes; none for a run that logs nothing.
+        session: The session of the run.
+        loggers: The loggers; none for a run that logs nothing.
         every_steps: After how many optimizer steps numbers are read.
         folder: The folder of the run's checkpoints, or ``None``.
-        facts: Returns what is known of the run, by fields of `RunInfo`; asked on the first rank alone.
+        facts: Returns facts about the run, by fields of `RunInfo`; called on rank 0 alone.
 
     Attributes:
         is_asked: Whether the run logs anything, on all ranks alike.
@@ -85,6 +85,7 @@ class RunLog:
                 self._buffer.open(RunInfo(**where, **self._facts()))
             except Exception as error:  # noqa: BLE001 - all ranks raise it together
                 failure = error
+        # Before anyone raises: ranks without a logger would wait for rank 0 in the first step.
         failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
         if failure is not None:
             raise failure
@@ -93,26 +94,26 @@ class RunLog:
             raise ConfigError(msg)
 
     def add(self, numbers: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Keep numbers of a step; an accelerator is not waited for."""
+        """Buffer numbers of a step, without waiting for the accelerator."""
         self._buffer.add(numbers, step=step, epoch=epoch)
 
     def flush(self) -> None:
-        """Hand over what was kept."""
+        """Send the buffered numbers to the loggers."""
         self._buffer.flush()
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Note what happened."""
+        """Log an event."""
         self._buffer.event(kind, facts, step=step, epoch=epoch)
 
     def close(self, status: RunStatus) -> None:
-        """Hand over what is left and close the loggers; what goes wrong is said, and ends nothing."""
+        """Send the remaining numbers and close the loggers. A failure is logged and not raised."""
         try:
             self._buffer.close(status)
         except Exception:
             log.exception("the last numbers of the run could not be logged")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loggers need to go on, the same on all ranks.
+        """Return the states of the loggers, the same on all ranks.
 
         Collectives: one broadcast over several ranks.
         """
@@ -121,7 +122,7 @@ class RunLog:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the loggers what they left in a checkpoint."""
+        """Restore the loggers from their states in a checkpoint."""
         self._buffer.load_state_dict(state)
 
 
@@ -135,7 +136,7 @@ def plan_log(
     selection: Selection,
     hyperparameters: Mapping[str, Any],
 ) -> RunLog:
-    """Return the log of a run; one that logs into a folder of checkpoints keeps its record there, too.
+    """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there.
 
     Raises:
         ConfigError: There is no logger of a name, or what it needs is not installed.
@@ -161,7 +162,7 @@ def plan_log(
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the kind of an optimizer, and its first group's settings that are numbers or words."""
+    """Return the class name of an optimizer, and its first group's numbers and texts."""
     group = optimizer.param_groups[0]
     plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
     return {"optimizer": type(optimizer).__name__, **plain}

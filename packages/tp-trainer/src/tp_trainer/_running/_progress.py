@@ -22,11 +22,11 @@ _LINE_INTERVAL_S = 30.0
 
 
 class Reporter:
-    """Shows how far an epoch is, and its record.
+    """Shows the progress of an epoch, and its record.
 
     Args:
-        progress: Whether to show how far it is; with ``False``, as on all ranks but one, nothing is shown.
-        epochs: How many epochs there will be; ``None`` where that is not known.
+        progress: Whether to show progress; ``False``, as on all ranks but rank 0, shows nothing.
+        epochs: The number of epochs; ``None`` if it is not known.
     """
 
     def __init__(self, *, progress: Shown, epochs: int | None) -> None:
@@ -41,9 +41,9 @@ class Reporter:
         """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block.
 
         Args:
-            number: Which epoch.
-            steps: How many steps it has.
-            first: How many of them were done before, by the run that this one goes on from.
+            number: The epoch, from 1.
+            steps: The number of its steps.
+            first: How many of them the run had done before it was resumed.
         """
         label = f"epoch {number}{self._of}"
         if self._notebook is not None:
@@ -98,10 +98,10 @@ class Reporter:
 
 
 class Ticker:
-    """Notes steps; speaks only when its interval is over.
+    """Shows the steps done, at most once per interval.
 
     Attributes:
-        next_update: When :meth:`update` wants to be called, by `time.monotonic`.
+        next_update: The time of the next :meth:`update`, by `time.monotonic`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Ticker:
         self.next_update = self._began + interval_s
 
     def update(self, done: int, loss: float | None) -> None:
-        """Show that ``done`` steps are done, and choose when to do it again."""
+        """Show that ``done`` steps are done, and set the time of the next update."""
         now = time.monotonic()
         self.next_update = now + self._interval_s
         if self._show is not None:
@@ -128,5 +128,5 @@ class Ticker:
 
 
 def _worded(loss: float | None) -> str:
-    """Return the words for a loss; none before there is one."""
+    """Return the text for a loss; empty before the first one."""
     return "" if loss is None else f"  loss={loss:.4g}"

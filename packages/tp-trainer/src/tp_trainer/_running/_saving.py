@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is due, what it says of the run, and where the run goes on from."""
+"""Checkpoints of a run: when one is due, what it contains, and how a run resumes."""
 
 from functools import cache
 from importlib.metadata import version
@@ -18,8 +18,8 @@ class Saving:
     """Writes the state of a run into checkpoints, and resumes it.
 
     Args:
-        settings: Where and when.
-        session: Whose run it is.
+        settings: Where and when to save.
+        session: The session of the run.
         state: What is saved.
         backend: The name of the backend.
 
@@ -39,11 +39,13 @@ class Saving:
         return self.checkpointer.last
 
     def resume(self, wanted: Path | str | None) -> bool:
-        """Go on from a checkpoint, if there is one; return whether there was.
+        """Resume from a checkpoint, if there is one; return whether there was.
 
         Raises:
-            ConfigError: The folder has checkpoints after the place where the run begins.
+            ConfigError: The folder has checkpoints of later steps than the one where the run begins.
             StateError: The checkpoint is damaged or does not fit.
+
+        Collectives: as in `Checkpointer.find` and `Checkpointer.check_free`.
         """
         checkpointer, state = self.checkpointer, self._state
         path = None if wanted is None else checkpointer.find(wanted)
@@ -55,12 +57,15 @@ class Saving:
         return path is not None
 
     def ends_epoch(self, epoch: int) -> bool:
-        """Whether a checkpoint is due after an epoch because of its number."""
+        """Return whether a checkpoint is due after this epoch."""
         every = self.checkpointer.settings.every_epochs
         return every is not None and epoch % every == 0
 
     def save(self, done: int, meter: Meter | None) -> None:
-        """Save the state after ``done`` batches of the epoch that begins or runs, once for each step."""
+        """Save the state after ``done`` batches of the current or next epoch, once per step.
+
+        Collectives: as in `RunState.capture` and `Checkpointer.save`.
+        """
         state, session = self._state, self._session
         if self.checkpointer.has_saved(state.step):
             return
@@ -75,15 +80,17 @@ class Saving:
         self.checkpointer.save(state.step, *state.capture(done, meter), facts)
 
     def finish(self) -> None:
-        """Wait until what was begun is written.
+        """Wait until the checkpoint under way is written.
 
         Raises:
             OSError: The last checkpoint could not be written.
+
+        Collectives: as in `Checkpointer.finish`.
         """
         self.checkpointer.finish()
 
     def check_best(self) -> None:
-        """Make sure that the metric which decides over checkpoints is there.
+        """Make sure that the metric of ``best=`` exists.
 
         Raises:
             ConfigError: No metric of the last epoch has that name.

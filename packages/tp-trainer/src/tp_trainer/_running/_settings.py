@@ -1,4 +1,4 @@
-"""The arguments of one call of ``fit`` or ``loop``, gathered and checked; and how long a run goes on."""
+"""The arguments of one call of ``fit`` or ``loop``, gathered and checked, and the limits of a run."""
 
 import os
 import re
@@ -33,18 +33,18 @@ _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a run goes on, and when it validates in between.
+    """The limits of a run, and the times of its validations.
 
     Attributes:
-        epochs: How often to go through the loader; ``None`` for as long as the other limits let it, and once
-            where there is no other that ends the run.
-        steps_per_epoch: How many batches make an epoch; ``None`` for all that the loader has.
-        max_steps: After how many optimizer steps the run ends, those before a resume included.
-        max_time: For how long this call trains: seconds, or text such as "1h30m".
-        val_every_steps: Validate after so many optimizer steps too, not at the ends of epochs alone.
-        sanity_val_batches: On how many batches to try the validation before the first step.
-        overfit_batches: Train on so many batches alone, the same ones in every epoch.
-        restart_stream: Whether every epoch begins a stream anew, instead of going on in it.
+        epochs: The number of passes through the loader. ``None`` trains until another limit ends the run;
+            without any other limit it is 1.
+        steps_per_epoch: The number of batches in an epoch; ``None`` for all batches of the loader.
+        max_steps: The total number of optimizer steps, those before a resume included.
+        max_time: How long this call trains: seconds, or text such as "1h30m".
+        val_every_steps: Validate after every so many optimizer steps, and at the ends of epochs.
+        sanity_val_batches: How many batches to validate on before the first step.
+        overfit_batches: Train on the first so many batches alone, the same in every epoch.
+        restart_stream: Whether every epoch restarts a stream, instead of continuing it.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -68,11 +68,11 @@ class Limits:
         if self.max_time is not None:
             seconds_of(self.max_time)
         if self.epochs is None and self.max_steps is None and self.max_time is None:
-            object.__setattr__(self, "epochs", 1)  # frozen dataclasses refuse plain assignment
+            object.__setattr__(self, "epochs", 1)  # plain assignment fails in a frozen dataclass
 
     @property
     def max_seconds(self) -> float | None:
-        """For how many seconds this call trains; ``None`` for any time."""
+        """The seconds that this call may train; ``None`` for any time."""
         return None if self.max_time is None else seconds_of(self.max_time)
 
 
@@ -130,22 +130,21 @@ def check_state(state: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """The arguments of one call of ``loop``, and those of ``fit`` that it has in common with it.
+    """The arguments of one call of ``loop``, which are also arguments of ``fit``.
 
     Attributes:
-        limits: How long the run goes on.
+        limits: The limits of the run.
         validates: Whether there is a validation.
         step_timeout_s: How long a step may take; ``None`` for any time.
-        checkpoint: Where and when the state of the run is saved, or ``None``; a folder becomes the settings
-            that save there after every epoch.
+        checkpoint: Where and when to save the run, or ``None``. A folder alone saves after every epoch.
         resume: "auto", the path of a checkpoint, or ``None``.
-        state: What is saved and restored besides, by name.
-        events: Sends the callbacks of the run what happens.
-        log: What the numbers of the run are written to.
-        log_every_steps: After how many optimizer steps they are.
-        hyperparameters: What loggers are to know of the run, or ``None``.
-        accumulate: How many batches make one optimizer step.
-        progress: Whether rank 0 shows how far the run is.
+        state: Further objects to save and restore, by name.
+        events: Sends events to the run's callbacks.
+        log: The loggers, or their names.
+        log_every_steps: How many optimizer steps lie between two writes to the loggers.
+        hyperparameters: Values for the loggers, or ``None``.
+        accumulate: The number of batches in one optimizer step.
+        progress: Whether rank 0 shows progress.
         backend: The name of the backend.
 
     Raises:
@@ -187,7 +186,7 @@ class LoopSettings:
         return as_checkpoints(self.checkpoint, self.resume, validates=self.validates)
 
     def resume_from(self) -> Path | str | None:
-        """Return the checkpoint to go on from, "auto" for the newest, ``None`` for none."""
+        """Return the checkpoint to resume from, "auto" for the newest, ``None`` for none."""
         return self.resume if self.resume in (None, "auto") else Path(self.resume)
 
     def facts(self, steps: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, noted when they come and acted on between two steps."""
+"""Signals that ask a run to end: noted when they arrive, acted on between two steps."""
 
 import logging
 import os
@@ -23,14 +23,14 @@ _SCONTROL_TIMEOUT_S = 60.0
 
 
 class Interrupted(SystemExit):
-    """A signal asked the run to end, and it did so after a step, with its state saved.
+    """Raised when a signal has ended the run after a step, with its state saved.
 
-    Not caught, it ends the process with the conventional status: 128 and the signal's number. It is
-    not an ``Exception``: a handler for errors must not keep a process alive that was asked to end.
+    If nobody catches it, the process exits with the conventional status, 128 plus the signal's number. It
+    is not an ``Exception``: a handler for errors must not keep the process alive.
 
     Attributes:
-        signal: Which one.
-        checkpoint: Where the state is, or ``None`` if nothing was saved.
+        signal: The signal.
+        checkpoint: The checkpoint, or ``None`` if nothing was saved.
     """
 
     def __init__(self, number: int, checkpoint: Any) -> None:
@@ -43,12 +43,12 @@ class Interrupted(SystemExit):
 
 
 def interrupted(number: int, session: Session, *, step: int, saved: Path | None) -> Interrupted:
-    """Return what ends a run that a signal asked to end; the user, the launcher and Slurm know of it then.
+    """Return the exception that ends the run, after a report to the user, the launcher and Slurm.
 
     Args:
         number: The signal.
-        session: Whose run it is.
-        step: After which optimizer step it ends.
+        session: The session of the run.
+        step: The last optimizer step.
         saved: The checkpoint of that step.
     """
     error = Interrupted(number, saved)
@@ -61,13 +61,13 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
 
 
 class Decision(NamedTuple):
-    """What the ranks have agreed on between two steps; by default nothing.
+    """The agreement of the ranks between two steps; by default, to do nothing.
 
     Attributes:
-        signal: The number of a signal that one of them has seen, or 0.
-        is_due: Whether rank 0 says that something is due.
-        stop: Why one of them wants the run to end, or ``None``.
-        save: Whether one of them wants a checkpoint.
+        signal: The number of a signal that a rank has seen, or 0.
+        is_due: Whether a checkpoint is due by rank 0's clock.
+        stop: Why a rank asks the run to end, or ``None``.
+        save: Whether a rank asks for a checkpoint.
     """
 
     signal: int = 0
@@ -77,16 +77,16 @@ class Decision(NamedTuple):
 
 
 class SignalWatch:
-    """Watches for signals, and lets all ranks learn of one at the same step.
+    """Catches signals, and makes all ranks act on one at the same step.
 
-    Ranks get a signal at different moments, and ask each other at a boundary that they agree on. A second
-    Ctrl-C interrupts at once.
+    Ranks get a signal at different moments, so they exchange what they have seen at a boundary that all
+    agree on. A second Ctrl-C interrupts at once.
 
     Args:
-        session: Whose ranks are asked.
-        boundaries: Where they are asked.
-        catches: Whether signals are caught; without, they do what they did, and ranks agree on what stop()
-            and save() have asked for alone.
+        session: The session of the ranks.
+        boundaries: The boundaries at which ranks exchange what they have seen.
+        catches: Whether to set signal handlers. Without them the ranks still agree on requests of stop() and
+            save().
     """
 
     def __init__(self, session: Session, boundaries: StepBoundaries, *, catches: bool = True) -> None:
@@ -96,10 +96,10 @@ class SignalWatch:
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
-        # Python lets only the main thread set handlers; a run in another thread goes on without.
+        # Python lets only the main thread set handlers; a run in another thread does without.
         if self._catches and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # nohup has a program ignore that its terminal is closed.
+                # nohup starts a program with SIGHUP ignored: closing the terminal must not end the run.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
@@ -115,8 +115,8 @@ class SignalWatch:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # Forked meanwhile: what a signal does to a loader's worker is for the run to say; any
-            # other process is none of ours.
+            # In a process forked during the run, which has inherited this handler. A loader's worker ignores
+            # the signal: the run needs its batches until it has saved. Any other process gets it as before.
             if get_worker_info() is None:
                 self._put_back(number)
                 os.kill(os.getpid(), number)
@@ -125,16 +125,16 @@ class SignalWatch:
             discard_closed_terminal()
         if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        # Nothing else happens here: a handler may come within any lock, and in the middle of a step.
+        # Only take note: the main thread may hold any lock, or be in the middle of a step.
         self._boundaries.note(number)
 
     def decide(self, *, due: bool, stop: str | None = None, save: bool = False) -> Decision:
-        """Return what the ranks agree on.
+        """Return the agreement of all ranks.
 
         Args:
-            due: Whether something is due, by this rank's clock; rank 0's counts.
-            stop: Why this rank wants the run to end, or ``None``.
-            save: Whether this rank wants a checkpoint.
+            due: Whether a checkpoint is due by this rank's clock; only rank 0's counts.
+            stop: Why this rank asks the run to end, or ``None``.
+            save: Whether this rank asks for a checkpoint.
 
         Collectives: one all-gather of objects over all ranks.
         """
@@ -144,7 +144,7 @@ class SignalWatch:
         return Decision(max(signals), is_due[0], reason, any(saves))
 
     def seconds_since(self) -> float:
-        """Return how long ago the first of the ranks saw a signal.
+        """Return the seconds since the first rank saw a signal.
 
         Collectives: one all-gather of objects over all ranks.
         """
@@ -156,8 +156,7 @@ class SignalWatch:
 def _requeue() -> None:
     """Put this Slurm job back into the queue, to be started again with the same script.
 
-    Outside Slurm nothing is done. A job that Slurm does not let back (``--no-requeue``, no batch job)
-    is named in the log, with Slurm's reason.
+    Does nothing outside Slurm. If Slurm refuses (``--no-requeue``, no batch job), logs its reason.
 
     Source: the manual of ``scontrol``, "requeue".
     """

@@ -1,4 +1,4 @@
-"""The state of a run as one object, which checkpoints capture and restore."""
+"""The state of a run as one object, which is captured into checkpoints and restored from them."""
 
 import logging
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ log = logging.getLogger("tp_trainer")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run trains, by name.
+    """Models, optimizers and schedulers of a run, by name.
 
     Attributes:
         models: The prepared models.
         optimizers: The prepared optimizers.
-        schedulers: What moves their learning rates.
+        schedulers: The learning-rate schedulers.
         scaler: Scales the loss, or ``None``.
     """
 
@@ -40,27 +40,27 @@ class Trained:
 
 
 class RunState:
-    """The state of a run: what it trains and keeps, and how far it is.
+    """The state of a run: what it trains, what it saves besides, and its position.
 
     Args:
-        session: Where it runs.
+        session: The session of the run.
         trained: Models, optimizers and schedulers.
-        user_state: What else it saves.
+        user_state: Further objects that it saves.
         train: The prepared loader.
         optimizer_step: Makes the optimizer steps of ``fit``; ``None`` in a loop of the user's own.
 
     Attributes:
         trained: Models, optimizers and schedulers.
-        user_state: What else the run saves.
-        step: Optimizer steps done when it was restored.
-        epoch: The one that runs, or is the next, from 1.
-        first: How many batches of it were done before this call.
-        seconds: How long they took.
-        meter_state: The sums over them; ``None`` where there are none.
-        logged: This rank's losses and their weight when the mean loss was last logged; ``None`` if unknown.
-        weighs: Whether the step returns a weight; ``None`` before the first.
-        records: The records of the epochs before.
-        validated_at: After which step the last validation between two steps was.
+        user_state: Further objects that the run saves.
+        step: Optimizer steps done so far.
+        epoch: The current or next epoch, from 1.
+        first: The batches of this epoch that were done before this call.
+        seconds: The seconds that they took.
+        meter_state: The sums over them; ``None`` without any.
+        logged: This rank's sums of losses and weights when the mean loss was last logged, or ``None``.
+        weighs: Whether the step returns a weight; ``None`` before the first step.
+        records: The records of the past epochs.
+        validated_at: The optimizer step of the last validation between two steps.
         metrics: The newest means.
     """
 
@@ -90,11 +90,11 @@ class RunState:
 
     @property
     def plain_models(self) -> dict[str, nn.Module]:
-        """The models as the user made them, by name."""
+        """The user's own modules, by name."""
         return {name: self._session.unwrap(model) for name, model in self.trained.models.items()}
 
     def _whole_model(self) -> nn.Module:
-        """Return the one model, or all of them as parts of one, with their names before those in them."""
+        """Return the only model, or one module with all models as children, under their names."""
         models = self.plain_models
         if len(models) == 1:
             return next(iter(models.values()))
@@ -107,16 +107,16 @@ class RunState:
         return next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers
 
     def check(self, *, replay: bool) -> None:
-        """Make sure that the run can be saved, before it costs anything to learn that it cannot.
+        """Make sure that the run can be saved, before training costs anything.
 
         Args:
-            replay: Whether a resumed run may read batches again to get where it stood.
+            replay: Whether a resumed run may read batches again to reach its position.
 
         Raises:
-            LoaderError: No run could go on with the loader.
-            StateError: A state, or the loader's position, holds what no checkpoint does.
+            LoaderError: The loader cannot be put back at a position.
+            StateError: A state, or the loader's position, has values that checkpoints cannot hold.
 
-        Collectives: those of :meth:`capture`.
+        Collectives: as in :meth:`capture`.
         """
         if not replay:
             self._train.check_position()
@@ -124,13 +124,13 @@ class RunState:
         to_json("the state of the run", (common, own))
 
     def capture(self, done: int, meter: Meter | None) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
-        """Return the tensors (no copies), the values that all ranks have in common, and this rank's own.
+        """Return the tensors (not copied), the values common to all ranks, and this rank's own values.
 
         Args:
             done: How many batches of the epoch are done.
             meter: The sums over them; ``None`` where the epoch has not begun.
 
-        Collectives: those of `UserState.capture`.
+        Collectives: as in `UserState.capture`.
         """
         session, train, trained, step = self._session, self._train, self.trained, self._optimizer_step
         tensors = collect_state(self._whole_model(), self._optimizers(), cut=session.as_slice)
@@ -158,7 +158,7 @@ class RunState:
         }
         own = {
             "data_rank": session.data_rank,
-            "stream": position.pop("stream", None),  # each rank stands elsewhere in its own share
+            "stream": position.pop("stream", None),  # each rank has its own position in its share
             "generators": generators.capture(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
             "logged": self.logged,
@@ -169,16 +169,18 @@ class RunState:
     def restore(
         self, path: Path, stored: tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]], *, replay: bool
     ) -> None:
-        """Go on from a checkpoint; the random generators come last, for nothing to disturb them.
+        """Restore the run from a checkpoint.
+
+        The random generators come last: everything before may draw from them.
 
         Args:
             path: The checkpoint, for messages.
-            stored: Its tensors, the values that all ranks had in common, and those of each rank.
-            replay: Whether a loader that cannot be put at a position may read what is before it again.
+            stored: Its tensors, the values common to all ranks, and the values of each rank.
+            replay: Whether a loader without positions may read the batches before this one again.
 
         Raises:
-            ConfigError: The run has a scheduler, or keeps something, of which the checkpoint has nothing, or
-                the other way round.
+            ConfigError: The run has a scheduler, or saves something, that the checkpoint lacks, or the other
+                way round.
             StateError: The checkpoint does not fit the models or the optimizers.
             LoaderError: The loader cannot be brought to the position.
         """
@@ -211,14 +213,14 @@ class RunState:
         self._restore_own(path, common, ranks)
 
     def _stream_in(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return where this rank's share of a stream stood; where there is none of its own, another's."""
+        """Return the position of this rank's share of a stream, or of data rank 0's if it had none."""
         by_rank = {mine["data_rank"]: mine.get("stream") for mine in ranks}
         return by_rank.get(self._session.data_rank, by_rank.get(0))
 
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Take what is this rank's own: its sums and its random generators."""
+        """Restore this rank's own sums and random generators."""
         session = self._session
-        # As many ranks may share the data otherwise: two that read halves, two that hold layers together.
+        # Not the world size alone: of two ranks, each may read half the data, or both all of it (two stages).
         shares = 1 + max(mine["data_rank"] for mine in ranks)
         if (common["world_size"], shares) == (session.world_size, session.data_size):
             mine = ranks[session.rank]
@@ -243,10 +245,10 @@ def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, A
     """Return the states of the schedulers that the run has.
 
     Raises:
-        ConfigError: The run's schedulers are not those of the checkpoint.
+        ConfigError: The run and the checkpoint have different schedulers.
     """
     saved: dict[str, Any] = common.get("schedulers", {})
-    if common.get("scheduler") is not None:  # of a version that knew one
+    if common.get("scheduler") is not None:  # written by a version with a single scheduler
         saved = {"scheduler": common["scheduler"]}
     if len(saved) == len(wanted) == 1:  # whatever they are called
         return dict(zip(wanted, saved.values(), strict=True))
@@ -264,8 +266,8 @@ def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, A
 
 
 def _share_of_sums(data_rank: int, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what a rank counts of what other ranks had counted: the first one all, the others none."""
-    # Ranks that share their data have each counted all of it.
+    """Return a rank's part of all ranks' sums: data rank 0 takes everything, the others nothing."""
+    # One per data rank: ranks with the same data have each counted all of it.
     shares = {mine["data_rank"]: mine["meter"] for mine in ranks if mine["meter"] is not None}
     states = list(shares.values())
     if not states:

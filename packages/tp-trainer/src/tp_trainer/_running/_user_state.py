@@ -1,4 +1,4 @@
-"""What a run saves besides models, optimizers and schedulers, and warnings of what it does not."""
+"""Further objects that a run saves, and warnings about averages and optimizers that it does not save."""
 
 import ctypes
 import functools
@@ -30,9 +30,9 @@ class CapturedUserState:
     """The state of the objects at one moment.
 
     Attributes:
-        common: Plain values that all ranks have in common, by name.
-        own: Plain values of this rank, for names whose states differ between the ranks.
-        tensors: The tensors of all of them.
+        common: Plain values that are equal on all ranks, by name.
+        own: This rank's plain values, by name, where the ranks differ.
+        tensors: The tensors of all states.
     """
 
     common: dict[str, Any]
@@ -43,14 +43,14 @@ class CapturedUserState:
 class UserState:
     """Objects with ``state_dict`` and ``load_state_dict``, and plain values, by name.
 
-    A state that differs between ranks, as of a replay buffer that each fills itself, is saved for each
-    of them. A module's is taken to be the same on all, and rank 0's is saved.
+    A state that differs between ranks, such as each rank's replay buffer, is saved for each rank. The state
+    of a module counts as equal on all ranks, and rank 0's is saved.
 
     Args:
-        session: Whose ranks they are on.
-        values: The user's own dict: values that cannot be changed in place are replaced there.
-        names: Which of them are saved.
-        callbacks: Objects with state whose absence from a checkpoint does no harm.
+        session: The session of the ranks.
+        values: The user's own dict. A restored value replaces one that cannot be changed in place.
+        names: The names in it that are saved.
+        callbacks: Objects with state that a checkpoint may lack.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class UserState:
         self._callbacks = callbacks
 
     def capture(self) -> CapturedUserState:
-        """Return the state of all of them.
+        """Return the state of all objects.
 
         Raises:
             StateError: An object's state has values that checkpoints cannot hold.
@@ -100,13 +100,13 @@ class UserState:
     def restore(
         self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
     ) -> None:
-        """Put everything back where it was.
+        """Restore all objects.
 
         Args:
             path: The checkpoint, for messages.
             stored: Its tensors.
-            common: What all ranks had in common.
-            ranks: What each rank had of its own.
+            common: The values that were equal on all ranks.
+            ranks: Each rank's own values.
 
         Raises:
             ConfigError: The run saves something that the checkpoint lacks.
@@ -131,7 +131,7 @@ class UserState:
         value = self._callbacks[name] if name in self._callbacks else self._values[name]
         if _has_state(value):
             try:
-                if isinstance(value, nn.Module):  # whose parameters may be DTensors
+                if isinstance(value, nn.Module):  # its parameters may be DTensors
                     load_whole_state(value, state)
                 else:
                     value.load_state_dict(state)
@@ -150,7 +150,10 @@ class UserState:
             self._values[name] = state
 
     def _different(self, found: Mapping[str, tuple[Any, Tensors]]) -> set[str]:
-        """Return the names whose states differ between the ranks."""
+        """Return the names of the states that differ between ranks.
+
+        Collectives: over several ranks one gather of digests.
+        """
         if self._session.world_size == 1 or not found:
             return set()
         digests = {
@@ -171,27 +174,28 @@ def _has_state(value: object) -> bool:
 def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
     digest = hashlib.blake2b(to_json("state", plain).encode(), digest_size=16)
     for name, tensor in tensors.items():
-        if isinstance(tensor, TensorSlice):  # each rank has another one of the same tensor
+        if isinstance(tensor, TensorSlice):  # ranks hold different slices of one tensor
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             continue
         host = tensor.detach().to("cpu").contiguous()
         digest.update(f"{name} {host.dtype} {tuple(host.shape)}".encode())
-        if host.numel():  # without numpy, which need not be there
+        if host.numel():  # by ctypes: numpy may not be installed
             digest.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
     return digest.hexdigest()
 
 
 def unsaved_averages(optimizers: Iterable[Optimizer], saved: Iterable[object]) -> list[str]:
-    """Return words for the averages of weights that hooks of the optimizers update and nothing saves.
+    """Return a text about each weight average that an optimizer's hook updates and nothing saves.
 
     Args:
-        optimizers: Those of the run.
-        saved: What the run saves.
+        optimizers: The optimizers of the run.
+        saved: The objects that the run saves.
     """
     known = {id(value) for value in saved}
     known |= {id(m) for value in saved if isinstance(value, nn.Module) for m in value.modules()}
     found = {}
     for optimizer in optimizers:
+        # Private: torch has no public list of an optimizer's hooks.
         for hook in [
             *optimizer._optimizer_step_post_hooks.values(),
             *optimizer._optimizer_step_pre_hooks.values(),
@@ -205,7 +209,7 @@ def unsaved_averages(optimizers: Iterable[Optimizer], saved: Iterable[object]) -
 
 
 def _reached(hook: Callable[..., Any]) -> Iterator[Any]:
-    """Yield what a function gets at without arguments: its closure, defaults, owner and globals."""
+    """Yield the objects that a function can reach: its closure, defaults, owner and globals."""
     if isinstance(hook, functools.partial):
         yield from [*hook.args, *hook.keywords.values()]
         yield from _reached(hook.func)
@@ -224,7 +228,7 @@ def _reached(hook: Callable[..., Any]) -> Iterator[Any]:
 
 @contextmanager
 def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None]]:
-    """Note which optimizers step; the function that is yielded warns of those that nothing saves, once."""
+    """Record which optimizers step; yield a function that warns, once, of those that nothing saves."""
     ids = {id(optimizer) for optimizer in known}
     others: dict[int, str] = {}
 
@@ -232,8 +236,8 @@ def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None
         if id(optimizer) not in ids:
             others[id(optimizer)] = type(optimizer).__name__
 
-    # A hook of all optimizers: one that nobody named is found in no other way. It costs a call in each step,
-    # so it goes at the first checkpoint.
+    # A global hook, since nothing else finds an optimizer that was not named. It costs a call in each step,
+    # so `warn` removes it at the first checkpoint.
     handle = register_optimizer_step_post_hook(note)
 
     def warn() -> None:

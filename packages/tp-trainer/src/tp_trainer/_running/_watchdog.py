@@ -1,4 +1,4 @@
-"""Aborts a run whose step exceeds step_timeout_s: with every rank's stack, and where each of them stands."""
+"""A watchdog that ends a run if a step exceeds step_timeout_s, with the stack and position of every rank."""
 
 import faulthandler
 import json
@@ -23,29 +23,29 @@ from tp_trainer._rank_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step
 
 TIMEOUT_STATUS = 124
-"""The exit status of a process that the watchdog ended: that of the command ``timeout``."""
+"""The exit status after a timeout, as of the command ``timeout``."""
 
 _STDERR = 2
-_TICK_S = 1.0  # at most; from one look to the next
-_GATHER_S = 10.0  # how long a rank waits for what the others have to say
-_NATIVE_S = 10.0  # at most; after it, native code that lets no Python run is ended from outside
+_TICK_S = 1.0  # the longest time between two looks
+_GATHER_S = 10.0  # how long a rank waits for the positions of the others
+_NATIVE_S = 10.0  # the most beyond the timeout; then native code that holds the GIL is ended from outside
 
-_OTHERS_S = 20.0  # for ranks that can still run Python
+_OTHERS_S = 20.0  # longer than _GATHER_S: ranks that run Python report first
 _DUMP_S = 2.0  # for the fault handler to write, before the process ends
 
 _rounds = count()
 
 
 class Watchdog:
-    """Watches, from a thread, that steps go on.
+    """Watches, from a thread, that steps make progress.
 
-    A rank that waits too long says so to the others through the launcher's store. Each writes the stacks
-    of its threads to stderr and says where it stands; then all end. Where native code keeps Python
-    from running, the interpreter's fault handler, which needs no Python, writes and ends.
+    A rank that waits too long calls the others through the launcher's store. Each rank writes the stacks of
+    its threads to stderr and its position into the store; then all end. Where native code holds the GIL, the
+    interpreter's fault handler, which needs no GIL, writes the stacks and ends the process.
 
     Args:
-        environment: Who this process is, among which others.
-        timeout_s: How long a step may take, or ``None`` for no watch at all.
+        environment: The rank, the world size and the launcher's address.
+        timeout_s: How long a step may take, or ``None`` for no watch.
     """
 
     def __init__(self, environment: LaunchEnvironment, timeout_s: float | None) -> None:
@@ -58,13 +58,13 @@ class Watchdog:
         self._store: Any = None
         self._native: HardExit | None = None
         if timeout_s is not None:
-            with suppress(OSError):  # elsewhere the fault handler ends the process, with status 1
+            with suppress(OSError):  # not on Linux: the fault handler ends the process, with status 1
                 self._native = HardExit(TIMEOUT_STATUS)
         if timeout_s is not None and environment.world_size > 1:
             self._store = PrefixStore(f"tp/watchdog/{next(_rounds)}", rendezvous_store(environment))
 
     def watch(self, run: RunStep) -> RunStep:
-        """Return ``run`` such that its calls count as signs of life."""
+        """Return ``run``, wrapped so that each call counts as a step."""
         if self._timeout_s is None:
             return run
 
@@ -76,16 +76,16 @@ class Watchdog:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to watch for."""
+        """Whether there is a timeout."""
         return self._timeout_s is not None
 
     def note_step(self) -> None:
-        """Note a sign of life: a step begins."""
+        """Note that a step begins."""
         self._steps += 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Do what calls the watched function time and again."""
+        """Watch the steps within the context."""
         if self._timeout_s is None or self._is_watching:
             yield
             return
@@ -106,7 +106,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do something that is not a step, and may take any time."""
+        """Stop the clock within the context, as for writing a checkpoint."""
         if self._is_paused or not self._is_watching:
             yield
             return
@@ -119,12 +119,15 @@ class Watchdog:
             self._is_paused = False
 
     def _set_alarm(self) -> None:
-        """Count from now on, for native code too: where no thread gets a turn, nobody sets it anew."""
+        """Restart the clock, and the alarms that need no GIL.
+
+        Where native code holds the GIL, no thread restarts them, and they go off.
+        """
         self._since = time.monotonic()
         if self._timeout_s is not None:
             native_s = self._timeout_s + min(_NATIVE_S, max(self._timeout_s, 2.0))
             if self._store is not None:
-                native_s += _OTHERS_S  # they end sooner, and say where each rank stands
+                native_s += _OTHERS_S  # the other ranks call and end first, with every rank's position
             if self._native is None:
                 faulthandler.dump_traceback_later(native_s, exit=True, file=_STDERR)  # with status 1
             else:
@@ -150,17 +153,17 @@ class Watchdog:
                 self._end()
 
     def _was_called(self) -> bool:
-        """Return whether another rank has waited for too long."""
+        """Return whether another rank has waited too long."""
         if self._store is None:
             return False
         try:
             return bool(self._store.check(["called"]))
-        except RuntimeError:  # the store has gone with the rank that served it: the launcher ends us
+        except RuntimeError:  # the rank that served the store is gone: the launcher ends this one
             self._store = None
             return False
 
     def _end(self) -> None:
-        """Write stacks and positions, together with the other ranks, and end the process."""
+        """Write stacks and the positions of all ranks, and end the process."""
         rank, timeout_s = self._environment.rank, self._timeout_s
         self._cancel_alarm()
         _write(f"tp_trainer: rank {rank} is in step {self._steps} for too long; the stacks of its threads:\n")
@@ -173,15 +176,15 @@ class Watchdog:
             f"tp_trainer: a step took longer than step_timeout_s={timeout_s:g} s, so the run is ended "
             f"with status {TIMEOUT_STATUS}:\n" + "".join(f"  {standing}\n" for standing in standings)
         )
-        # stdout may be locked by whoever hangs.
+        # From a thread, for a second at most: the thread that hangs may hold the lock of stdout.
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)
         flush.start()
         flush.join(timeout=1.0)
-        # sys.exit() would end this thread alone, while the main one hangs.
+        # sys.exit() would end this thread alone, while the main thread hangs.
         os._exit(TIMEOUT_STATUS)
 
     def _gather(self) -> list[str]:
-        """Return where each rank stands, as far as it answers."""
+        """Return the position of each rank that answers."""
         store, size = self._store, self._environment.world_size
         store.set("called", "")
         store.set(f"standing/{self._environment.rank}", json.dumps(self._standing()))
@@ -193,14 +196,14 @@ class Watchdog:
         for rank, key in enumerate(keys):
             said = json.loads(store.get(key)) if store.check([key]) else "code that lets no Python run"
             standings.append(f"rank {rank} in {said}")
-        store.add("read", 1)  # the rank that serves the store is the last to leave
+        store.add("read", 1)  # the rank that serves the store leaves last: without it the others read nothing
         while store.add("read", 0) < size and time.monotonic() < deadline:
             time.sleep(0.05)
         return standings
 
     def _standing(self) -> str:
-        """Return where the thread that trains is: the step, and the innermost frame that is not torch's."""
-        # The one way to see another thread's frame; CPython alone has it.
+        """Return the position of the training thread: the step, and the innermost frame outside torch."""
+        # Private, and CPython's alone: there is no other way to see another thread's frame.
         frame = sys._current_frames().get(self._main)
         torch_path = str(Path(torch.__file__).parent)
         while (
@@ -214,6 +217,6 @@ class Watchdog:
 
 
 def _write(text: str) -> None:
-    """Write to stderr past its buffers and locks."""
+    """Write to the descriptor: the thread that hangs may hold the lock of ``sys.stderr``."""
     with suppress(OSError):
         os.write(_STDERR, text.encode())

@@ -49,7 +49,7 @@ def add_whole(
         scale: A factor on the loss.
         **graph: What `Session.backward` takes besides.
 
-    Collectives: those of `Session.backward`.
+    Collectives: as in `Session.backward`.
     """
     if not weight:
         add_nothing(session, loss, **graph)
@@ -72,7 +72,7 @@ def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scal
             large as they will be.
         scale: A factor on the loss.
 
-    Collectives: those of `Session.backward`.
+    Collectives: as in `Session.backward`.
     """
     add_whole(session, loss, weight, total=unit * session.data_size, scale=scale)
 
@@ -80,7 +80,7 @@ def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scal
 def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
     """Take part in the backward pass of the other ranks, adding zeros to the gradients.
 
-    Collectives: those of `Session.backward`.
+    Collectives: as in `Session.backward`.
     """
     if session.data_size == 1:
         return
@@ -246,7 +246,7 @@ class OptimizerStep:
             loss: This rank's loss.
             weight: Over how many units; 0 counts as nothing.
 
-        Collectives: those of `Session.backward`; before it an all-reduce of one number, if the batch
+        Collectives: as in `Session.backward`; before it an all-reduce of one number, if the batch
         makes a step alone or is the first that is given to one that has several.
         """
         session, scale = self.session, 1.0 if self.scaler is None else self.scaler.scale
@@ -271,7 +271,7 @@ class OptimizerStep:
             NonFiniteLossError: The gradients are NaN or infinite, and that is not to be skipped,
                 or was skipped too often.
 
-        Collectives: those of `Session.clip_grad_norm`, if gradients are clipped or looked at; an
+        Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or looked at; an
         all-reduce of one number, where batches that were added up have weights.
         """
         self.count += 1
@@ -311,7 +311,7 @@ class OptimizerStep:
         Raises:
             NonFiniteLossError: On all ranks, if there is one on any.
 
-        Collectives: those of `Session.gather_objects`.
+        Collectives: as in `Session.gather_objects`.
         """
         if self._looks or self._checked == self.count:
             return
