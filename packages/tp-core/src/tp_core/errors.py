@@ -21,7 +21,7 @@
     └── StateError               RuntimeError    saved state that cannot be read or does not fit
 
 Each is also a subclass of the builtin in the second column, so that code which catches that keeps
-working. A message tells what was wrong, what was given and what to do about it. A traceback ends with the
+working. A message says what was wrong, what was given and what to do about it. A traceback ends with the
 place in the documents that says more, such as ``errors#state-error``; it is a note (PEP 678), not part of
 the message.
 """

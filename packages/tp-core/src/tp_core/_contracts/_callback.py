@@ -126,7 +126,7 @@ class Callback:
     def on_optimizer_step(self, run: RunView, grad_norm: "Tensor") -> None:
         """Called before an optimizer step that will be made, with its gradients in place.
 
-        In a loop of one's own each optimizer in ``state`` makes its own. A step whose closure makes the
+        In a custom loop each optimizer in ``state`` makes its own. A step whose closure makes the
         gradients, as LBFGS's does, is left out.
 
         Args:

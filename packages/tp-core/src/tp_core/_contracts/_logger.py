@@ -1,4 +1,4 @@
-"""The contract of what the numbers of a run are written to, and what it is told of the run."""
+"""The contract of a logger, which gets the numbers of a run, and what it knows of the run."""
 
 import abc
 from collections.abc import Callable, Mapping
