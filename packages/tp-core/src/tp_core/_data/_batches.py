@@ -1,4 +1,4 @@
-"""The batches of one epoch, in an order that follows from (seed, epoch), and one rank's share of each."""
+"""The batches of one epoch, in an order that depends on (seed, epoch) only, and one rank's share of each."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("tp_core")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many samples of a global batch one data rank has.
+    """The size of one data rank's share of a global batch.
 
     Attributes:
         samples: Samples of this rank; 0 for a stand-in that must not count.
@@ -47,10 +47,10 @@ def split_evenly(length: int, parts: int) -> list[slice]:
 
 
 class _Batch(list[Any]):
-    """The indices of one batch. A loader's worker that begins to load them seeds its generators.
+    """The indices of one batch; a loader's worker seeds its generators when it begins to load them.
 
-    So what a worker draws follows from the seed, the epoch and the batch, and not from how many
-    batches it has loaded before: it is the same when an epoch is resumed in its middle.
+    So a worker's random numbers depend on the seed, the epoch and the batch, and not on the batches that
+    it loaded before. They are the same when an epoch is resumed in its middle.
     """
 
     key: tuple[int, ...]
@@ -64,10 +64,9 @@ class _Batch(list[Any]):
 class EpochBatches:
     """A batch sampler that gives one rank its share of the epoch's batches.
 
-    In evaluation, where gradients do not tie batches to steps, a batch of torch's own sampler that has
-    fewer samples than there are ranks is joined to those before it: so every rank has a sample of each
-    batch, and no rank needs a stand-in. A batch of another sampler is skipped by ranks without a sample,
-    unless ``stand_ins`` gives them one there too.
+    In evaluation a batch of torch's own sampler that has fewer samples than there are ranks is joined to
+    those before it. So every rank has a sample of each batch, and no rank needs a stand-in. A batch of
+    another sampler is skipped by ranks without a sample, unless ``stand_ins`` gives them one, too.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class EpochBatches:
         self.seed = seed
         self.order: list[list[Any]] = []
         self.shares: deque[tuple[int, Share]] = deque()  # of the newest iteration, with each batch's number
-        # Of epochs that are being iterated while another one is: an evaluation within an epoch.
+        # The order of each epoch that has begun: an evaluation may iterate the same loader within an epoch.
         self._begun: dict[int, list[list[Any]]] = {}
         self._first = 0
         self._epoch = 0
@@ -103,12 +102,12 @@ class EpochBatches:
         """Fix the order of the epoch that the next iteration yields, from batch ``first`` on."""
         self._first = first
         if self._is_found and epoch == self._epoch:
-            self._is_found = False  # asked again, a sampler that keeps count would give the next one
+            self._is_found = False  # a sampler that counts its iterations would give the next order
             return
         call_set_epoch(self.inner, epoch)
         own = getattr(getattr(self.inner, "sampler", None), "generator", None)
         with seeded(self.seed, epoch), seeded_own(own, self.seed, epoch):
-            # The length bounds samplers that never end.
+            # islice: a sampler may never end.
             batches = iter(self.inner)
             self.order = [list(batch) for batch in islice(batches, len(self.inner))]
             if not self._was_asked:
@@ -119,7 +118,7 @@ class EpochBatches:
         self._epoch, self._digest, self._is_found = epoch, "", False
 
     def _warn_of_more(self, batches: Iterator[Any]) -> None:
-        """Point out, once, that a sampler yields more batches than its length says: no epoch has them."""
+        """Warn, once, that a sampler yields more batches than its length: no epoch has the others."""
         self._was_asked = True
         if next(batches, None) is None:
             return
@@ -152,19 +151,19 @@ class EpochBatches:
         return bool(self._begun)
 
     def begin(self, epoch: int) -> None:
-        """Note that an iteration over an epoch begins, whose order is kept whatever is iterated meanwhile."""
+        """Record that an iteration over an epoch begins; its order is kept while others are iterated."""
         self._begun[epoch] = self.order
 
     def end(self, epoch: int) -> None:
-        """Note that it has ended, or was left."""
+        """Record that the iteration over an epoch has ended, or was dropped."""
         self._begun.pop(epoch, None)
 
     def order_of(self, epoch: int) -> list[list[Any]]:
-        """Return the order of an epoch that is iterated, or was last."""
+        """Return the order of an epoch in progress, or of the last one."""
         return self._begun.get(epoch, self.order)
 
     def digest_of(self, epoch: int) -> str:
-        """Return its digest."""
+        """Return the digest of an epoch in progress, or of the last one."""
         order = self.order_of(epoch)
         return self.digest if order is self.order else _digest_of(order)
 
@@ -172,9 +171,9 @@ class EpochBatches:
         """Return how many batches of the epoch hold its first ``samples`` samples.
 
         Args:
-            epoch: Which epoch; the next iteration is to be of it.
-            samples: How many samples of it are done.
-            order: The digest that it had, where the order may not follow from seed and epoch alone.
+            epoch: The epoch, which the next iteration must be of.
+            samples: The number of its samples that are done.
+            order: The digest that it had, where the order may depend on more than seed and epoch.
 
         Raises:
             LoaderError: The samples end in the middle of a batch, or were in another order.
@@ -218,8 +217,8 @@ class EpochBatches:
             if share.samples == 0:
                 if not self._stand_ins:
                     continue
-                # Every rank must take this step, or the others would wait for it: a stand-in sample, whose
-                # loss counts nothing.
+                # Every rank must take this step: the others would wait for its gradients without an end.
+                # So it gets a stand-in sample, with a loss that counts nothing.
                 part = slice(1)
             shares.append((number, share))
             mine = _Batch(batch[part])
@@ -233,7 +232,7 @@ def _digest_of(order: list[list[Any]]) -> str:
 
 
 def _joined_ends(sizes: list[int], least: int) -> list[int]:
-    """Return where groups of batches end that have ``least`` samples each, if there are so many at all.
+    """Return the ends of groups of batches with at least ``least`` samples each, where there are so many.
 
     Example:
         >>> _joined_ends([8, 8, 1], 2), _joined_ends([1, 1, 1], 2), _joined_ends([1], 2)
@@ -257,18 +256,18 @@ def call_set_epoch(holder: Any, epoch: int) -> None:
             listener.set_epoch(epoch)
 
 
-# -- How many samples a batch has that nobody has counted ------------------------------------------
+# -- Numbers of samples ---------------------------------------------------------------------------
 
 
 class Envelope:
-    """A batch on its way through a loader, and how many samples it was collated from.
+    """A batch on its way through a loader, with the number of samples that it was collated from.
 
-    An object, also because torch pins any tuple as a plain list.
+    Not a tuple: torch's pinning would turn that into a plain list.
 
     Args:
         batch: The batch.
-        samples: How many samples it has.
-        layout: What is known of its values, for the session that moves it.
+        samples: The number of samples in it.
+        layout: A description of its values, for the session that moves it.
     """
 
     def __init__(self, batch: Any, samples: int, layout: Any = None) -> None:
@@ -302,8 +301,8 @@ def count_samples(batch: Any) -> int:
 def has_fewer(batch: Any, samples: int) -> bool:
     """Return whether a batch has fewer samples than were chosen for it, and log a warning then.
 
-    A collate function that leaves samples out does not say so, and where there is one sample left, or what is
-    no tensor, it is not seen.
+    A collate function that leaves samples out does not report it. The check cannot notice it where one
+    sample is left, or where the batch has no tensor.
     """
     found = count_samples(batch.batch if isinstance(batch, Envelope) else batch)
     if not 1 < found < samples:

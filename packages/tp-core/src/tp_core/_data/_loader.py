@@ -1,9 +1,8 @@
-"""Loaders that know the seed, the epoch, and which share of each batch is this rank's.
+"""Prepared loaders: one rank's share of every batch, in an order that depends on seed and epoch.
 
-The order of the samples is a pure function of (seed, epoch): the sampler is asked for the epoch's
-batches inside a random state made of the two, which then goes back to what it was. So every rank
-sees the same batches, takes its share of each, and no rank has to send another one its number of
-samples.
+The order of the samples is a pure function of (seed, epoch): the sampler yields the epoch's batches in a
+random state made of the two, which is restored afterwards. So every rank sees the same batches and takes
+its share of each. No rank has to send its number of samples to another.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -32,19 +31,19 @@ _WHOLE_DATA = "tp splits the data over the ranks itself: give every rank the who
 
 
 class PreparedLoader:
-    """Yields one data rank's share of every batch of a loader, moved to its device.
+    """An iterable over one data rank's share of every batch of a loader, moved to its device.
 
-    Each new iteration is the next epoch, unless :meth:`set_epoch` chose another. The loader that
-    the user gave keeps all its options and is not changed.
+    Each new iteration is the next epoch, unless :meth:`set_epoch` chose another. The user's loader keeps
+    all its options and is not changed.
 
     Attributes:
         loader: The user's loader.
-        watch: Wraps every iteration, to observe what is yielded; ``None`` costs nothing.
-        number: Which batch of the epoch was yielded last, from 0: of those of all data ranks. In evaluation
-            a rank may have no sample of a batch, and does not meet it.
-        share: How many samples of it this rank has, and all ranks have; ``None`` before the first.
-        continues_stream: Whether an iteration over a stream goes on where the one before was left, instead of
-            beginning anew. It ends where its taker ends it, or at the stream's end if it began with it.
+        watch: A wrapper of every iteration, to observe what is yielded; ``None`` costs nothing.
+        number: The number of the last batch of the epoch, from 0, among those of all data ranks. In
+            evaluation a rank skips a batch of which it has no sample.
+        share: The samples of that batch that this rank has, and all ranks have; ``None`` before the first.
+        continues_stream: Whether an iteration over a stream continues where the one before ended, instead of
+            from the beginning. Its consumer ends it, or the stream's end if it began with the stream.
     """
 
     continues_stream = False
@@ -52,8 +51,8 @@ class PreparedLoader:
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     number = -1
     share: Share | None = None
-    _has_fewer = False  # batches than were chosen have been seen
-    _left: Iterator[Any] | None = None  # the iteration at hand of a class with its own
+    _has_fewer = False  # whether a batch had fewer samples than were chosen: the warning comes once
+    _left: Iterator[Any] | None = None  # the current iteration of a class with its own __iter__
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class PreparedLoader:
         Args:
             loader: A ``DataLoader``, or with one data rank any iterable of batches.
             seed: Orders the samples, together with the epoch.
-            rank: The data rank whose share it is.
+            rank: The data rank.
             size: The number of data ranks.
             training: Whether a rank without samples of a batch gets a stand-in. In evaluation small
                 batches are joined, or skipped by ranks that have no sample of them.
@@ -84,12 +83,14 @@ class PreparedLoader:
             on_share: Called with the share of each batch before it is yielded.
             agree: ``agree(what, value, remedy=...)`` raises unless all ranks have the same value.
             any_rank: ``any_rank(mine)`` returns whether it holds on any rank. Given where ranks must take the
-                same steps in evaluation, too: a rank that has no samples then gets a stand-in.
+                same steps in evaluation, too: a rank without samples then gets a stand-in.
             collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
-                other loaders are taken as they are.
+                other loaders stay as they are.
 
         Raises:
             LoaderError: The loader cannot be iterated, or not be split over the ranks.
+
+        Collective: with ``agree``, its all-gathers of objects; none without.
         """
         if not isinstance(loader, Iterable):
             msg = f"a loader must be iterable, got {type(loader).__name__}: {loader!r}"
@@ -123,7 +124,7 @@ class PreparedLoader:
             )
             return
         for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            # In one process, too: the sampler gives a share of the data, and nobody takes the others.
+            # In one process, too: the sampler gives a share of the data, and the others would be lost.
             if isinstance(sampler, DistributedSampler) and max(size, sampler.num_replicas) > 1:
                 msg = (
                     f"the loader's DistributedSampler already splits the data over {sampler.num_replicas} "
@@ -147,11 +148,11 @@ class PreparedLoader:
 
     @property
     def next_epoch(self) -> int:
-        """Which epoch the next iteration is."""
+        """The epoch of the next iteration."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -179,10 +180,9 @@ class PreparedLoader:
         raise LoaderError(msg)
 
     def has_more(self) -> bool:
-        """Whether a loader has a batch after the last one that it yielded, whatever its length said before.
+        """Return whether there is a batch after the last one that was yielded, whatever the length said.
 
-        To be asked while there is the iteration. A stream keeps that batch for the next epoch; that of
-        another loader is dropped.
+        Call it during the iteration. A stream keeps that batch for the next epoch; another loader drops it.
         """
         if self.stream is not None:
             return self.stream.has_more()
@@ -207,13 +207,15 @@ class PreparedLoader:
         return batches if self.watch is None else self.watch(batches)
 
     def _iterate_indexed(self, epoch: int, first: int, before: tuple[int, Share | None]) -> Iterator[Any]:
-        """Yield from a loader whose batches are chosen by us.
+        """Yield from a loader of which tp chooses the batches.
 
         Args:
-            epoch: Which epoch.
-            first: From which batch of it on.
-            before: The number and the share of the iteration around this one, if there is one, which goes on
-                when this one has ended.
+            epoch: The epoch.
+            first: The first batch of it to yield.
+            before: The number and the share of the iteration around this one, if there is one: restored when
+                this one has ended.
+
+        Collective: with a sampler of the user's own, ``agree`` on the order, once before the first batch.
         """
         move, on_share, batches = self._move, self._on_share, self._batches
         if batches is None:
@@ -254,14 +256,14 @@ class PreparedLoader:
     def _iterate_counted(
         self, source: Iterator[Any], first: int, leave: Callable[[], None] | None = None
     ) -> Iterator[Any]:
-        """Yield batches that others have chosen, whose samples are counted; in the end call ``leave``."""
+        """Yield batches that tp did not choose, with their samples counted; at the end call ``leave``."""
         move, on_share = self._move, self._on_share
         share = Share(0, 0)
         try:
             for number, batch in enumerate(source, start=first):
                 self.number = number
                 if on_share is not None:
-                    # The other ranks' counts are not known here: theirs are taken to be the same.
+                    # The counts of other ranks are not known here, and assumed to be the same.
                     samples = count_samples(batch)
                     if samples != share.samples:
                         share = Share(samples, samples * self._size)
@@ -273,19 +275,22 @@ class PreparedLoader:
                 leave()
 
     def _iterate_opaque(self, epoch: int, first: int, stream: Stream) -> Iterator[Any]:
-        """Return the batches of a loader that are not ours to choose: one generator is on each one's way."""
+        """Return the batches of a loader of which tp cannot choose them.
+
+        A plain method, so that each batch passes through one generator only.
+        """
         source = stream.epoch(epoch, continues_stream=self.continues_stream, done=first)
         if self._any_rank is not None:
             return self._iterate_together(source, self._any_rank)
         return self._iterate_counted(source, first, stream.leave)
 
     def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
-        """Yield as many batches as the rank that has most: this one's last again, which counts nothing.
+        """Yield as many batches as the rank that has most; this rank's last one again counts nothing.
 
         Raises:
             DisagreementError: This rank has no batch at all, and another one has.
 
-        Collectives: one before each batch, and one when no rank has another.
+        Collective: one of ``any_rank`` before each batch and one at the end; ``agree`` before the first.
         """
         batch, done = None, 0
         while True:
@@ -301,11 +306,11 @@ class PreparedLoader:
                 self._on_share(Share(0 if mine is _NOTHING else samples, samples * self._size))
             yield batch if self._move is None else self._move(batch)
 
-    # -- where it stands, for a checkpoint ------------------------------------------------------------
+    # -- positions for checkpoints ------------------------------------------------------------------
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have an iteration go over all of a stream in this block; one that trains on it goes on after it."""
+        """Make iterations in this block cover the whole stream; afterwards training continues where it was."""
         stream, number = self.stream, self.number
         if stream is None or not self.continues_stream:
             yield
@@ -319,19 +324,19 @@ class PreparedLoader:
             self.stream, self.continues_stream, self.number = stream, True, number
 
     def check_position(self) -> None:
-        """Make sure that a run could go on from a checkpoint in the middle of these batches.
+        """Check that a run could continue from a checkpoint in the middle of these batches.
 
         Raises:
-            LoaderError: Only workers would know where a stream stands.
+            LoaderError: Only workers know the position in a stream.
         """
         if self.stream is not None and self.continues_stream:
             self.stream.check_position()
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return where the loader stands, for :meth:`load_state_dict`.
+        """Return the loader's position, for :meth:`load_state_dict`.
 
         Args:
-            batches: How many batches of the current epoch have been used; all that were yielded by default.
+            batches: The batches of the current epoch that were used; all that were yielded by default.
         """
         epoch = self._epoch - 1
         if batches is None:
@@ -347,22 +352,22 @@ class PreparedLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> int:
-        """Make the next iteration go on from where a loader stood.
+        """Make the next iteration continue from a saved position.
 
         Batches of a ``DataLoader`` over a dataset with length are skipped by their indices: no
         sample of them is read.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
             replay: Read the batches before it again and drop them, where the loader has no other
                 way.
 
         Returns:
-            How many batches of the epoch are done; another batch size makes another number.
+            The number of batches of the epoch that are done; it differs with another batch size.
 
         Raises:
-            LoaderError: The loader can only be brought there by a replay; or the place is in the
-                middle of one of its batches; or of an epoch over another number of samples.
+            LoaderError: The loader can only get there by a replay; or the position is in the middle
+                of one of its batches; or of an epoch over another number of samples.
         """
         had, has = state.get("dataset"), self._n_samples()
         if state.get("samples") and had != has:

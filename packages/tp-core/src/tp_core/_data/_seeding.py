@@ -1,6 +1,6 @@
-"""Random generators seeded by a key, such as a seed, an epoch and a rank.
+"""Random generators that are seeded by a key: a seed, an epoch and a rank, for example.
 
-torch is imported where its generators are seeded: processes without torch make seeds of keys, too.
+torch is imported where its generators are seeded: processes without torch compute seeds, too.
 """
 
 import random
@@ -29,7 +29,7 @@ def preserve_rng_state(devices: "Iterable[torch.device]" = ()) -> Iterator[None]
     """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
 
     Args:
-        devices: Those of which accelerators, too.
+        devices: The accelerators with generators to restore, too.
     """
     import torch
 
@@ -50,9 +50,9 @@ def preserve_rng_state(devices: "Iterable[torch.device]" = ()) -> Iterator[None]
 
 @contextmanager
 def seeded_own(generator: "torch.Generator | None", *key: int) -> Iterator[None]:
-    """Run a block with a generator of the user's seeded by ``key`` and its own initial seed.
+    """Run a block with a user's generator seeded by ``key`` and its own initial seed.
 
-    Its state is restored afterwards.
+    Its state is restored afterwards. The initial seed keeps two generators of one program different.
     """
     if generator is None:
         yield
@@ -76,7 +76,7 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     Args:
         seed: The seed.
         devices: Whether the generators of accelerators are seeded, too.
-        load: Whether numpy's is loaded if numpy is, which does so itself only when somebody asks for it.
+        load: Whether to load ``numpy.random`` where numpy is loaded; numpy itself loads it at first use.
     """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -86,12 +86,13 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
         if devices and torch.accelerator.current_accelerator() is not None:  # of this build, used or not
             torch.manual_seed(seed)
         else:
+            # torch.manual_seed would seed the accelerators, too.
             torch.default_generator.manual_seed(seed)
 
 
 def seed_of(key: tuple[int, ...]) -> int:
     """Return a seed of 63 bits that is a function of ``key``."""
-    import hashlib  # which takes longer to load than all else here
+    import hashlib  # here: it takes longer to load than the rest of this module
 
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # torch takes a signed 64-bit seed
@@ -102,7 +103,7 @@ def device_rng_state(device: "torch.device") -> "torch.Tensor":
     import torch
 
     module = torch.get_device_module(device)
-    # Of Apple's there is one, whose functions take no device.
+    # There is one Apple device, and its functions take no argument.
     state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     return state
 

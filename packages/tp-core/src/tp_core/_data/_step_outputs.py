@@ -1,4 +1,4 @@
-"""What a training step returns: its weight, its rows, and one output from those of the parts."""
+"""Outputs of training steps: weights, rows, and one output combined from those of the parts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,33 +14,33 @@ from tp_core._data._parts import Parts
 from tp_core._data._rows import cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
 
-# -- What a step returned for its samples, in rows that are joined and not averaged ---------------
+# -- Rows of samples ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """A value of a step's output that has rows: the arguments of a metric, or predictions.
+    """A value of a step's output with rows: the arguments of a metric, or predictions. They are joined.
 
-    Rows are those of tensors and arrays along their first dimension, and the entries of lists; mappings
-    and tuples contain such.
+    The rows of tensors and arrays are along their first dimension; those of lists are their entries.
+    Mappings and tuples contain such values.
 
     Attributes:
-        pieces: The values, which follow each other in the order of the data.
+        pieces: The values, in the order of the data.
     """
 
     pieces: tuple[Any, ...]
 
 
 def joined_over_parts(values: Sequence[SampleRows], parts: Parts, device: torch.device) -> SampleRows:
-    """Return what the step would have returned for the whole batch.
+    """Return the rows as the step would have returned them for the whole batch.
 
-    Values without a row for each sample of their part, such as sums or the tokens of all samples, cannot
-    be put into another order; they stay one piece for each part.
+    Values without a row for each sample of their part (sums, the tokens of all samples) cannot be put into
+    another order. They stay one piece for each part.
 
     Args:
-        values: What the step returned for each part.
-        parts: What was split.
-        device: Where tensors go.
+        values: The rows that the step returned for each part.
+        parts: The parts of the batch.
+        device: The device of the result.
     """
     pieces = [_mapped(lambda t: t.to(device), piece) for value in values for piece in value.pieces]
     if [row_count(piece) for piece in pieces] != list(parts.counts):
@@ -53,13 +53,13 @@ def joined_over_parts(values: Sequence[SampleRows], parts: Parts, device: torch.
 
 
 def row_count(value: Any) -> int | None:
-    """Return how many rows all of ``value`` has; ``None`` where there are none, or not as many everywhere."""
+    """Return the number of rows of ``value``; ``None`` if its leaves have none, or different numbers."""
     lengths = {_length(leaf) for leaf in _leaves(value)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def join_rows(values: Sequence[Any]) -> Any:
-    """Return one value with the rows of all, one after the other.
+    """Concatenate nested values by their rows.
 
     Example:
         >>> join_rows([{"name": ["a", "b"]}, {"name": ["c"]}])
@@ -142,11 +142,11 @@ def _describe_rows(value: Any) -> str:
     return type(value).__name__
 
 
-# -- What a training step returns: its weight, and one output from those of the parts -------------
+# -- One output from those of the parts -----------------------------------------------------------
 
 
 LossReduction = Literal["mean", "sum"]
-"""How a loss is made from those of its samples."""
+"""The reduction of a loss over its samples."""
 
 T = TypeVar("T")
 
@@ -154,14 +154,14 @@ T = TypeVar("T")
 def combine_outputs(
     outputs: Sequence[Any], parts: Parts, *, loss: LossReduction, device: torch.device
 ) -> Any:
-    """Return what the step would have returned for the whole batch.
+    """Return the output that the step would have returned for the whole batch.
 
     Losses that are means are averaged; sums are added. Other numbers and scalars are averaged, pairs
-    ``(mean, weight)`` by their own weights; other tensors are concatenated, in the order that the
-    samples had before they were split; so are `SampleRows`. ``None`` stays ``None``.
+    ``(mean, weight)`` by their own weights. Other tensors and `SampleRows` are concatenated, in the order
+    that the samples had before the split. ``None`` stays ``None``.
 
-    A part counts as much as the "weight" that it returned, else as many as it has samples. One of weight
-    0 counts as nothing: nothing flows back into it, whatever its loss is.
+    A part counts by the "weight" that it returned, else by its number of samples. A part of weight 0
+    counts nothing: no gradient reaches it, whatever its loss is.
 
     Raises:
         StepError: The parts returned different things, or what cannot be combined.
@@ -211,13 +211,13 @@ def restore_order(values: T, order: Sequence[int] | None) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _Combining:
-    """How the values of parts become one.
+    """The rules that make one value from those of the parts.
 
     Attributes:
-        parts: What was split.
-        weights: How much each part counts.
+        parts: The parts of the batch.
+        weights: The weight of each part.
         loss: Whether losses are means or sums.
-        device: Where tensors go.
+        device: The device of the result.
     """
 
     parts: Parts
@@ -226,7 +226,7 @@ class _Combining:
     device: torch.device
 
     def value(self, name: str, values: list[Any]) -> Any:
-        """Return one value of all parts' values of that name."""
+        """Return one value, made from all parts' values of that name."""
         is_total = name == "loss" and self.loss == "sum"
         if all(v is None for v in values):
             return None
@@ -266,7 +266,7 @@ class _Combining:
 def _average(values: list[Any], weights: Sequence[float], *, total: bool) -> Any:
     whole = sum(weights)
     if not whole:
-        return values[0]  # as one device's would be: of nothing, and to count as nothing
+        return values[0]  # as on one device: a mean over nothing, which counts nothing
     counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
     terms = [v if total else v * (w / whole) for v, w in counted]
     return sum(terms[1:], terms[0])
@@ -281,13 +281,11 @@ def _describe(value: Any) -> str:
 
 
 def read_weight(value: Any, *, name: str = "weight") -> float:
-    """Return a weight that a step has returned as a number.
-
-    A tensor on an accelerator is waited for.
+    """Return a weight of a step as a number; a tensor on an accelerator is waited for.
 
     Args:
         value: A number, or a tensor of one element.
-        name: What the step called it, for the message.
+        name: The step's name for it, for the message.
 
     Raises:
         StepError: ``value`` is not a number or scalar tensor, or is negative, NaN or infinite.
@@ -329,19 +327,20 @@ def split_weight(name: str, value: Any) -> tuple[Any, float | None]:
     return value[0], read_weight(value[1], name=f"weight of {name}")
 
 
-# -- A backward pass that takes part and adds nothing ---------------------------------------------
+# -- Backward passes that add zeros ---------------------------------------------------------------
 
 
 def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
-    """Call ``backward`` of a loss that counts as nothing, so that zeros are added to the gradients.
+    """Call ``backward`` with a loss that counts nothing, so that zeros are added to the gradients.
 
-    The other ranks wait for this one's gradients, so it takes part. To multiply the loss by 0 is not
-    enough: a mean over nothing is NaN, and so is 0 times NaN. The zeros are put where gradients reach the
-    parameters.
+    The other ranks wait for this rank's gradients, so it takes part. A loss times 0 is not enough: a mean
+    over nothing is NaN, and so is 0 times NaN. Hooks put the zeros where gradients reach the parameters.
 
     Args:
         loss: Any loss, NaN or not.
-        backward: Adds its gradients.
+        backward: A function that adds its gradients.
+
+    Collective: the one of ``backward``, unchanged.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -358,7 +357,7 @@ def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
 
 
 def _graph_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of a loss's graph that gradients would be added to."""
+    """Return the leaves of a loss's graph to which gradients are added."""
     found, seen = [], set()
     nodes = [loss.grad_fn]
     while nodes:

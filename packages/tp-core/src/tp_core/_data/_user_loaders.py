@@ -1,4 +1,4 @@
-"""What can be known of a user's loader, and copies of it with other batches."""
+"""Inspection of a user's loader, and copies of it with other batches."""
 
 import copy
 import hashlib
@@ -25,9 +25,9 @@ _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 
 
 def position_holder(loader: object) -> Any:
-    """Return what of a loader knows its own position, or ``None``: itself, or its dataset.
+    """Return the loader, or its dataset, if that has a ``state_dict`` of its own position; else ``None``.
 
-    The dataset of a loader with workers does not know: its copies in the workers do.
+    The dataset of a loader with workers does not count: only its copies in the workers know the position.
     """
     holders = [loader]
     if isinstance(loader, DataLoader) and loader.num_workers == 0:
@@ -39,7 +39,7 @@ def position_holder(loader: object) -> Any:
 
 
 def is_indexed(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Return whether ``loader`` takes batches of indices, so that we can choose them."""
+    """Return whether ``loader`` takes batches of indices, so that tp can choose them."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -53,13 +53,12 @@ def copy_loader(
     batches: EpochBatches | None,
     collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None,
 ) -> DataLoader[Any]:
-    """Copy a loader with other batches, or its own: whatever its class and options, all else stays.
+    """Return a copy of a loader, with other batches or its own; its class and all options stay.
 
-    Building a new one from its arguments would lose those that torch has no attribute for and
-    those of subclasses.
+    A new one, built from the arguments, would lose those without an attribute and those of subclasses.
     """
     copied = copy.copy(loader)
-    # DataLoader refuses these by assignment once it is initialized.
+    # Past __setattr__: DataLoader refuses to assign these once it is initialized.
     if batches is not None:
         copied.__dict__["batch_sampler"] = batches
     copied.__dict__["_iterator"] = None  # a persistent iterator belongs to the original
@@ -70,13 +69,13 @@ def copy_loader(
 
 def is_hugging_face(dataset: object) -> bool:
     """Return whether a dataset is an iterable one of Hugging Face's ``datasets``."""
-    datasets = sys.modules.get("datasets")  # who has made one has imported it
+    datasets = sys.modules.get("datasets")  # a program that made one has imported it
     kind = getattr(datasets, "IterableDataset", None)
     return isinstance(kind, type) and isinstance(dataset, kind)
 
 
 def order_is_ours(batch_sampler: Any) -> bool:
-    """Return whether the order follows from the seed and epoch alone, with nothing of the user's in it."""
+    """Return whether the order follows from seed and epoch alone: no sampler or generator of the user's."""
     sampler = getattr(batch_sampler, "sampler", None)
     return (
         type(batch_sampler) is BatchSampler
@@ -86,7 +85,7 @@ def order_is_ours(batch_sampler: Any) -> bool:
 
 
 def drawing(loader: DataLoader[Any]) -> str:
-    """Return in words which samples a loader draws, and how: the same on all ranks that share its batches.
+    """Return a description of the samples that a loader draws, equal on all ranks that share its batches.
 
     Example:
         >>> drawing(DataLoader([10, 11, 12], batch_size=2))
@@ -157,6 +156,6 @@ def has_too_many(loader: object, batches: int) -> str:
 
 
 def iterates_itself(loader: Iterable[Any]) -> bool:
-    """Return whether a loader is of a class whose own ``__iter__`` may leave batches out, or repeat them."""
+    """Return whether a loader's class has its own ``__iter__``, which may skip batches or repeat them."""
     own = type(loader).__iter__
     return own is not DataLoader.__iter__ and not getattr(own, "__module__", "").startswith("torchdata.")

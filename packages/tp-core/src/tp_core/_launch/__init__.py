@@ -1,1 +1,1 @@
-"""What launched this process, and how the processes of a job meet."""
+"""The launch environment of this process, and the process group of a job."""

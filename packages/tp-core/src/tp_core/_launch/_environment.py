@@ -1,4 +1,4 @@
-"""What launched this process, read from the environment, and what it was left of the machine."""
+"""The launcher of this process and its ranks, read from the environment, and the cores it may use."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 
-# -- Numbers and words from a launcher's variables, with messages that tell what to do ------------
+# -- Launchers' variables -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +16,21 @@ class LauncherVariables:
     """The variables of one launcher.
 
     Attributes:
-        names: All that are read.
-        remedy: How to start a script so that they are set.
+        names: The names of all that are read.
+        remedy: The advice how to start a script so that they are set.
     """
 
     names: tuple[str, ...]
     remedy: str
 
     def reader(self, environ: Mapping[str, str]) -> "VariableReader":
-        """Return what reads these variables from ``environ``."""
+        """Return a reader of these variables in ``environ``."""
         return VariableReader(self, environ)
 
 
 @dataclass(frozen=True, slots=True)
 class VariableReader:
-    """Reads the variables of one launcher from one environment."""
+    """A reader of one launcher's variables in one environment."""
 
     variables: LauncherVariables
     environ: Mapping[str, str]
@@ -67,7 +67,7 @@ class VariableReader:
         return int(value)
 
     def error(self, problem: str) -> LaunchEnvironmentError:
-        """Return an error with the problem, what was found, and what to do."""
+        """Return an error with the problem, the variables that were found, and the remedy."""
         found = [name for name in self.variables.names if name in self.environ]
         values = ", ".join(f"{name}={self.environ[name]!r}" for name in found)
         unset = " ".join(name for name in found if not name.startswith("MASTER_"))
@@ -78,18 +78,18 @@ class VariableReader:
         return LaunchEnvironmentError(msg)
 
 
-# -- What Slurm's variables mean ------------------------------------------------------------------
+# -- Slurm's variables ----------------------------------------------------------------------------
 
 
 _SPECIAL_STEPS = 0xFFFF_FFF0
-"""From here on step numbers mean something else than a step that srun started: the batch script,
-the shell of salloc, the step that adopts ssh logins (slurm.h)."""
+"""Step numbers from here on are not steps of srun: the batch script, the shell of salloc, the step that
+adopts ssh logins (slurm.h)."""
 
 _FIRST_PORT, _PORTS = 15_000, 16_384  # below Linux' ephemeral ports, which begin at 32,768
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task; scripts of sbatch and shells of salloc are not.
+    """Return whether srun started this process as a task, and not sbatch a script or salloc a shell.
 
     Example:
         >>> is_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
@@ -158,7 +158,9 @@ def _bad_hosts(text: str) -> LaunchEnvironmentError:
 
 
 def derive_port(job: int, step: int) -> int:
-    """Return a port that every task of the step computes alike, and other steps hardly ever.
+    """Return a port that every task of the step computes alike, and that rarely collides with other steps'.
+
+    Tasks of one step have no other way to agree on a port: Slurm's variables name none.
 
     Example:
         >>> derive_port(1, 0)
@@ -167,7 +169,7 @@ def derive_port(job: int, step: int) -> int:
     return _FIRST_PORT + (job * 97 + step) % _PORTS
 
 
-# -- What launched this process, read from the environment, and what it was left of the machine ---
+# -- The launch environment -----------------------------------------------------------------------
 
 
 _TORCHRUN = LauncherVariables(
@@ -202,29 +204,29 @@ _SLURM = LauncherVariables(
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: what taskset, Slurm and containers left to it."""
-    if hasattr(os, "sched_getaffinity"):  # not on every system
+    """Return how many cores this process may use, after the limits of taskset, Slurm and cpusets."""
+    if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What launched this process, and its place among the processes of the job.
+    """The launcher of this process, and its ranks in the job.
 
-    The defaults are those of a process that nothing but a shell started.
+    The defaults describe a process that was started without a launcher.
 
     Attributes:
-        launcher: What started the processes; "torchrun" is everything that sets its variables.
-        rank: The number of this process in the job, from 0.
-        world_size: How many processes the job has.
-        local_rank: The number of this process on its host, from 0.
-        local_world_size: How many processes of the job run on this host.
-        host_rank: The number of this host in the job, from 0.
-        hosts: How many hosts the job has.
-        master_address: The host where the ranks meet; ``None`` if it was not given.
-        master_port: The port there; ``None`` if it was not given.
-        cores: How many CPU cores this process may use.
+        launcher: The launcher; "torchrun" is everything that sets its variables.
+        rank: The rank of this process in the job, from 0.
+        world_size: The number of processes of the job.
+        local_rank: The rank of this process on its host, from 0.
+        local_world_size: The number of processes of the job on this host.
+        host_rank: The rank of this host in the job, from 0.
+        hosts: The number of hosts of the job.
+        master_address: The host of the rendezvous; ``None`` if it was not given.
+        master_port: The port of the rendezvous; ``None`` if it was not given.
+        cores: The number of CPU cores that this process may use.
 
     Example:
         >>> LaunchEnvironment.read({}).is_distributed
@@ -244,7 +246,7 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read torchrun's variables, or else Slurm's inside a step of srun.
+        """Read torchrun's variables, or Slurm's in a step of srun.
 
         Args:
             environ: The environment variables; those of this process if ``None``.
@@ -285,7 +287,7 @@ class LaunchEnvironment:
     def _from_slurm(cls, read: VariableReader) -> Self:
         tasks = "SLURM_STEP_NUM_TASKS"
         if tasks not in read.environ and "SLURM_NTASKS" in read.environ:
-            tasks = "SLURM_NTASKS"  # of the whole job: the step's own number is the better one
+            tasks = "SLURM_NTASKS"  # only a fallback: it counts the whole job, not the step
         world_size = read.number(tasks)
         one = 0 if world_size == 1 else None
         host_rank = read.number("SLURM_NODEID", default=one)
@@ -324,7 +326,7 @@ class LaunchEnvironment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the process that speaks for the job."""
+        """Whether this is rank 0, the process that prints and writes for the job."""
         return self.rank == 0
 
     def describe(self) -> str:
@@ -341,7 +343,7 @@ class LaunchEnvironment:
 
 
 def _check(environment: LaunchEnvironment, read: VariableReader, names: tuple[str, str, str, str]) -> None:
-    """Refuse numbers that contradict each other; ``names`` are those of the first four below."""
+    """Raise an error for numbers that contradict each other; ``names`` names the first four in messages."""
     rank, world_size, local_rank, local_world_size = names
     for small, small_name, large, large_name in (
         (environment.rank, rank, environment.world_size, world_size),
@@ -392,13 +394,13 @@ _ANYWHERE = 256  # processes that mostly wait may be many more than cores
 
 
 def check_process_count(option: str, count: int) -> None:
-    """Refuse a number of processes that no host of this size can run, before the first is started.
+    """Raise an error for more processes than a host of this size can run, before the first is started.
 
-    A number with a digit too many would take the whole machine away from everybody on it.
+    A number with a digit too many would block the whole machine for all its users.
 
     Args:
-        option: What it was given as, for the message.
-        count: How many processes are to be started here.
+        option: The option with the number, for the message.
+        count: The number of processes to start here.
 
     Raises:
         ConfigError: There are more than 16 for each core, and more than 256.

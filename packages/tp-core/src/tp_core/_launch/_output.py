@@ -1,4 +1,4 @@
-"""Where a run shows its progress: a terminal, a notebook, or nowhere."""
+"""The output of a run: a terminal, a notebook, or a file."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# -- Whether somebody watches: what ``progress=`` means in all packages, and how wide tables are
+# -- Progress -------------------------------------------------------------------------------------
 
 
 Progress = bool | Literal["auto"]
@@ -19,7 +19,7 @@ Progress = bool | Literal["auto"]
 
 
 def shows_progress(progress: Progress) -> bool:
-    """Return whether to show how far something is.
+    """Return whether to show progress.
 
     Raises:
         ConfigError: ``progress`` is neither a bool nor "auto".
@@ -40,7 +40,7 @@ def in_notebook() -> bool:
 
 
 def output_console() -> "Console":
-    """Return what prints tables on stdout; in a pipe, lines are not cut to a terminal's width."""
+    """Return a console that prints tables on stdout; in a pipe, lines are not cut to a terminal's width."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=10_000)
@@ -50,9 +50,9 @@ _MOST_LINES = 200  # each update sends all of them
 
 
 class NotebookOutput:
-    """One output of a notebook's cell, replaced as the run goes on; what is saved with it is plain text, too.
+    """One output of a notebook's cell with lines and a bar, updated in place, as HTML and plain text.
 
-    It appears with the first line or the first movement of the bar, in the cell that runs then.
+    It appears with the first line or the first move of the bar, in the cell that runs then.
     """
 
     def __init__(self) -> None:
@@ -61,18 +61,23 @@ class NotebookOutput:
         self._handle: Any = None
 
     def add(self, line: str) -> None:
-        """Show a further line."""
+        """Append a line."""
         self._lines = [*self._lines, line][-_MOST_LINES:]
         self._show()
 
     def replace(self, lines: Sequence[str]) -> None:
-        """Show other lines."""
+        """Replace all lines."""
         self._lines = list(lines)
         self._show()
 
     def bar(self, label: str, steps: int | None) -> Callable[[int, str], None]:
-        """Return what shows how many of ``steps`` are done, with a few words; ``None`` if nobody knows."""
-        from html import escape  # for notebooks alone: no start of workers waits for it
+        """Return a function that shows the number of steps done and a few words.
+
+        Args:
+            label: The text before the bar.
+            steps: The number of all steps; ``None`` if it is not known.
+        """
+        from html import escape  # here: only notebooks need it, and starts of workers must not wait for it
 
         def move(done: int, words: str) -> None:
             bar, of = ("", "") if steps is None else (f"max='{steps}' value='{done}'", f"/{steps}")
@@ -83,13 +88,13 @@ class NotebookOutput:
         return move
 
     def remove_bar(self) -> None:
-        """Show the lines alone, from the next one on."""
+        """Remove the bar, from the next line on."""
         self._bar = ""
 
     def _show(self) -> None:
         from html import escape
 
-        from IPython.display import display  # who is in a notebook has it
+        from IPython.display import display  # every notebook has it
 
         text = "\n".join(self._lines)
         shown = {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{self._bar}"}

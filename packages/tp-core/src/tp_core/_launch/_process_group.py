@@ -1,4 +1,4 @@
-"""The group of all processes of a job: the store in which they find each other, joining and leaving it."""
+"""The process group of a job: its rendezvous store, and functions to join and leave the group."""
 
 import functools
 import os
@@ -19,27 +19,29 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError, RankFailedError
 
-# -- The key-value store through which the processes of one job find each other -------------------
+# -- The rendezvous store -------------------------------------------------------------------------
 
 
 EXITED_KEY = "tp-launch/left/{attempt}/{rank}"
-"""What ``tp launch`` sets in its store when a process has ended with status 0 and others go on."""
+"""The key that ``tp launch`` sets in its store when a process has ended with status 0 before others."""
 
 
 def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0) -> Store:
     """Return the store that all processes of the job share.
 
     Under torch's elastic launcher the agent serves it; otherwise rank 0 does, at the master
-    address. There is one for each process: asking again returns the same. The agent's outlives a
-    restart of the processes: what was written before one is not seen after it.
+    address. A process has one: later calls return the same. The agent's store survives a restart of the
+    processes, so each attempt has its own prefix and does not read keys of the one before.
 
     Args:
-        environment: What launched this process, with the master address and port.
-        timeout_s: How many seconds to wait for the store to answer.
+        environment: The launch environment of this process, with the master address and port.
+        timeout_s: The seconds to wait for the store to answer.
 
     Raises:
         LaunchEnvironmentError: The environment has no master address and port.
         RankFailedError: The store did not answer in time.
+
+    Collective: the ranks' rendezvous; without an elastic agent the others wait for rank 0.
     """
     if environment.master_address is None or environment.master_port is None:
         msg = (
@@ -68,9 +70,10 @@ def has_exited(store: Store, rank: int) -> bool:
     """Return whether ``tp launch`` has reported that the process of a rank ended with status 0.
 
     Args:
-        store: What `rendezvous_store` returned, or a part of it.
-        rank: Which one.
+        store: The store of `rendezvous_store`, or a prefix of it.
+        rank: The rank.
     """
+    # The launcher writes its key without our prefixes.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return bool(store.check([EXITED_KEY.format(attempt=_attempt(), rank=rank)]))
@@ -80,18 +83,19 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+# Cached, as rank 0 serves the store: a second server on the same port would fail.
 @functools.cache
 def _connect(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
-    host = f"[{address}]" if ":" in address else address
+    host = f"[{address}]" if ":" in address else address  # IPv6 in a URL
     store, _, _ = next(
         rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
     )
     return PrefixStore(f"tp/start/{_attempt()}", store)
 
 
-# -- Joining torch's group of all processes of a job, leaving it, and making groups of some of them
+# -- Process groups -------------------------------------------------------------------------------
 
 
 _joined = count()
@@ -104,28 +108,28 @@ def join_process_group(
     backend: str = "",
     timeout_s: float = 600.0,
 ) -> Callable[[], None]:
-    """Join torch's default process group, unless this process has done so; return what leaves it.
+    """Join torch's default process group, unless this process has done so; return a function to leave it.
 
-    A session calls it when it is opened and what it returns when it is closed. A process may join
-    again after it has left: each time the ranks meet in a part of their own of the launcher's store,
-    where plain ``torch.distributed.init_process_group`` would hang among the first one's
-    keys. Where a script has joined already, nothing is joined, and leaving does nothing.
+    A session joins when it is opened and leaves when it is closed. A process may join again after it has
+    left: each time the ranks use a prefix of their own in the launcher's store. Plain
+    ``torch.distributed.init_process_group`` would hang on the keys of the first group. Where a script has
+    joined already, this function joins nothing, and leaving does nothing.
 
     Args:
-        environment: What launched this process. One process without a launcher is a group of one.
-        device: Where this process computes. An accelerator becomes the current device and chooses
-            the communication backend; with ``None`` torch brings one for each kind of device.
+        environment: The launch environment. One process without a launcher is a group of one.
+        device: The device of this process. An accelerator becomes the current device and chooses
+            the communication backend; with ``None`` torch takes one for each kind of device.
         backend: torch's name of the communication backend; empty chooses by the device.
-        timeout_s: How many seconds a collective waits for the other ranks.
+        timeout_s: The seconds that a collective waits for the other ranks.
 
     Returns:
         A function that leaves the group; calling it again does nothing.
 
     Raises:
-        LaunchEnvironmentError: Several processes, and no address where they meet.
-        RankFailedError: The other ranks did not come in time.
+        LaunchEnvironmentError: There are several processes, and no master address.
+        RankFailedError: The other ranks did not join in time.
 
-    Collectives: the ranks' rendezvous; every rank has to join, and every rank has to leave.
+    Collective: the ranks' rendezvous; every rank must join, and every rank must leave.
 
     Example:
         >>> leave = join_process_group(LaunchEnvironment.read({}), device=torch.device("cpu"))
@@ -141,7 +145,7 @@ def join_process_group(
         backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         backend or None,
-        # A second group of this process must not meet the first one's keys.
+        # A prefix for each group: a second group of this process would hang on the first one's keys.
         store=PrefixStore(f"tp/group/{next(_joined)}", _meeting_point(environment, timeout_s)),
         rank=environment.rank,
         world_size=environment.world_size,
@@ -152,12 +156,12 @@ def join_process_group(
     _wait_until_connected(group)
 
     def leave() -> None:
-        # Another one may have left for us, and joined again.
+        # The script may have destroyed the group, and joined another: that one is not ours to destroy.
         if dist.is_initialized() and dist.group.WORLD is group:
-            # A DDP module's reducer keeps the group alive. Where Python held a group last, torch gives
-            # the interpreter's lock away while it joins gloo's threads; where the reducer did, it keeps
-            # it. A thread that has yet to release a tensor of the last collective needs that lock: a
-            # deadlock. Torch has no event for "released"; asleep, we let the thread finish.
+            # A DDP module's reducer keeps the group alive. Where Python held a group last, torch releases
+            # the GIL while it joins gloo's threads; where the reducer did, torch keeps it. A thread that
+            # has yet to release a tensor of the last collective needs the GIL: a deadlock. torch has no
+            # event for "released"; this sleep lets the thread finish.
             time.sleep(0.05)
             dist.destroy_process_group()
 
@@ -167,35 +171,35 @@ def join_process_group(
 def new_process_group(
     ranks: Sequence[int] | None = None, *, backend: str = "", known_to_all: bool = True
 ) -> ProcessGroup | None:
-    """Make a group of some ranks that may be left at once.
+    """Return a group of some ranks, which a member may destroy at once.
 
-    `torch.distributed.new_group` returns as soon as this rank has its connections; if it then destroys
-    the group, the ranks that are still connecting fail with "Connection closed by peer". Here the members
-    wait for each other.
+    `torch.distributed.new_group` returns as soon as this rank has its connections. If it then destroys
+    the group, ranks that are still connecting fail with "Connection closed by peer". So the members wait
+    for each other here.
 
     Args:
         ranks: The members, all ranks by default.
-        backend: torch's name of the communication backend; by default that of the default group.
-        known_to_all: Every rank calls this, members or not. Otherwise the members alone do.
+        backend: torch's name of the communication backend; by default the default group's.
+        known_to_all: Whether every rank calls this, members or not; otherwise the members alone do.
 
     Returns:
         The group; ``None`` for a rank that is not a member.
 
-    Collectives: forming the group, and one tiny all-reduce over the members.
+    Collective: the creation of the group, and with gloo one tiny all-reduce over the members.
     """
     group = dist.new_group(
         None if ranks is None else list(ranks),
         backend=backend or None,
         use_local_synchronization=not known_to_all,
     )
-    if not isinstance(group, ProcessGroup):  # what torch has in place of a group for everybody else
+    if not isinstance(group, ProcessGroup):  # torch returns a placeholder to ranks that are no members
         return None
     _wait_until_connected(group)
     return group
 
 
 def _wait_until_connected(group: ProcessGroup | None) -> None:
-    # NCCL connects at a group's first collective, so there is nothing to wait for.
+    # For gloo only: NCCL connects at a group's first collective, so there is nothing to wait for.
     if dist.get_world_size(group) > 1 and "gloo" in dist.get_backend_config(group):
         dist.all_reduce(torch.zeros(1), group=group)
 
@@ -207,4 +211,4 @@ def _meeting_point(environment: LaunchEnvironment, timeout_s: float) -> Store:
 
 
 def _leave_nothing() -> None:
-    """Do nothing: whoever joined the group leaves it."""
+    """Do nothing: the code that joined the group leaves it."""

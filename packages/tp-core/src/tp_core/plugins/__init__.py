@@ -1,7 +1,7 @@
-"""For authors of plugins: the contracts, what implements them, and the registry that they meet in.
+"""The interface for authors of plugins: contracts, helpers to implement them, and the registry.
 
-A distribution joins by an entry point in the group ``tp.plugins`` that names a light module with
-hook implementations; a script joins by ``registry.register(...)``.
+A distribution joins by an entry point in the group ``tp.plugins``, which names a light module with
+hook implementations. A script joins by ``registry.register(...)``.
 """
 
 from typing import TYPE_CHECKING

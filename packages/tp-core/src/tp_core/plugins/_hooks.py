@@ -1,4 +1,4 @@
-"""What plugins bring: the hooks, the kinds of things behind them, and where each came from."""
+"""The hooks of plugins, the kinds of contributions, and their checks."""
 
 import re
 import traceback as tracebacks
@@ -16,7 +16,7 @@ from tp_core.errors import ContractError
 from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl, hookspec
 
 FIRST_PARTY = frozenset({"tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"})
-"""The distributions of this project: another one that is installed does not take a name from them."""
+"""The distributions of this project: where names collide, theirs win."""
 
 DISABLE_VARIABLE = "TP_DISABLE_PLUGINS"
 
@@ -28,7 +28,7 @@ class Contribution(Generic[T]):
     """One thing that a plugin brought.
 
     Attributes:
-        item: What it is: a backend, an engine, a logger factory and so on.
+        item: The thing: a backend, an engine, a logger factory and so on.
         plugin: The name of the plugin.
         distribution: The distribution it is part of; for one that a script registered, its name.
         version: The version of that distribution; empty for one that a script registered.
@@ -49,7 +49,7 @@ class PluginInfo:
         distribution: The distribution it is part of; the name again for a registered one.
         version: The version of that distribution; empty for a registered one.
         contract: The version of the hook contract that it declares (``tp_contract``);
-            ``None`` if it does not say, and before it is loaded.
+            ``None`` if it declares none, and before it is loaded.
     """
 
     name: str
@@ -67,8 +67,8 @@ class BrokenPlugin:
     """A plugin that was found and left out.
 
     Attributes:
-        info: Which one.
-        error: Why.
+        info: The plugin.
+        error: The cause.
     """
 
     info: PluginInfo
@@ -76,14 +76,14 @@ class BrokenPlugin:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The advice to the user."""
         missing = self.error.name if isinstance(self.error, ModuleNotFoundError) else None
         first = f"install what brings the module {missing!r}" if missing else "update it or uninstall it"
         return f"{first}, or block it with TP_DISABLE_PLUGINS={self.info.name}"
 
     @property
     def traceback(self) -> str:
-        """The whole story, as Python prints it."""
+        """The traceback of the cause, as Python prints it."""
         return "".join(tracebacks.format_exception(self.error))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class BrokenPlugin:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and message, also where asking for the message raises another one."""
+    """Return an error's type and message, also where its ``__str__`` raises another error."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as other:  # noqa: BLE001 - a plugin may raise anything
@@ -99,7 +99,7 @@ def describe(error: BaseException) -> str:
 
 
 OWN_COMMANDS = frozenset({"doctor", "new-plugin"})
-"""Sub-commands that `tp` has without any plugin; no plugin's command can have their names."""
+"""Sub-commands that `tp` has without any plugin; a plugin's command cannot have their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Command:
     Attributes:
         name: The word after ``tp``.
         help: One line for ``tp --help``.
-        load: Returns the command as a ``typer.Typer`` or a ``click.Command``; what is heavy is
-            imported in here.
+        load: Returns the command as a ``typer.Typer`` or a ``click.Command``; heavy imports happen
+            in here.
     """
 
     name: str
@@ -151,7 +151,7 @@ class HookSpecs:
 
     @hookspec
     def tp_loggers(self) -> Iterable[LoggerFactory]:  # type: ignore[empty-body]  # as above
-        """Return what makes the loggers that this plugin brings."""
+        """Return the factories of the loggers that this plugin brings."""
 
 
 HOOK_OF: Mapping[type, str] = {
@@ -173,7 +173,7 @@ WORD_OF: Mapping[type, str] = {
 
 
 def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
-    """Wrap a bare contribution in a plugin that brings it; return it with its name."""
+    """Return a plugin and its name; a bare contribution is wrapped in a plugin that brings it."""
     bare = plugin() if isinstance(plugin, type) and issubclass(plugin, tuple(HOOK_OF)) else plugin
     for kind, hook in HOOK_OF.items():
         if isinstance(bare, kind):
@@ -183,7 +183,7 @@ def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
 
 
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
-    """Return what a hook brings, as :func:`validated` returns each.
+    """Return the contributions of a hook, each checked by :func:`validated`.
 
     Raises:
         ContractError: It brings no list, or something in it is of another kind.
@@ -198,7 +198,7 @@ def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: Plu
 
 
 def validated(item: object, kind: type[T], info: PluginInfo) -> T:
-    """Return what a plugin brought, an instance where it is a class.
+    """Return a checked contribution; a class is instantiated.
 
     Raises:
         ContractError: ``item`` is of another kind, or has no name.
@@ -218,7 +218,7 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
             f"attribute `name` that is a string and not empty, and no property, got {name!r}"
         )
         raise ContractError(msg)
-    hash(name)  # one that has none cannot be asked for
+    hash(name)  # a subclass of str without a hash could not be a key
     text = getattr(item, "help", "")
     if not isinstance(text, str):
         msg = f"{kind.__name__} {name!r} of plugin {info} needs a help that is a string, got {text!r}"
@@ -262,7 +262,7 @@ def contract_of(plugin: object, info: PluginInfo) -> int | None:
 
 
 def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
-    """Make sure that each function called like a hook is one: pluggy ignores those without the marker.
+    """Check that each function named like a hook has the marker: pluggy silently ignores others.
 
     Raises:
         ContractError: One of them lacks ``@hookimpl``.
@@ -275,6 +275,6 @@ def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
 
 
 def name_of(item: object) -> str:
-    """Return the name of what a plugin brought."""
+    """Return the name of a contribution."""
     name: str = item.name  # type: ignore[attr-defined]  # every kind of contribution has one
     return name

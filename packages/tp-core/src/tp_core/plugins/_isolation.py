@@ -1,4 +1,4 @@
-"""Calling plugins of others: what they print stays out of stdout, and one that does not answer is named."""
+"""Calls of plugins: their output goes to stderr, and a slow one is reported."""
 
 import os
 import sys
@@ -12,23 +12,23 @@ from tp_core.plugins._hooks import DISABLE_VARIABLE, FIRST_PARTY, PluginInfo
 T = TypeVar("T")
 
 PATIENCE_S = 10.0
-"""After so many seconds a plugin that is still being loaded or asked is named on stderr."""
+"""Seconds after which a plugin that is still being loaded or asked is reported on stderr."""
 
 
 def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
-    """Call a function of a plugin, whose output goes to stderr.
+    """Call a function of a plugin, with its output sent to stderr.
 
-    One that takes long is named on stderr, with what leaves it out.
+    A slow one is reported on stderr, with the variable that leaves the plugin out.
 
     Args:
         info: The plugin.
-        doing: What is done with it: "loaded", "asked".
-        function: What to call.
+        doing: The participle for the message: "loaded", "asked".
+        function: The function.
 
     Raises:
-        BaseException: What the function raised.
+        BaseException: The function's own error.
     """
-    if info.distribution in FIRST_PARTY:
+    if info.distribution in FIRST_PARTY:  # trusted: no timer, and no redirection of the descriptor
         with redirect_stdout(sys.stderr):
             return function()
     timer = threading.Timer(PATIENCE_S, _warn_slow, (info, doing))
@@ -50,17 +50,19 @@ def _warn_slow(info: PluginInfo, doing: str) -> None:
     )
 
 
-# Threads may be inside at once, as the descriptor is the process's: the first one in redirects it, the
-# last one out puts it back. One copy of stdout's descriptor for each; the first copy is the real stdout.
+# The descriptor belongs to the process, and several threads may redirect it at once: the first one in
+# redirects it, the last one out restores it. Without the lock and the count, a thread that leaves early
+# would send another one's output to stdout. Each thread keeps a copy of descriptor 1; the first copy is
+# the real stdout.
 _lock = threading.Lock()
 _descriptors: list[int] = []
 
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Let what is written to stdout go to stderr: machines may read stdout, as with ``--json``.
+    """Redirect stdout to stderr in a block: other programs may parse stdout, as with ``--json``.
 
-    Python's own stream, and the descriptor that C libraries and child processes write to.
+    It redirects Python's stream, and the descriptor that C libraries and child processes write to.
     """
     with redirect_stdout(sys.stderr):
         is_redirected = _redirect()
@@ -72,7 +74,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _redirect() -> bool:
-    if sys.__stdout__ is None:  # it was closed, and its number may be a file's
+    if sys.__stdout__ is None:  # it was closed, and descriptor 1 may be an unrelated file
         return False
     with _lock:
         try:
@@ -99,7 +101,7 @@ def _restore() -> None:
 
 
 def _flush() -> None:
-    """Write what Python and the C library have buffered, before the descriptor points elsewhere."""
+    """Flush the buffers of Python and the C library, before the descriptor points elsewhere."""
     with suppress(OSError, ValueError):
         if sys.__stdout__ is not None:
             sys.__stdout__.flush()

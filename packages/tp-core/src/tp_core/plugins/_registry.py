@@ -1,4 +1,4 @@
-"""The registry in which the packages meet: it finds plugins, settles names and keeps what they bring."""
+"""The plugin registry: it finds plugins, resolves names and caches contributions."""
 
 import os
 import re
@@ -41,21 +41,21 @@ ENTRY_POINT_GROUP = "tp.plugins"
 """The group of entry points by which installed plugins are found."""
 
 KEYWORD = "tp-plugin"
-"""What distributions with plugins have among their keywords, so that people find them."""
+"""The keyword of distributions with plugins, by which people find them."""
 
 
 def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
     """Yield every installed plugin's entry point, sorted, without importing any.
 
-    The order is that of names and not of the file system, so that every machine sees the same. Those
-    of this project come first: of two plugins with one name the second is left out. A distribution
-    whose files cannot be read gives what was raised.
+    They are sorted by name, since the order of the file system differs between machines. Plugins of this
+    project come first: of two plugins with one name the second is left out. For a distribution with
+    unreadable files the error is yielded.
     """
     try:
         found: list[tuple[PluginInfo, EntryPoint | Exception]] = [
             _with_info(point) for point in entry_points(group=ENTRY_POINT_GROUP)
         ]
-    except Exception:  # noqa: BLE001 - one distribution's files are damaged: whose?
+    except Exception:  # noqa: BLE001 - the files of one distribution are damaged: find which
         found = list(_one_by_one())
     yield from sorted(found, key=_order)
 
@@ -91,7 +91,7 @@ def load(info: PluginInfo, point: EntryPoint | Exception) -> object:
 
     Raises:
         ContractError: The entry point names nothing that could be imported.
-        BaseException: What the plugin raised, or its distribution's files.
+        BaseException: The plugin's own error, or that of its distribution's files.
     """
     if isinstance(point, Exception):
         raise point
@@ -103,7 +103,7 @@ def load(info: PluginInfo, point: EntryPoint | Exception) -> object:
 
 
 def find_forgotten() -> list[str]:
-    """Return the distributions that call themselves plugins, by their keyword, and name no module."""
+    """Return the distributions with the keyword of plugins and no entry point."""
     return sorted(
         distribution.name
         for distribution in distributions()
@@ -117,15 +117,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NameConflict:
-    """Several plugins bring something of one kind under one name: two backends, say.
+    """A conflict of plugins that bring something of one kind under one name, for example two backends.
 
-    What else they bring is not concerned. ``str()`` of it is the message for people.
+    Their other contributions stay. ``str()`` of it is the message for people.
 
     Attributes:
-        kind: What they bring, for messages: "backend".
+        kind: The kind, for messages: "backend".
         name: The name.
-        kept: The plugin of this project whose one has the name; ``None`` if none has it.
-        left_out: The plugins whose ones were left out.
+        kept: The plugin of this project that keeps the name; ``None`` if no plugin has it.
+        left_out: The plugins that lose theirs.
     """
 
     kind: str
@@ -150,14 +150,14 @@ class NameConflict:
 def settle(
     kind: str, found: Iterable[Contribution[T]], *, own: Mapping[str, PluginInfo]
 ) -> tuple[tuple[Contribution[T], ...], tuple[NameConflict, ...]]:
-    """Return what keeps its name, sorted by name, and the names that several want.
+    """Return the contributions that keep their names, sorted by name, and the conflicts.
 
     A plugin of this project keeps its name. Between others the choice would be arbitrary: none gets it.
 
     Args:
-        kind: What they are, for messages.
-        found: What the plugins bring.
-        own: Names that are taken by what no plugin brings, and by whom.
+        kind: The kind, for messages.
+        found: The contributions of all plugins.
+        own: Names that are reserved, each with its owner.
     """
     by_name: dict[str, list[Contribution[Any]]] = {}
     for contribution in found:
@@ -188,17 +188,18 @@ _TP_CORE = PluginInfo("tp-core", "tp-core", "")
 class PluginRegistry:
     """Plugins, found among the installed distributions and registered by scripts.
 
-    Nothing is looked for before the first question. A plugin that fails to import or breaks the
-    contract is left out and kept in :meth:`broken`; it never takes the host down. One method per
-    hook gives what the plugins bring, with its origin, sorted by name. Where several bring one name,
-    that of this project keeps it, and of others none has it: see :meth:`conflicts`.
+    The search happens at the first call that needs it. A plugin that fails to import or breaks the
+    contract is left out and listed in :meth:`broken`; it never ends the program. One method per hook
+    returns the contributions with their origin, sorted by name. Where several plugins bring one name, the
+    one of this project keeps it; of others none has it: see :meth:`conflicts`.
 
     Args:
-        environ: Where to look for ``TP_DISABLE_PLUGINS``; the process's environment by default.
+        environ: The mapping with ``TP_DISABLE_PLUGINS``; the process's environment by default.
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
+        # Reentrant: public methods call each other, and a plugin that is loaded may use the registry.
         self._lock = threading.RLock()
         self._registered: list[tuple[PluginInfo, object]] = []
         self._reset()
@@ -216,16 +217,16 @@ class PluginRegistry:
     def register(self, plugin: object, *, name: str | None = None) -> None:
         """Add a plugin of this process: a module or object with hook implementations.
 
-        What such a hook returns, a backend, say, is accepted by itself, too.
+        A single contribution, for example a backend, is accepted, too.
 
         Args:
-            plugin: What joins.
-            name: What to call it in messages; by default its own name.
+            plugin: The plugin.
+            name: Its name in messages; by default its own name.
 
         Raises:
             ContractError: The plugin breaks the hook contract.
-            DuplicateNameError: A plugin of that name is there already, or what it brings has the name
-                of what another one brings.
+            DuplicateNameError: A plugin of that name is there already, or a contribution has the name
+                of another plugin's.
         """
         plugin, name = as_plugin(plugin, name)
         info = PluginInfo(name, name, "")
@@ -254,7 +255,7 @@ class PluginRegistry:
             self._remove(name)
 
     def refresh(self) -> None:
-        """Look for installed plugins again: after a ``pip install`` in a notebook, say.
+        """Search for installed plugins again, for example after a ``pip install`` in a notebook.
 
         Raises:
             DuplicateNameError: A newly installed plugin has the name of one that this process registered.
@@ -287,7 +288,7 @@ class PluginRegistry:
         return self._collect(NamedCallback)
 
     def loggers(self) -> tuple[Contribution[LoggerFactory], ...]:
-        """Return what makes loggers, sorted by name."""
+        """Return the factories of loggers, sorted by name."""
         return self._collect(LoggerFactory)
 
     def plugins(self) -> tuple[PluginInfo, ...]:
@@ -299,7 +300,7 @@ class PluginRegistry:
     def broken(self) -> tuple[BrokenPlugin, ...]:
         """Return the plugins that were left out, with the cause, sorted by name.
 
-        Every hook is asked first, so that one that raises only then is here too.
+        It calls every hook first, so that a plugin that raises only then is listed, too.
         """
         with self._lock:
             for kind in HOOK_OF:
@@ -310,7 +311,7 @@ class PluginRegistry:
         """Return the names that several plugins bring, and which plugins were left out.
 
         Args:
-            kind: The class of what is asked for, as `Backend` or `LoggerFactory`; ``None`` asks every hook.
+            kind: The class of the contributions, as `Backend` or `LoggerFactory`; ``None`` for all.
         """
         with self._lock:
             kinds = list(HOOK_OF) if kind is None else [kind]
@@ -319,7 +320,7 @@ class PluginRegistry:
             return tuple(conflict for asked in kinds for conflict in self._conflicts[asked])
 
     def contributions(self, plugin: str) -> dict[str, tuple[str, ...]]:
-        """Return the names of what a plugin brings, by kind: ``{"backend": ("mine",)}``."""
+        """Return the names of a plugin's contributions by kind: ``{"backend": ("mine",)}``."""
         found = {}
         for kind, word in WORD_OF.items():
             answers: tuple[Contribution[Any], ...] = self._collect(kind)
@@ -333,10 +334,10 @@ class PluginRegistry:
             return tuple(self._disabled)
 
     def require(self, name: str) -> None:
-        """Make sure that ``name`` is not missing because something was left out.
+        """Raise an error if ``name`` is missing because something was left out.
 
         Args:
-            name: The name of a plugin or distribution, or of what was asked for and is not there.
+            name: The name of a plugin or distribution, or of a contribution that was not found.
 
         Raises:
             PluginError: The plugin is broken, or it was blocked; the cause is chained.
@@ -369,14 +370,14 @@ class PluginRegistry:
                 continue
             try:
                 self._join(info, load(info, point))
-            except KeyboardInterrupt:  # the user's: no fault of the plugin's
-                self._reset()  # the next question looks again
+            except KeyboardInterrupt:  # the user's, and no fault of the plugin
+                self._reset()  # the next call searches again, and does not see half of the plugins
                 raise
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
 
     def _join(self, info: PluginInfo, plugin: object) -> None:
-        """Register ``plugin`` with pluggy, or raise ``PluginError`` and leave no trace of it."""
+        """Register ``plugin`` with pluggy, completely or, with an error, not at all."""
         other = self._infos.get(info.name)
         if other is not None:
             msg = (
@@ -390,7 +391,7 @@ class PluginRegistry:
             self._manager.register(plugin, name=info.name)
             self._manager.check_pending()
         except BaseException as error:
-            # Also where looking at the plugin raised: some of its hooks may be there by then.
+            # On any error: pluggy may have registered some of the hooks by then.
             self._manager.unregister(name=info.name)
             if not isinstance(error, pluggy.PluginValidationError):
                 raise
@@ -419,7 +420,7 @@ class PluginRegistry:
             return self._cache[kind]
 
     def _first_conflict(self, plugin: str) -> NameConflict | None:
-        """Return a name that ``plugin`` brings and another one has."""
+        """Return the first conflict of a contribution of ``plugin`` with another plugin's."""
         for kind, hook in HOOK_OF.items():
             callers = getattr(self._manager.hook, hook).get_hookimpls()
             if any(implementation.plugin_name == plugin for implementation in callers):
@@ -429,8 +430,8 @@ class PluginRegistry:
         return None
 
     def _ask(self, kind: type[T]) -> list[Contribution[T]]:
-        # Each implementation is called separately: in pluggy's own call of all of them, one that
-        # raises would discard the others' answers.
+        # Each implementation is called separately: in pluggy's own call of all, one that raises would
+        # discard the answers of the others.
         found: list[Contribution[T]] = []
         caller = getattr(self._manager.hook, HOOK_OF[kind])
         for implementation in caller.get_hookimpls():

@@ -1,4 +1,4 @@
-"""Which backend runs a job, and why not another one."""
+"""The selection of the backend that runs a job, with each candidate's verdict."""
 
 import os
 import threading
@@ -25,13 +25,13 @@ KNOWN_BACKENDS: Mapping[str, str] = {
     "single": "tp-trainer",
     "tuple": "tp-tuple",
 }
-"""Backends of this project and the distribution that brings each: for messages alone."""
+"""Backends of this project and the distribution of each, for messages only."""
 
 SLOW_S = 1.0
-"""An ``assess()`` that takes longer is not cheap: every installed backend is asked for every job."""
+"""Seconds above which an ``assess()`` is reported as slow: every job asks every installed backend."""
 
 DEADLINE_S = 60.0
-"""An ``assess()`` of another project that has no answer after so many seconds is left alone."""
+"""Seconds after which an ``assess()`` of another project that has not returned counts as unfit."""
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ class Candidate:
         distribution: The distribution that brings it, or the name it was registered under.
         version: The version of that distribution; empty for one that a script registered.
         verdict: Its verdict on the job.
-        error: What ``assess()`` raised, if it did; the verdict is then unfit.
-        seconds: How many seconds ``assess()`` took.
+        error: The error of ``assess()``, if it raised one; the verdict is then unfit.
+        seconds: The seconds that ``assess()`` took.
     """
 
     backend: Backend[Any]
@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def is_slow(self) -> bool:
-        """Whether ``assess()`` took longer than a question that every job asks may take."""
+        """Whether ``assess()`` took longer than a call for every job should."""
         return self.seconds > SLOW_S
 
     @property
@@ -81,7 +81,7 @@ class Selection:
     Attributes:
         chosen: The candidate that runs the job.
         candidates: All of them, best first, unfit ones last.
-        asked_by: What decided: "auto", or where the name came from.
+        asked_by: The source of the choice: "auto", or where the name came from.
     """
 
     chosen: Candidate
@@ -150,7 +150,7 @@ def select(
 def check_backend_name(
     name: str | None, installed: Collection[str], *, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Make sure that the backend which was asked for is installed, before any job is known.
+    """Check that the requested backend is installed, before any job is known.
 
     Args:
         name: As :func:`select` takes it.
@@ -225,7 +225,7 @@ def _answer(backend: Backend[Any], job: Job) -> Verdict:
 
 
 def _in_time(question: Callable[[], T]) -> T:
-    """Return the answer to a question; one that has none after a while keeps no job waiting."""
+    """Return the answer to a question, or raise TimeoutError after `DEADLINE_S`."""
     answers: list[T] = []
     errors: list[BaseException] = []
 
@@ -235,6 +235,8 @@ def _in_time(question: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised by the thread that asked
             errors.append(error)
 
+    # A daemon thread, as a call cannot be interrupted from outside: one that never returns must neither
+    # keep the job waiting nor the interpreter from exiting.
     thread = threading.Thread(target=ask, daemon=True, name="tp-assess")
     thread.start()
     thread.join(DEADLINE_S)
