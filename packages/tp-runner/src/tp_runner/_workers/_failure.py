@@ -1,4 +1,4 @@
-"""A failure, which travels back in place of a result, and the exception that the caller gets for it."""
+"""The failure that travels back in place of a result, and the caller's exception for it."""
 
 import contextlib
 import itertools
@@ -25,11 +25,11 @@ DIED = "died"  # the worker died with it
 TIMEOUT = "timeout"  # it took too long
 _DEEPEST = 20  # exceptions of one chain
 INIT, END = "init", "end"  # a worker's start or end raised; no item is to blame
-ENDING = "ending"  # what its end returned cannot be pickled
+ENDING = "ending"  # the value of its end cannot be pickled
 
 
 class Failure:
-    """Why an item has no result. It can always be pickled: it holds text and bytes alone.
+    """The reason why an item has no result. It can always be pickled: it holds only text and bytes.
 
     Attributes:
         kind: One of this module's constants.
@@ -67,7 +67,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, kind: str = RAISED, *, skip_frames: int = 1) -> Self:
-        """Describe an exception that was just caught; our own frames at the top are left out."""
+        """Describe an exception that was just caught, without this package's frames at the top."""
         trace = error.__traceback__
         for _ in range(skip_frames):
             trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
@@ -83,7 +83,7 @@ class Failure:
 
     @property
     def original_type(self) -> type[BaseException] | None:
-        """The type of the original exception, where it can be known, even if that one was lost."""
+        """The type of the original exception, where it is known, even if the exception was lost."""
         if self.exception is not None:
             return _original_type(self.exception)
         with contextlib.suppress(Exception):  # it may be unknown here
@@ -123,12 +123,12 @@ def _summary(error: BaseException) -> str:
 
 
 def _original_type(error: BaseException) -> type[BaseException]:
-    """Return the type of an exception; of an error of ours about another one, the type of that."""
+    """Return the type of an exception; for an error of ours, the type of the exception it is about."""
     return getattr(error, "original_type", None) or type(error)
 
 
 class _Link(NamedTuple):
-    """One exception of a chain, by itself."""
+    """One exception of a chain, pickled without the others."""
 
     data: bytes
     is_cause: bool  # whether it was raised from the next
@@ -136,7 +136,10 @@ class _Link(NamedTuple):
 
 
 def _exception_chain(error: BaseException) -> list[_Link]:
-    """Return an exception and those below it."""
+    """Return an exception and its causes and contexts.
+
+    Pickle drops ``__cause__``, ``__context__`` and tracebacks, so each one is pickled apart.
+    """
     chain: list[_Link] = []
     seen: set[int] = set()
     current: BaseException | None = error
@@ -150,7 +153,7 @@ def _exception_chain(error: BaseException) -> list[_Link]:
 
 
 def _relink_chain(chain: list[_Link]) -> BaseException | None:
-    """Undo :func:`_exception_chain`; those that cannot be rebuilt, and what is below them, are left out."""
+    """Undo :func:`_exception_chain`, down to the first exception that cannot be rebuilt."""
     found: list[tuple[BaseException, bool]] = []
     for data, is_cause, trace in chain:
         loaded = None

@@ -1,4 +1,4 @@
-"""Workers of every kind: what goes to them, what comes back, what they can do, how a program ends them."""
+"""The interface of workers of every kind: chunks, events, the fleet, and its end with the program."""
 
 import abc
 import atexit
@@ -64,7 +64,7 @@ class Timing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A worker has finished a chunk."""
+    """Event of a chunk that a worker has finished."""
 
     worker: int
     seq: int
@@ -75,18 +75,18 @@ class Done(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A worker that was started again can take chunks."""
+    """Event of a worker that can take chunks after a start."""
 
     worker: int
 
 
 class Died(NamedTuple):
-    """A worker has ended by itself.
+    """Event of a worker that has ended.
 
     Attributes:
         worker: Its number.
         exitcode: The exit status of its process; the negative number of a signal.
-        current: The number of the chunk that it was working on, and the place in it.
+        current: The number of its chunk at work, and the place in it.
         began: When it began with that item, by the monotonic clock.
         failure: Why it did not start, when it did not.
         is_retired: Whether the scheduler had asked it to end.
@@ -111,10 +111,10 @@ class Fleet(abc.ABC):
     """Workers, one for each device. Not safe for threads, save for :meth:`wait` and :meth:`wake`."""
 
     direct: ClassVar[bool] = False
-    """Whether the work is done by whoever waits, so that nothing goes on meanwhile."""
+    """``True`` if the waiting thread does the work itself."""
 
     can_kill: ClassVar[bool] = True
-    """Whether a worker can be ended in the middle of an item."""
+    """``True`` if a worker can be ended in the middle of an item."""
 
     most_credits: int = 3
     """How many chunks a worker may have been given at a time."""
@@ -125,7 +125,7 @@ class Fleet(abc.ABC):
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.devices = devices
         self._endings: list[list[Any]] = [[] for _ in devices]
-        # Runs whose results nobody wants; more than can be with the workers at a time.
+        # The newest cancelled runs; more than can be with the workers at a time.
         self._cancelled: collections.deque[int] = collections.deque(maxlen=4 * len(devices))
 
     def exit_results(self) -> list[Any]:
@@ -157,7 +157,7 @@ class Fleet(abc.ABC):
             may_restart: Whether one that has died meanwhile is started again; asked once for each death.
 
         Returns:
-            What happened to the others meanwhile.
+            The events of the others meanwhile.
 
         Raises:
             WorkerError: The start of one raised; all are stopped.
@@ -165,7 +165,7 @@ class Fleet(abc.ABC):
         """
 
     def warn_not_ended(self, workers: Iterable[int], timeout_s: float, what: str = "was killed") -> None:
-        """Warn that workers had no orderly end: a limit that is met in silence loses what they would do."""
+        """Warn that workers had no orderly end: a silent limit would lose the work of their ends."""
         for worker in workers:
             warnings.warn(
                 f"worker {worker} on {self.devices[worker]} had not ended after {timeout_s:g} s, and {what}: "
@@ -187,15 +187,15 @@ class Fleet(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for something that :meth:`poll` would return; one thread at a time."""
+        """Wait for an event of :meth:`poll`; one thread at a time."""
 
     @abc.abstractmethod
     def poll(self) -> list[Event]:
-        """Return what has happened, without waiting."""
+        """Return the events so far, without waiting."""
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Make :meth:`wait` return, or the next one, whoever calls :meth:`poll` before; for other threads."""
+        """Make :meth:`wait` return, or the next one, though others call :meth:`poll`; for any thread."""
 
     @abc.abstractmethod
     def close(self, *, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class Fleet(abc.ABC):
         """
 
     def reset(self) -> None:  # noqa: B027 - nothing to do where nothing is on its way
-        """Throw away everything that is on its way, workers too where they cannot be stopped."""
+        """Drop all chunks on their way, and workers, too, where they cannot be stopped."""
 
     def started(self, worker: int) -> tuple[int, float] | None:
         """Return the chunk at work and when its current item began, by the monotonic clock."""
@@ -214,7 +214,7 @@ class Fleet(abc.ABC):
         return None
 
     def cancel(self, worker: int, run: int) -> None:
-        """Have a worker know that nobody wants the results of a run any more."""
+        """Let a worker know that a run is cancelled."""
         del worker
         if run not in self._cancelled:
             self._cancelled.append(run)
@@ -226,10 +226,10 @@ class Fleet(abc.ABC):
         """Start a dead worker again; ``Ready`` or ``Died`` follows."""
 
     def retire(self, worker: int) -> None:  # noqa: B027 - where it is possible
-        """Have a worker end when it has done what it was given; ``Died`` follows."""
+        """Let a worker end after its chunks; ``Died`` follows."""
 
     def private_memory(self, worker: int) -> int | None:
-        """Return how many bytes a worker holds that it shares with nobody, where that can be known."""
+        """Return how many bytes of private memory a worker has, where the system says it."""
         del worker
         return None
 
@@ -257,7 +257,7 @@ def failure_of_death(died: Died) -> Failure:
 
 
 def dumps_exit_result(returned: Any) -> bytes:
-    """Pickle what the end of a worker returned, or why it cannot be pickled."""
+    """Pickle the value that the end of a worker returned, or why it cannot be pickled."""
     if returned is None:  # as a rule
         return b""
     import cloudpickle
@@ -279,20 +279,21 @@ def loads_exit_result(data: Any) -> Any:
         return Failure.of(error, ENDING)
 
 
+# Weak: a runner that the program forgets ends by its __del__, and not with the program.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _last: weakref.WeakSet[Any] = weakref.WeakSet()
 _owner = 0
 
 
 def watch(closable: Any, *, last: bool = False) -> None:
-    """Have ``closable.at_exit()`` called at the end of this process, if it still exists then.
+    """Call ``closable.at_exit()`` at the end of this process, if it still exists then.
 
     Args:
-        closable: What to end.
-        last: Whether to do so when all others have been.
+        closable: The pool or fork server to end.
+        last: If ``True``, after all others: fork servers outlive the workers that they report on.
     """
     global _owner  # noqa: PLW0603 - it is about the process
-    if _owner != os.getpid():  # a forked worker has none of its parent's, and may start runners, too
+    if _owner != os.getpid():  # a forked worker has cleared the parent's handlers, and may start runners
         _owner = os.getpid()
         atexit.register(_end_all)
     (_last if last else _open).add(closable)

@@ -48,7 +48,7 @@ _thread_local = threading.local()
 
 
 def worker() -> WorkerInfo | None:
-    """Return which worker the caller runs in; ``None`` outside of all workers.
+    """Return the worker that the caller runs in; ``None`` outside of all workers.
 
     Example:
         >>> def shard(items):
@@ -67,7 +67,7 @@ def become_worker(info: WorkerInfo) -> None:
     global _process_info  # noqa: PLW0603 - it is about the process
     _process_info = _thread_local.info = info
     if info.seed is None:
-        # What is loaded later takes its own from the system.
+        # Libraries that are loaded later seed themselves from the system.
         seed_everything(int.from_bytes(os.urandom(8)) >> 1, load=False)
     else:
         import_generators()
@@ -119,11 +119,11 @@ def _devices_in_use() -> "Sequence[torch.device]":
 
 # -- The item ---------------------------------------------------------------------------------
 
-_OWN = 1  # in the key of an item's seed: the global generators begin with the one that lacks it
+_OWN = 1  # in the key of an item's own seed, which the global generators' seed must not equal
 
 
 class ItemRng:
-    """Generators of one item's own, made when they are asked for, all with the item's seed.
+    """The random generators of one item, made at their first use, all with the item's seed.
 
     For one on another device: ``torch.Generator(device).manual_seed(tp_runner.item().seed)``.
     """
@@ -153,10 +153,10 @@ class ItemRng:
 
 @dataclass(frozen=True, slots=True)
 class ItemInfo:
-    """The item, or the batch, that a worker is at.
+    """The item, or the batch, at work in a worker.
 
     Attributes:
-        index: Its place in the input, from 0; of a batch, that of its first item.
+        index: Its place in the input, from 0; for a batch, the place of its first item.
         attempt: How often it was sent to a worker before, and may have been worked on: 0 the first time.
         seed: A number of its own. With the runner's ``seed`` it depends on that and the place alone, whatever
             the engine and the number of workers; without, it is another one in each stream, and the same in
@@ -174,25 +174,25 @@ class ItemInfo:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody wants the result any more: its stream was closed, cancelled or has failed.
+        """``True`` once nobody wants the result: its stream was closed, cancelled or has failed.
 
-        On Ray it is always false: an actor hears of nothing while it works.
+        On Ray it is always false: an actor receives no messages while it works.
         """
         return self._is_cancelled()
 
 
 class Task:
-    """What one worker is at: the chunk, and by its board the place in it.
+    """The current work of a worker: the chunk, and by its board the place in it.
 
     Args:
         settings: How the runner is run.
-        board: What the parent looks at while the worker works: the second word becomes the place in the chunk
-            of the item at work, the third one the time at which it began, in nanoseconds.
-        cancelled: The numbers of runs whose results nobody wants any more.
+        board: Words that the parent reads while the worker works. The second one becomes the place in the
+            chunk of the item at work, the third one the time at which it began, in nanoseconds.
+        cancelled: The numbers of cancelled runs.
         seeds_globals: Whether the generators of Python, numpy and torch are this worker's own to seed.
 
     Attributes:
-        global_seed: What they are seeded with, beside each item's place; ``None`` for not at all.
+        global_seed: Their seed, beside each item's place; ``None`` to leave them alone.
         start: The place of the chunk's first item in the input.
         was_asked: Whether the work has asked which item it is at.
     """
@@ -232,7 +232,7 @@ class Task:
         return self._run in self._cancelled
 
     def item(self) -> ItemInfo | None:
-        """Return the item at work; the same object as long as it is the same item."""
+        """Return the item at work, by the same object for the same item."""
         if not self._is_at_work:
             return None
         self.was_asked = True
@@ -252,7 +252,7 @@ _process_task: Task | None = None
 
 
 def item() -> ItemInfo | None:
-    """Return which item the worker that the caller runs in is at; ``None`` where there is none.
+    """Return the item at work in the caller's worker; ``None`` where there is none.
 
     Example:
         >>> def noisy(x):
@@ -266,7 +266,7 @@ def item() -> ItemInfo | None:
 
 
 def set_current_task(task: Task, *, of_process: bool = False) -> None:
-    """Have :func:`item` answer by a task in this thread, or in all threads of a worker process."""
+    """Make :func:`item` use a task in this thread, or in all threads of a worker process."""
     global _process_task  # noqa: PLW0603 - it is about the process
     if of_process:
         _process_task = task
@@ -276,7 +276,7 @@ def set_current_task(task: Task, *, of_process: bool = False) -> None:
 
 @contextlib.contextmanager
 def task_context(task: Task) -> Iterator[None]:
-    """Do so for a while, in a thread that is no worker, or one in the midst of another's item."""
+    """Use a task for a while, in a thread that is no worker, or in the midst of another item."""
     before = getattr(_thread_local, "task", None)
     _thread_local.task = task
     try:
@@ -285,18 +285,18 @@ def task_context(task: Task) -> Iterator[None]:
         _thread_local.task = before
 
 
-# -- Generators that work refers to: each worker has a copy, and the copies repeat each other -
+# -- The search for generators that are copied to workers -------------------------------------
 
-_MOST = 50  # so many functions are looked into: no start of workers must wait for long
+_MOST = 50  # so many functions are inspected, so that a start of workers does not take long
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - it is compared as text
 
 
 def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklevel: int) -> None:
-    """Warn once of generators that every worker would have a copy of, such as one at module level.
+    """Warn once of generators that would be copied to each worker, such as one at module level.
 
     Args:
         works: The functions and objects that workers call.
-        cfg: What they find their values in, as attributes or keys.
+        cfg: Their configuration, with values as attributes or keys.
         stacklevel: As for ``warnings.warn``, from the caller on.
     """
     found = _GeneratorSearch(works, cfg).found
@@ -314,7 +314,8 @@ class _GeneratorSearch:
         self.found: set[str] = set()
         self._seen: set[types.FunctionType] = set()
         self._names: set[str] = set()
-        # The global generators are each worker's own, and what asks the system has no state to copy.
+        # Each worker has global generators of its own (`_inst`, `_rand`: private names). SystemRandom has no
+        # state to copy.
         self._kinds: tuple[type, ...] = (random.Random,)
         self._excluded = [getattr(random, "_inst", None)]
         numpy: Any = sys.modules.get("numpy.random")
@@ -332,8 +333,8 @@ class _GeneratorSearch:
             self._look(f"cfg.{name}", of_cfg[name])
 
     def _look(self, name: str, value: Any, *, is_work: bool = False) -> None:
-        """Look at what is called ``name``, and at what it refers to."""
-        kind = type(value)  # isinstance would ask proxies, which may raise
+        """Inspect the value called ``name``, and its references."""
+        kind = type(value)  # isinstance would call proxies, which may raise
         if issubclass(kind, types.BuiltinMethodType):  # draw = rng.random
             value, kind = value.__self__, type(value.__self__)
         if issubclass(kind, self._kinds):
@@ -360,7 +361,7 @@ class _GeneratorSearch:
 
 
 def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function finds by name: globals, what modules among them have, closures, defaults."""
+    """Yield the values that a function refers to: globals, attributes of modules, closures, defaults."""
     for code in _codes(function.__code__):
         # Its names are those of attributes, too: only an instruction says that one is a global's.
         for name in {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}:

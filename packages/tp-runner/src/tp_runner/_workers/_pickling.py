@@ -1,4 +1,4 @@
-"""Pickling what workers run, large arrays apart; finding what inside an object cannot be pickled."""
+"""The pickling of programs, with large arrays apart; the search for a part that cannot be pickled."""
 
 import contextlib
 import ctypes
@@ -13,14 +13,14 @@ from tp_runner._workers._failure import RESULT, Failure
 from tp_runner.errors import NotPicklableError
 
 USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""What a user's ``__reduce__`` or ``__setstate__`` may raise; an interrupt is about the whole program."""
+"""Errors of a user's ``__reduce__`` or ``__setstate__``; an interrupt is for the whole program."""
 
 
 def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
-    """Pickle what a worker runs; what a fresh interpreter could not import goes by value.
+    """Pickle a worker's program; modules that a fresh interpreter could not import go by value.
 
     Args:
-        program: What it runs.
+        program: The program.
         buffers: Where to put large arrays and tensors, in order, instead of into the pickle.
 
     Raises:
@@ -65,7 +65,7 @@ def _importable(module: types.ModuleType) -> bool:
         parent, _, _ = module.__name__.rpartition(".")
         if parent and parent not in sys.modules:
             return False
-        # Past sys.modules, where the module is for sure.
+        # Not by importlib.util.find_spec, which would find the module in sys.modules.
         path = sys.modules[parent].__path__ if parent else None
         for finder in sys.meta_path:
             found = finder.find_spec(module.__name__, path)
@@ -114,18 +114,18 @@ def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
 
 
 def _reducers_of_multiprocessing() -> dict[type, Any]:
-    """Return how its pipes and shared values are pickled; torch adds its tensors there, which are ours."""
+    """Return multiprocessing's reducers of pipes and shared values, without torch's reducers of tensors."""
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is None:
         return {}
     reducers = reduction.ForkingPickler(io.BytesIO()).dispatch_table
-    # Those of multiprocessing.reduction itself are of methods and partial objects, as cloudpickle's are.
+    # Those of multiprocessing.reduction are for methods and partial objects, which cloudpickle handles.
     ours = {"multiprocessing.connection", "multiprocessing.heap", "multiprocessing.sharedctypes"}
     return {kind: reduce for kind, reduce in reducers.items() if reduce.__module__ in ours}
 
 
 def is_plain_memory(tensor: Any) -> bool:
-    """Return whether a tensor is nothing but values in the host's memory, which a view can stand for."""
+    """Return whether a view of the host's memory can stand for a tensor."""
     import torch
 
     return (
@@ -140,7 +140,7 @@ def is_plain_memory(tensor: Any) -> bool:
 
 
 class _Storage:
-    """The memory of one or more tensors; the pickler meets the same object each time."""
+    """The memory of one or more tensors: one object for all, so that the pickler writes it once."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -148,7 +148,7 @@ class _Storage:
     def __reduce__(self) -> tuple[Any, ...]:
         nbytes = self._storage.nbytes()
         view = (ctypes.c_char * nbytes).from_address(self._storage.data_ptr())
-        view.owner = self._storage  # which must outlive it
+        view.owner = self._storage  # it must outlive the view
         return _rebuild_storage, (pickle.PickleBuffer(view),)
 
 
@@ -179,12 +179,12 @@ _MOST_CHILDREN = 1000
 
 
 def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:
-    """Return a sentence on what inside ``obj`` cannot be pickled.
+    """Return a sentence that names the part of ``obj`` that cannot be pickled.
 
     Args:
         obj: The object that could not be pickled.
-        name: What the path begins with, such as ``"item"``.
-        error: What pickling it raised.
+        name: The begin of the path, such as ``"item"``.
+        error: The error of pickling it.
     """
     path, culprit = find_culprit(obj, name)
     cause = f"{type(error).__name__}: {error}"
@@ -210,12 +210,12 @@ def find_culprit(obj: Any, name: str) -> tuple[str, Any]:
 def pack_results(
     results: list[Any], packer: Callable[[Any], tuple[bytes, list[memoryview]]]
 ) -> tuple[bytes, list[memoryview], bool]:
-    """Pack results; put a failure in the place of those that cannot be packed.
+    """Pack results; replace each one that cannot be packed by a failure.
 
     Returns:
         The pickle, the large buffers, whether there are such failures.
     """
-    with contextlib.suppress(*USERS_ERRORS):  # each one is tried by itself below
+    with contextlib.suppress(*USERS_ERRORS):  # below, each one is tried alone
         return *packer(results), False
     for place, result in enumerate(results):
         try:
@@ -227,7 +227,7 @@ def pack_results(
 
 
 def short_repr(obj: Any, limit: int = 200) -> str:
-    """Return the ``repr`` of an object, whatever it does, in at most ``limit`` characters."""
+    """Return the ``repr`` of an object in at most ``limit`` characters; never raise."""
     try:
         text = repr(obj)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything

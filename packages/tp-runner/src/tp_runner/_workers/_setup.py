@@ -1,4 +1,4 @@
-"""Set up a worker process before the user's code runs: device, threads, logging, environment."""
+"""Setup of a worker process before the user's code runs: device, threads, logging, environment."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ def handle_records(records: Iterable[logging.LogRecord]) -> None:
 
 
 class RecordForwarder(logging.Handler):
-    """Sends records to the parent, with the worker and its device."""
+    """Handler that sends records to the parent, with the worker and its device."""
 
     def __init__(self, worker: int, device: str, send_record: Callable[[logging.LogRecord], None]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class RecordForwarder(logging.Handler):
         self._send_record = send_record
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send ``record``; what cannot be pickled in it becomes text."""
+        """Send ``record``; arguments and exceptions become text, as they may not be picklable."""
         try:
             record.msg, record.args = record.getMessage(), None
             if record.exc_info:
@@ -52,7 +52,7 @@ DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-# Opening the C library anew takes longer; and it is found once for all workers that are forked.
+# Opening the C library anew takes longer. At import: it is found once for all workers that are forked.
 _MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 
@@ -61,7 +61,7 @@ class Setup:
     """Everything that a worker needs before its first chunk.
 
     Attributes:
-        program: What it runs, or its pickle.
+        program: The program, its pickle, or its place in shared memory.
         device: Its device.
         worker: Its number.
         count: How many workers there are.
@@ -76,7 +76,7 @@ class Setup:
 
     @property
     def info(self) -> WorkerInfo:
-        """The part that user code can ask for."""
+        """The worker's description for user code."""
         return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
 
     @property
@@ -88,9 +88,9 @@ class Setup:
         return settings.threads or 1
 
     def pickled(self) -> bytes:
-        """Return this with what a process needs to be like this one before it unpickles it.
+        """Pickle the setup, and in front of it the surroundings that a process needs to unpickle it.
 
-        A fork server is as old as the first runner: its directory and environment are those of then.
+        A fork server is as old as the first runner, and has the directory and environment of that time.
 
         Raises:
             NotPicklableError: The function that makes batches cannot be pickled.
@@ -113,7 +113,7 @@ class Surroundings(NamedTuple):
         environment: The variables.
         argv: The arguments of the program.
         main_file: Where its main module came from, if it has a file.
-        authkey: What processes of multiprocessing know each other by; ``None`` if it is not used.
+        authkey: The key of multiprocessing's connections; ``None`` if it is not used.
     """
 
     path: list[str]
@@ -125,7 +125,7 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def of_this_process(cls, env: Mapping[str, str | None]) -> Self:
-        """Return those of the caller, with changes of its environment."""
+        """Return the caller's surroundings, with changes of its environment."""
         process = sys.modules.get("multiprocessing.process")
         return cls(
             sys.path,
@@ -137,11 +137,11 @@ class Surroundings(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Make them those of this process."""
+        """Give them to this process."""
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)
-        with contextlib.suppress(OSError):  # it may be gone, which only those who use it need to know
+        with contextlib.suppress(OSError):  # the folder may be gone; work that needs it will notice
             os.chdir(self.folder)
         sys.argv[:] = self.argv
         if self.main_file is not None:
@@ -153,7 +153,7 @@ class Surroundings(NamedTuple):
 
 
 def nesting_depth() -> int:
-    """Return in how many workers, each started by the one before, this code runs."""
+    """Return how deep workers are nested here: 0 outside of all workers."""
     value = os.environ.get(DEPTH_VARIABLE, "")
     return int(value) if value.isdigit() else 0
 
@@ -183,24 +183,24 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
     _keep_freed_memory()
     root = logging.getLogger()
     root.handlers[:] = [RecordForwarder(setup.worker, setup.device, send_record)]
-    if root.level != setup.settings.log_level:  # to set it looks at every logger there is
+    if root.level != setup.settings.log_level:  # setLevel visits every logger there is
         root.setLevel(setup.settings.log_level)
     logging.captureWarnings(capture=True)
 
 
 def limit_torch(threads: int) -> None:
-    """Have torch compute with so many threads, if it has been imported."""
+    """Set the number of torch's threads, if it has been imported."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep up to 128 MiB of freed memory instead of giving it back.
+    """Make the C library keep up to 128 MiB of freed memory for the next result.
 
     Results of one size are made again and again; touching fresh pages takes longer than copying.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
-        return  # somebody has set this as they like it
+        return  # the user has set malloc by the environment
     if _MALLOPT is not None:
         _MALLOPT(_M_MMAP_THRESHOLD, 32 << 20)
         _MALLOPT(_M_TRIM_THRESHOLD, 128 << 20)

@@ -1,4 +1,4 @@
-"""Workers that are threads of this process, and workers in name only: the caller, for a debugger."""
+"""Workers as threads of this process; and inline workers, in the caller's own thread."""
 
 import collections
 import contextlib
@@ -33,7 +33,7 @@ SEED_OF_THREADS = (
 
 
 class ThreadFleet(Fleet):
-    """One thread for each device. Items and results are handed over as they are."""
+    """One thread for each device. Items and results are handed over as objects, without a copy."""
 
     can_kill = False
 
@@ -46,7 +46,7 @@ class ThreadFleet(Fleet):
         self._waited_for: collections.deque[Event | None] = collections.deque()
         self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []
         self._threads: list[threading.Thread] = []
-        self._returned: dict[int, Any] = {}  # what the end of each one returned that was ready
+        self._returned: dict[int, Any] = {}  # of each worker that was ready, what its end returned
         self._stopping = self._ends_at_once = False
         self._has_warned_of_seed = False
 
@@ -135,7 +135,9 @@ class ThreadFleet(Fleet):
                 event = self._events.get_nowait()
                 is_woken |= event is None
                 events.append(event)
-        if is_woken:  # for who waits alone, who would sleep on where another has taken it
+        if is_woken:
+            # The word is for the thread that waits: it would sleep on where another thread has taken it
+            # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
             self.wake()
         return [event for event in events if event is not None]
 
@@ -164,7 +166,7 @@ class ThreadFleet(Fleet):
             late = [worker for worker, thread in enumerate(self._threads) if thread.is_alive()]
             late = [worker for worker in late if self._threads[worker] is not threading.current_thread()]
             self.warn_not_ended(late, timeout_s, "is left behind, as nobody can kill a thread")
-        # Those that have not ended write into what nobody looks at any more.
+        # Threads that have not ended keep the old dictionary, which nobody reads any more.
         returned, self._returned = dict(self._returned), {}
         for worker, result in returned.items():
             self._endings[worker].append(result)
@@ -172,11 +174,11 @@ class ThreadFleet(Fleet):
         return self.poll()
 
 
-INLINE_PERIOD_S = 0.01
+INLINE_PERIOD_S = 0.01  # so often an inline worker looks for work that another thread has brought
 
 
 class InlineFleet(Fleet):
-    """Does the work when it is waited for. Breakpoints and profilers see all of it."""
+    """Workers in the caller's thread: a wait does the work, and breakpoints and profilers see it."""
 
     direct: ClassVar[bool] = True
     can_kill = False
@@ -219,7 +221,7 @@ class InlineFleet(Fleet):
         self._waiting.append((worker, chunk))
 
     def wait(self, timeout_s: float | None) -> None:
-        if not self._waiting:  # another thread may bring something, or go on after a pause
+        if not self._waiting:  # another thread may bring something, or end a pause
             time.sleep(INLINE_PERIOD_S if timeout_s is None else min(timeout_s, INLINE_PERIOD_S))
             return
         worker, chunk = self._waiting.popleft()

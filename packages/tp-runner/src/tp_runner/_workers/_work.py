@@ -1,4 +1,4 @@
-"""The programs that workers run, made from runner classes, functions or stages; running a chunk of items."""
+"""Chunks of items at work, and the programs of workers: runner classes, functions or stages."""
 
 import functools
 import signal
@@ -18,16 +18,16 @@ from tp_runner.errors import ItemError
 # -- Chunks of items --------------------------------------------------------------------------
 
 IDLE = -1
-"""In the first word of a worker's board: no chunk is being worked on."""
+"""The first word of a worker's board when it works on no chunk."""
 
 ENDING = -2
-"""There, too: the worker is ending, as it was asked to."""
+"""The same word when the worker ends, as it was asked to."""
 
 _UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
 
 
 def end_work(work: Any) -> Any:
-    """Call the ``close`` attribute of a worker's work, where it has one; return what that returns."""
+    """Call the ``close`` attribute of a worker's work, where it has one, and return its value."""
     return getattr(work, "close", lambda: None)()
 
 
@@ -37,7 +37,7 @@ def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple
     Args:
         work: What to apply.
         items: The items of the chunk.
-        task: What the worker is at, which has begun with this chunk.
+        task: The worker's task, which has begun with this chunk.
     """
     try:
         if task.is_cancelled():  # nobody will look at the results
@@ -54,7 +54,7 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: Task) -> tupl
     append = results.append
     failed = False
     board, seed, start = task.board, task.global_seed, task.start
-    # Without a limit and a seed nothing is noted but the place: each call counts here.
+    # Without a limit and a seed only the place is noted: this loop is the hot path of small items.
     is_plain = task.timeout_s is None and seed is None
     numbered = enumerate(items)
     while True:
@@ -103,8 +103,8 @@ def _run_batches(
 
 
 def _refuse_unawaited(results: list[Any], *, failed: bool) -> bool:
-    """Put a failure in the place of what nobody would await; return whether there are failures now."""
-    # One look, as work is of one kind; unless the last item may be the one that failed.
+    """Replace coroutines and async generators by failures; return whether there are failures now."""
+    # The last result stands for all, as work is of one kind; with failures each one is checked.
     if not results or not (failed or type(results[-1]) in _UNAWAITED):
         return failed
     for place, result in enumerate(results):
@@ -121,7 +121,7 @@ def _not_awaited(result: Any) -> TypeError:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Return whether it is about this program: elsewhere an interrupt was raised by the work itself."""
+    """Return whether an interrupt is for this program; elsewhere the work itself has raised it."""
     return (
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
@@ -135,12 +135,12 @@ def _is_interrupt(error: BaseException) -> bool:
 class ClassProgram:
     """The producer's side of a runner class.
 
-    Called with its device in each worker, it returns what is applied to each item; the ``close``
-    attribute of that is called at the end.
+    Called with its device in each worker, it returns the function of an item. The worker calls the
+    ``close`` attribute of that function at its end.
 
     Attributes:
         cfg: The configuration.
-        is_own: Whether it is nobody else's: in a process of its own it need not be copied.
+        is_own: Whether this worker alone has it: then the configuration need not be copied.
     """
 
     def __init__(self, producer: type, cfg: Any) -> None:
@@ -167,7 +167,7 @@ class ClassProgram:
 
 
 class FunctionProgram:
-    """A plain function, and what makes its state."""
+    """The program of a plain function, with a function that makes its state."""
 
     def __init__(self, function: Callable[..., Any], init: Callable[[str], Any] | None) -> None:
         self._function = function
@@ -193,12 +193,12 @@ class Stage:
     """One step of a pipeline.
 
     Attributes:
-        name: What it is called in tables and errors.
+        name: Its name in tables and errors.
         kind: ``MAP``, ``FLAT_MAP`` or ``FILTER``: how many results an item has.
         function: The work.
         init: Makes a worker's state, given its device.
         batching: How items are put together.
-        devices: The devices of workers of its own; ``None`` for those that stages share.
+        devices: The devices of workers of its own; ``None`` for the shared workers.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Stage:
 
 
 class StagesProgram:
-    """The work of one or more stages; an item says which of them it is for."""
+    """The program of one or more stages; an item names its stage."""
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
@@ -236,7 +236,7 @@ class StagesProgram:
 
 
 def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
-    """Return what makes the list of results of an item, or of a list of items that are a batch."""
+    """Return a function that makes the list of results of an item, or of a batch of items."""
     function: Callable[[Any], Any] = stage.function
     if stage.init is not None:
         state, with_state = stage.init(device), stage.function
@@ -245,7 +245,7 @@ def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
 
     def work(item: Any) -> list[Any]:
         if isinstance(item, ItemError):
-            return [item]  # what failed before passes by
+            return [item]  # an item that failed before passes
         if stage.kind == FLAT_MAP:
             return list(function(item))
         if stage.kind == FILTER:

@@ -1,4 +1,4 @@
-"""Items and results on their way through shared memory: the side of the parent, and that of a worker."""
+"""The codec of items and results in shared memory: the parent's side, and a worker's side."""
 
 import collections
 import contextlib
@@ -26,11 +26,11 @@ from tp_runner._workers._process._wire import (
 FAILED, HELD, THROUGH_PIPE = 1, 2, 4
 
 SPARE = 64 << 10
-"""Bytes of room for results beyond what they are expected to take."""
+"""Spare bytes for results beyond their expected size."""
 
 
 def _blob_sizes(payload: bytes, buffers: list[memoryview]) -> tuple[int, int]:
-    """Return how long the blob is, and how many bytes all takes in shared memory."""
+    """Return the length of the blob, and how many bytes of shared memory blob and buffers take."""
     length = _wire.table_nbytes(len(buffers)) + len(payload)
     room = sum(_wire.align(buffer.nbytes) for buffer in buffers)
     return length, room + (_wire.align(length) if length > _wire.INLINE else 0)
@@ -42,7 +42,7 @@ def _write_blob(
     """Copy buffers into shared memory, from ``at`` on, and a blob that is too long for the pipe behind them.
 
     Returns:
-        What goes through the pipe, and where the blob is, or -1.
+        The pieces for the pipe, and the place of the blob in shared memory, or -1.
     """
     places: list[tuple[int, int]] = []
     for buffer in buffers:
@@ -58,18 +58,18 @@ def _write_blob(
 
 
 class ReplyWriter:
-    """Writes messages to the parent; safe to use from several threads."""
+    """Writer of messages to the parent; threads may share it."""
 
     def __init__(self, fd: int, memory: MappedMemory) -> None:
         self._fd = fd
         self._memory = memory
-        # Threads of the work may log while results are written: messages must not mix in the pipe. Reentrant:
-        # a finalizer or a signal handler of the thread that writes may log.
+        # Threads of the work may log while results are written, and messages must not mix in the pipe.
+        # Reentrant: a finalizer or a signal handler of the writing thread may log.
         self._lock = threading.RLock()
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._sent_s = 0.0
-        self._key_of: Any = None  # where results are of classes that came from the parent
+        self._key_of: Any = None  # set once results are of classes from the parent
 
     def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
         """Send something that is not about a chunk's results."""
@@ -110,19 +110,20 @@ class ReplyWriter:
             self.message(_wire.RELEASE, seq=seq)
         try:
             payload, buffers = self._pack(results)
-        except USERS_ERRORS:  # a culprit is looked for
+        except USERS_ERRORS:  # find the results that cannot be pickled
             payload, buffers, unpicklable = pack_results(results, pack_by_value)
             failed = failed or unpicklable
         results.clear()
         held = None if lease is None else lease()
-        # Nobody has the inputs any more, as a rule: their memory, which is in this core's caches, takes the
-        # results. What is still seen of it, the results' own buffers included, keeps the lease alive.
+        # As a rule nobody has the inputs any more: their memory, in this core's caches, takes the results.
+        # Views that still exist, also in the results' buffers, keep the lease alive, and the inputs stay
+        # (test_inputs_that_the_worker_keeps_stay_as_they_were).
         taken = request.inputs_nbytes if held is not None else 0
         length, room = _blob_sizes(payload, buffers)
         fits = taken + room <= request.block_nbytes
         if fits:
             blob, at = _write_blob(self._memory.view, request.block_at + taken, payload, buffers)
-        else:  # all goes through the pipe, one buffer after the other
+        else:  # through the pipe, one buffer after the other
             table = _wire.encode_table((0, buffer.nbytes) for buffer in buffers)
             blob, at = [table, *map(bytes, buffers), payload], -1
             length += sum(buffer.nbytes for buffer in buffers)
@@ -158,15 +159,15 @@ class ReplyWriter:
         if self._key_of is None:
             with contextlib.suppress(*USERS_ERRORS):
                 return pack(results)
-        self._key_of = key_in_worker  # those to come are like these
+        self._key_of = key_in_worker  # later results are like these, as a rule
         return pack(results, self._key_of)
 
 
 class Codec:
-    """Makes requests of chunks and results of replies.
+    """The parent's codec: from chunks to requests, from replies to results.
 
     Args:
-        memory: Where what is large lies.
+        memory: The shared memory, for large buffers and blobs.
         same_main: Whether a worker has this process's main module.
         lease_at_most: How many bytes of results may be views of shared memory; more are copied out.
     """
@@ -184,14 +185,14 @@ class Codec:
         """Put a chunk's items into shared memory; set its ``nbytes``.
 
         Returns:
-            Where they are, and the message to the worker.
+            Their block, and the message to the worker.
 
         Raises:
             Exception: An item cannot be pickled; nothing was placed.
         """
         payload, buffers = self._pack(worker, chunk.items)
         length, inputs = _blob_sizes(payload, buffers)
-        # Memory that nobody touches costs nothing, so the first guess is a generous one.
+        # Untouched memory costs nothing, so the first guess is generous.
         expected = self._result_bytes * len(chunk.items) * 1.25 if self._result_bytes else 2.0 * inputs
         block = self._memory.allocate(inputs + _wire.align(int(expected)) + SPARE)
         blob, at = _write_blob(self._memory.view, block.offset, payload, buffers)
@@ -221,9 +222,9 @@ class Codec:
                     return payload, buffers
             found: dict[str, Any] = {}
             payload, buffers = pack(items, self._definitions.key_of(found))
-            self._tracks_definitions = bool(found)  # those to come are like these, as a rule
+            self._tracks_definitions = bool(found)  # later items are like these, as a rule
             if b"__main__" in payload:
-                return pack_by_value(items)  # it is neither a class nor a function
+                return pack_by_value(items)  # something else of __main__ than classes and functions
             if unsent := self._definitions.unsent(worker, found):
                 payload, buffers = pack((SentDefinitions(unsent), items), self._definitions.key_of(found))
         except Exception:  # noqa: BLE001 - cloudpickle may still be able to, or says why not
@@ -232,11 +233,11 @@ class Codec:
         return payload, buffers
 
     def decode(self, block: Block, reply: _wire.Reply, blob: Any) -> tuple[list[Any], bool, int, bool]:
-        """Take results out.
+        """Unpickle results.
 
         Returns:
             The results, whether some are failures, how many bytes they took, and whether they are
-            views of the block, which then comes back when the last of them has died.
+            views of the block, which is then free again when the last of them has died.
         """
         failed, leased, nbytes = bool(reply.flags & FAILED), False, reply.blob_nbytes
         buffers: list[Any] = []

@@ -42,21 +42,21 @@ from tp_runner.errors import WorkerError
 
 
 class WorkerHandle:
-    """Starts a worker process and talks to it.
+    """The parent's side of a worker process: its start, its pipes, its blocks of shared memory.
 
     Attributes:
         worker: The worker's number.
         process: Its process.
-        replies: The descriptor that its messages come from.
+        replies: The descriptor of its messages.
         inflight: The blocks of the chunks that it has been given, by their numbers.
-        held: The blocks of finished chunks whose inputs the user's code has kept.
+        held: The blocks of finished chunks that keep inputs for the user's code.
         ready: Whether it has started.
         ended: Whether its pipe has come to its end.
-        retiring: Whether it was asked to end while others go on.
+        retiring: Whether it was asked to end while others keep working.
         left: Whether it said goodbye before that.
-        returned: What its end returned.
+        returned: The value that its end returned.
         failure: Why its start or end failed.
-        is_garbled: Whether bytes have come from it that are no message.
+        is_garbled: Whether it has sent bytes that are no message.
     """
 
     def __init__(self, setup: Setup, *, passed: Sequence[int], memory: int, heartbeats: int) -> None:
@@ -74,7 +74,8 @@ class WorkerHandle:
         self._wanted = 0
         self._setup = b""
         self._passed = passed
-        # One pipe for its life alone: the signal that its end sends (F_SETSIG) is a property of a pipe's end.
+        # A pipe for its life alone, not shared by workers: the signal of its end (F_SETSIG) is a property of
+        # the open pipe, and the next worker would overwrite it (test_workers_end_with_their_parent).
         (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.open_pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory, heartbeats)
         try:
@@ -83,6 +84,7 @@ class WorkerHandle:
             self.close()
             raise
         finally:
+            # Or the end of the worker would not be the end of its pipes.
             _spawn.close_descriptors(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
@@ -112,7 +114,7 @@ class WorkerHandle:
         return fork_by_server(settings.preload, settings.env, fds)
 
     def send_setup(self) -> None:
-        """Send what a fresh process must know first; it may be large, so all are started before."""
+        """Send the setup to a fresh process; it may be large, so all workers are started before."""
         if self._setup:
             request = _wire.Request(_wire.START, blob_nbytes=len(self._setup))
             self.write(_wire.REQUEST.pack(*request))
@@ -120,11 +122,11 @@ class WorkerHandle:
             self._setup = b""
 
     def send_end(self) -> None:
-        """Ask the worker to end when it has done what it was given."""
+        """Ask the worker to end after its chunks."""
         self.write(_wire.REQUEST.pack(*_wire.Request(_wire.END)))
 
     def write(self, data: bytes) -> None:
-        """Write to the worker; one that has died is noticed by the end of its other pipe."""
+        """Write to the worker; the end of its other pipe reports one that has died."""
         try:
             _wire.write_all(self._requests, data)
         except BrokenPipeError:
@@ -134,11 +136,11 @@ class WorkerHandle:
         """Yield the header and the blob of each message that has come; never wait.
 
         Raises:
-            GarbledError: What has come is no message.
+            GarbledError: The bytes are no message.
         """
         head = _wire.REPLY
         try:
-            data: Any = os.read(self.replies, 1 << 16)  # what a pipe holds
+            data: Any = os.read(self.replies, 1 << 16)  # as much as a pipe holds on Linux
         except BlockingIOError:
             return
         if not data:
@@ -226,7 +228,7 @@ class ProcessFleet(Fleet):
         missing = [worker for worker in range(self.size) if worker not in self._handles]
         self.launch()
         try:
-            # One without a handle could not be started again; an event says why.
+            # A worker without a handle could not be started again; an event says why.
             while any(worker not in self._handles or not self._handles[worker].ready for worker in missing):
                 self.wait(None)
                 for event in self.poll():
@@ -267,7 +269,7 @@ class ProcessFleet(Fleet):
             handle = WorkerHandle(
                 setup, passed=self._passed, memory=self._memory.fd, heartbeats=self._heartbeats.fd
             )
-        except ConnectionError as error:  # it says all; a traceback would be this process's
+        except ConnectionError as error:  # no traceback: it would be this process's
             raise self.error(worker, Failure(INIT, str(error))) from error
         self._handles[worker] = handle
         self._starting[worker] = time.monotonic() + (self._settings.start_timeout_s or math.inf)
@@ -278,7 +280,7 @@ class ProcessFleet(Fleet):
         self._heartbeats.clear(worker)
         try:
             self._launch(worker)
-        except (WorkerError, OSError) as error:  # of all runs, and not only of the one that looks for events
+        except (WorkerError, OSError) as error:  # for all runs, and not only for the one that polls
             failure = Failure(INIT, str(error.__cause__ or error))
             self._undelivered.append(Died(worker, None, failure=failure, was_ready=False))
             self.wake()
@@ -336,6 +338,7 @@ class ProcessFleet(Fleet):
 
     def _kill_all(self) -> None:
         handles = list(self._handles.values())
+        # All are killed before the first one is waited for, so that their ends overlap.
         for handle in handles:
             handle.process.kill()
         for handle in handles:
@@ -373,7 +376,7 @@ class ProcessFleet(Fleet):
     def wake(self) -> None:
         try:
             os.write(self._wake[1], b"w")
-        except BlockingIOError:  # it is full: the reader will wake up anyway
+        except BlockingIOError:  # full: the reader will wake up anyway
             return
 
     def wait(self, timeout_s: float | None) -> None:
@@ -381,7 +384,9 @@ class ProcessFleet(Fleet):
             left_s = max(0.0, due - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         for fd, _ in self._poller.poll(None if timeout_s is None else timeout_s * self._second):
-            if fd == self._wake[0]:  # read by who waits alone, who would sleep on where another has read it
+            # Not in poll(): another thread that polls would take the byte, and the waiting one would sleep on
+            # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
+            if fd == self._wake[0]:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)
 
@@ -399,7 +404,7 @@ class ProcessFleet(Fleet):
             for reply, blob in handle.messages():
                 self._handle_message(handle, reply, blob, events)
         except _wire.GarbledError:
-            # Where the next message begins is unknown from here on: such a worker is as good as dead.
+            # The begin of the next message is unknown now, so the worker is as good as dead.
             handle.is_garbled = True
             handle.process.kill()
         if handle.ended or handle.is_garbled:
@@ -430,9 +435,8 @@ class ProcessFleet(Fleet):
         now = time.monotonic()
         for worker, deadline in self._starting.items():
             if now >= deadline:
-                self._starting[worker] = (
-                    math.inf
-                )  # its death is noticed by the end of its pipe, like any other
+                # Never late twice; the end of its pipe reports its death, as for any other.
+                self._starting[worker] = math.inf
                 limit = self._settings.start_timeout_s
                 handle = self._handles[worker]
                 handle.failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
@@ -454,7 +458,7 @@ class ProcessFleet(Fleet):
             failure is None
             and self._closing
             and not handle.left
-            # With nothing to do it had nothing to lose, where deaths are mended; its end it may have.
+            # Where deaths are mended, an idle worker had nothing to lose but its own end.
             and (seq == ENDING or not self._settings.max_restarts)
         ):
             failure = Failure(END, f"its process ended before it was done: {how}")
@@ -472,7 +476,7 @@ class ProcessFleet(Fleet):
     def _finish_chunk(self, handle: WorkerHandle, reply: _wire.Reply, blob: Any) -> Done:
         block = handle.inflight.pop(reply.seq)
         results, failed, nbytes, leased = self._codec.decode(block, reply, blob)
-        if failed:  # maybe it has failed to unpickle definitions
+        if failed:  # perhaps to unpickle definitions: send them again with the next chunk
             self._codec.forget(handle.worker)
         if reply.flags & HELD:
             handle.held[reply.seq] = block

@@ -1,4 +1,4 @@
-"""A server that forks workers: it has imported what they need, and no threads, locks or data."""
+"""A server that forks workers: it has imported their modules, and has no threads, locks or data."""
 
 import array
 import contextlib
@@ -19,9 +19,9 @@ from tp_runner._workers._process._spawn import Process, bootstrap, run_and_exit,
 
 _STATUS = struct.Struct("<ii")
 ANSWER_S = 300.0
-"""One that does not answer for so long, as when it was stopped, is no longer waited for."""
+"""Limit for an answer, for a server that was stopped (SIGSTOP), say."""
 MOST_SERVERS = 3
-"""So many servers are killed by somebody before a worker has been forked, and then it is an error."""
+"""After so many servers that were killed before they forked a worker, a start is an error."""
 _MOST_DESCRIPTORS = 250  # a little less than Linux passes with one message, 253
 
 
@@ -29,21 +29,23 @@ class ForkServer:
     """The parent's side of one server."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str | None]) -> None:
-        self._owner = 0  # nobody's, until it is there
+        self._owner = 0  # no process's yet: stop() runs by __del__ where the start raises
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.settimeout(ANSWER_S)
         code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload))
         self._process = spawn(code, [theirs.fileno()], env)
         theirs.close()
         self._socket = ours
-        self._lock = threading.Lock()  # from a request to its answer: all of them come through one socket
+        # From a request to its answer: all answers come through one socket.
+        self._lock = threading.Lock()
         self._ended: dict[int, int] = {}
         self._owner = os.getpid()
 
     def fork(self, descriptors: Sequence[int]) -> Process:
         """Start a worker that shares ``descriptors``."""
         with self._lock, contextlib.ExitStack() as opened:
-            # Those of this moment: they may be other files than at the server's start.
+            # The standard output and error of this moment: the server has those of its own start
+            # (test_workers_write_where_their_runner_does_and_run_what_they_left_for_the_end).
             standard = [_open_standard(descriptor, opened) for descriptor in (1, 2)]
             rights = array.array("i", [*standard, *descriptors])
             self._socket.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
@@ -72,7 +74,7 @@ class ForkServer:
         return self._owner == os.getpid() and self._process.wait(0) is None
 
     def forget(self) -> None:
-        """Close what this process has of the server, which goes on for the one that it belongs to."""
+        """Close the socket; the server keeps serving the process that owns it."""
         self._owner = 0
         self._socket.close()
 
@@ -118,7 +120,7 @@ class _Grandchild(Process):
     def _poll(self) -> int | None:
         try:
             return self._server.exitcode(self.pid)
-        except (OSError, ValueError):  # the server has ended: nobody knows any more how, only whether
+        except (OSError, ValueError):  # the server has ended, and with it the exit status
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
@@ -127,11 +129,11 @@ class _Grandchild(Process):
 
 
 _STARTED = -1000  # in the place of an exit status: this one was just started
-# Those of this process, by what they have imported and by changes of the environment. One with such changes
-# lives as long as workers that came from it: a program may have any number of environments.
+# This process's servers, by imported modules and changes of the environment. A server with changes lives as
+# long as its workers: a program may have any number of environments.
 _servers: weakref.WeakValueDictionary[tuple[Any, ...], ForkServer] = weakref.WeakValueDictionary()
 _permanent_servers: list[ForkServer] = []  # the others
-_servers_lock = threading.RLock()
+_servers_lock = threading.RLock()  # held in each fork, below
 
 
 def fork_by_server(
@@ -173,14 +175,18 @@ def _server(preload: Sequence[str], env: Mapping[str, str | None]) -> ForkServer
 
 
 def _forget_all() -> None:
-    """In a copy of this process: the servers are the parent's, and end when it does."""
+    """Forget the servers, in a forked copy: they are the parent's.
+
+    An open socket in the copy would keep them alive after the parent's end
+    (test_a_copy_of_the_program_does_not_keep_its_fork_server_alive).
+    """
     for server in list(_servers.values()):
         server.forget()
     _servers.clear()
     _servers_lock.release()
 
 
-# Not while another thread is about to start one: nobody in the copy would close its socket.
+# No fork while another thread starts a server: the copy would not know the socket, and keep it open.
 os.register_at_fork(
     before=_servers_lock.acquire, after_in_parent=_servers_lock.release, after_in_child=_forget_all
 )
@@ -189,7 +195,7 @@ os.register_at_fork(
 def serve(fd: int, preload: Sequence[str]) -> None:
     """Run the server: fork workers on request until the parent closes its side."""
     for name in preload:
-        with contextlib.suppress(ImportError):  # the worker that needs it says so better
+        with contextlib.suppress(ImportError):  # the worker that needs it reports it with its traceback
             importlib.import_module(name)
     from tp_runner._workers._process import _worker
 
@@ -215,7 +221,8 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 return
             pid = os.fork()
             if not pid:
-                signal.set_wakeup_fd(-1)  # or the worker's signals would wake the server
+                # The pipe is shared with the server: the worker's signals would wake it.
+                signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 parent.close()
                 os.close(wakeup)
@@ -226,7 +233,7 @@ def serve(fd: int, preload: Sequence[str]) -> None:
                 run_and_exit(functools.partial(_worker.main, *descriptors[2:]))
             for descriptor in descriptors:
                 os.close(descriptor)
-            with contextlib.suppress(ConnectionError):  # the parent was killed meanwhile; its socket says so
+            with contextlib.suppress(ConnectionError):  # the parent was killed; the next read notices
                 parent.sendall(_STATUS.pack(pid, _STARTED))
 
 

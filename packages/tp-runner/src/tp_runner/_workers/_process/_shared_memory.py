@@ -1,6 +1,6 @@
 """Shared memory that the parent owns and every worker maps: reused, unnamed, one descriptor.
 
-A large program lies there too: a worker has for itself only the pages of it that it writes to.
+A large program lies there too: a worker has private copies only of the pages that it writes to.
 """
 
 import collections
@@ -22,7 +22,7 @@ from tp_runner._workers._process._wire import align
 from tp_runner._workers._work import IDLE
 
 SMALLEST = 64 << 10
-INITIAL = 64 << 20
+INITIAL = 64 << 20  # untouched pages of the file cost nothing
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +34,7 @@ class Block:
 
 
 class MappedMemory:
-    """One process's map of an shared memory's file; follows when the file has grown."""
+    """A process's map of the file of a shared memory; it grows with the file."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
@@ -49,7 +49,7 @@ class MappedMemory:
             self._nbytes = nbytes
 
     def release(self) -> None:
-        """Let go of the map, which ends with the last view of it."""
+        """Drop the map, which ends with the last view of it."""
         self.view = memoryview(b"")
         del self._map
 
@@ -59,10 +59,10 @@ class MappedMemory:
 
 
 class SharedMemoryPool(MappedMemory):
-    """The parent's side: hands out blocks of some sizes, eight to an octave, and takes them back.
+    """The parent's side: a pool of blocks, in eight sizes between two powers of two.
 
-    Free blocks are kept in a stack for each size, so that the ones used last, whose pages are
-    touched and warm, are used first. Memory that was never touched costs nothing.
+    Free blocks are in a stack for each size. So the pool hands out those first that were used last: their
+    pages are touched and warm. Memory that was never touched costs nothing.
     """
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class SharedMemoryPool(MappedMemory):
         self._free[block.nbytes].append(block)
 
     def lease_block(self, block: Block) -> memoryview:
-        """Return a view of a block, which comes back when the last view of it has died."""
+        """Return a view of a block, which is free again when the last view of it has died."""
         lease = self.lease(block.offset, block.nbytes)
-        # The callback runs wherever the last view dies, in any thread or a collection: it only
-        # notes the fact, and the next allocation acts on it.
+        # The callback runs wherever the last view dies, in any thread or a collection. It takes no lock: it
+        # only notes the block, and the next allocation frees it.
         key, returned = block.offset, self._returned
         self._leases[key] = (weakref.ref(lease, lambda _: returned.append(key)), block)
         self.leased += block.nbytes
@@ -122,13 +122,13 @@ class SharedMemoryPool(MappedMemory):
 
 
 def _round_size(nbytes: int) -> int:
-    """Return the next size that blocks have: an eighth of a power of two, many times."""
+    """Round up to a block's size: a multiple of an eighth of the power of two below it."""
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return -(-nbytes // step) * step
 
 
 def unnamed_file() -> int:
-    """Return a descriptor of memory without a name, which ends with its last user."""
+    """Return a descriptor of memory without a name, which nobody need remove after a crash."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
     import tempfile  # where there is no memfd
@@ -138,7 +138,7 @@ def unnamed_file() -> int:
     return fd
 
 
-WORDS = 8  # a cache line: sequence number of the chunk, place in it, when that began; then cancelled runs
+WORDS = 8  # a cache line: number of the chunk, place in it, start time; then cancelled runs
 FIRST_CANCELLED = 3
 _ROW = WORDS * 8
 
@@ -158,9 +158,9 @@ class Heartbeat(NamedTuple):
 
 
 class Heartbeats:
-    """One row of words for each worker, which the parent reads without asking.
+    """One row of words for each worker, which the parent reads at any time.
 
-    It outlives a worker's death: this is how the item that killed it is known.
+    It outlives a worker's death, and says which item killed it.
     """
 
     def __init__(self, n_workers: int) -> None:
@@ -180,7 +180,7 @@ class Heartbeats:
         return Heartbeat._make(self._rows[worker][:FIRST_CANCELLED])
 
     def cancel(self, worker: int, run: int) -> None:
-        """Have a worker know that nobody wants the results of a run any more.
+        """Mark a run as cancelled for a worker.
 
         There is room for more runs than a worker can have chunks of at a time.
         """
@@ -190,7 +190,7 @@ class Heartbeats:
             self._n_cancelled[worker] += 1
 
     def clear(self, worker: int) -> None:
-        """Forget what a dead worker was doing."""
+        """Mark a dead worker as idle, for the one in its place."""
         self._rows[worker][0] = IDLE
 
     def close(self) -> None:
@@ -202,13 +202,13 @@ class Heartbeats:
 
 
 class PackedProgram(NamedTuple):
-    """A program that is ready to travel.
+    """A program, pickled for its workers.
 
     Attributes:
         program: Its pickle, or for a fork itself.
         buffers: The large arrays and tensors in it, in order.
         descriptors: The files that workers must be started with.
-        settings: The runner's, with what is imported once for all workers.
+        settings: The runner's, with the modules that are imported once for all workers.
     """
 
     program: Any
@@ -217,14 +217,14 @@ class PackedProgram(NamedTuple):
     settings: Settings
 
     def stored_in(self, memory: SharedMemoryPool) -> Any:
-        """Return what a worker is sent: where it is in shared memory, if it is large."""
+        """Return the message to a worker: the program, or its place in shared memory, if it is large."""
         if self.buffers or (isinstance(self.program, bytes) and len(self.program) > LARGE):
             return _store_program(memory, self.program, self.buffers)
         return self.program
 
 
 def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> PackedProgram:
-    """Pickle a program, unless workers are forked and have it; see what is worth importing once.
+    """Pickle a program, unless workers are forked and have it; find modules to import once.
 
     Raises:
         NotPicklableError: Something that it refers to cannot travel.
@@ -245,7 +245,7 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
 
 
 class StoredProgram(NamedTuple):
-    """Where a program is.
+    """The place of a program in shared memory.
 
     Attributes:
         offset: Where it begins in shared memory.

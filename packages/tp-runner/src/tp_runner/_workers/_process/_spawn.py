@@ -1,4 +1,4 @@
-"""Start worker processes by fork or spawn; what they inherit, how they end, what is refused before."""
+"""Start of worker processes by fork or spawn: inherited descriptors, their end, limits."""
 
 import abc
 import atexit
@@ -18,14 +18,14 @@ from tp_core.errors import ConfigError
 from tp_runner._options import Settings
 from tp_runner._workers._setup import changed_environ, nesting_depth
 
-# -- What a worker process inherits, and what it must not -------------------------------------
+# -- Inherited and private descriptors --------------------------------------------------------
 #
 # Locks, values, queues and events of multiprocessing travel only to a process that is being started. While a
-# program is pickled, multiprocessing's own reducers see a process that is being spawned; the descriptors
-# that they hand over are kept, and every worker gets them when it is started.
+# program is pickled, multiprocessing's own reducers see a process that is being spawned. The descriptors that
+# they hand over are kept, and every worker gets them at its start.
 #
-# A worker knows of its parent's death by the end of a pipe, and the parent of its worker's. Any process that
-# was forked meanwhile and still holds the other end would keep them from it: copies close such ends.
+# The end of a pipe reports a parent's death to its workers, and a worker's death to its parent. A process
+# that was forked meanwhile and holds the other end would hide it: forked copies close such ends.
 
 _passed: tuple[int, ...] = ()  # the descriptors that this worker was started with
 
@@ -42,7 +42,7 @@ class _PassedFd:
 
 
 class _Spawning:
-    """The part of a Popen that multiprocessing's reducers use while a process is being spawned."""
+    """The methods of a Popen that multiprocessing's reducers call while a process is being spawned."""
 
     DupFd = _PassedFd
 
@@ -63,6 +63,8 @@ def collect_descriptors(descriptors: list[int]) -> Iterator[None]:
         return
     from multiprocessing import context
 
+    # Not documented: without it, multiprocessing refuses to pickle its locks and queues
+    # (test_locks_values_queues_and_events_reach_the_workers).
     before = context.get_spawning_popen()
     context.set_spawning_popen(_Spawning(descriptors))  # type: ignore[arg-type]  # as much as is asked of it
     try:
@@ -87,7 +89,7 @@ _inheriting = threading.local()
 
 
 def open_pipe() -> tuple[int, int]:
-    """Open a pipe both of whose ends are private from the first moment, whatever other threads fork."""
+    """Open a pipe with both ends private from the first moment, whatever other threads fork."""
     with _private_lock:
         ends = os.pipe()
         _private.update(ends)
@@ -209,7 +211,7 @@ class _Child(Process):
 
 def fork(child: Callable[[], None]) -> Process:
     """Run ``child`` in a copy of this process."""
-    sys.stdout.flush()  # or the copy would write the buffered text once more
+    sys.stdout.flush()  # or the copy would write the buffered text a second time
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
@@ -225,14 +227,15 @@ def run_and_exit(child: Callable[[], None]) -> NoReturn:
     """
     status = 1
     try:
-        atexit._clear()  # as multiprocessing does: those are the parent's
+        atexit._clear()  # private, as multiprocessing does it: the handlers are the parent's
         try:
             child()
         finally:
-            # As the interpreter's own end begins: it joins threads that are no daemons.
+            # Private: the interpreter's own end begins with it. It joins threads that are no daemons and ends
+            # executors (test_an_executor_that_a_worker_leaves_open_ends_with_it).
             threading._shutdown()  # type: ignore[attr-defined]  # typeshed has no private names
             if (util := sys.modules.get("multiprocessing.util")) is not None:
-                util._run_finalizers()
+                util._run_finalizers()  # private: queues write what was put into them
             atexit._run_exitfuncs()
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may return into the parent's frames
@@ -244,7 +247,7 @@ def run_and_exit(child: Callable[[], None]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(status)
+            os._exit(status)  # it never returns: the frames below are the parent's
 
 
 def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) -> Process:
@@ -257,9 +260,8 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
         stdin=subprocess.DEVNULL,
         env=changed_environ(env) if env else None,
     )
-    process.returncode = (
-        0  # this module waits for it: Popen must neither wait, nor warn that it is still running
-    )
+    # This module waits for it: Popen must neither wait, nor warn that it is still running.
+    process.returncode = 0
     return _Child(process.pid)
 
 
@@ -283,14 +285,14 @@ def _flags() -> list[str]:
     return flags
 
 
-# -- Limits: what is refused before a start, the memory of a process --------------------------
+# -- Limits before a start, memory of a process -----------------------------------------------
 
 DEEPEST = 10
-"""Workers that start runners whose workers start runners ... are refused from here on."""
+"""The deepest nesting of runners within workers; deeper ones are refused."""
 
 
 def check_start(devices: tuple[str, ...], settings: Settings) -> None:
-    """Refuse workers that would fail in ways that nobody understands.
+    """Refuse workers that could not start, or would fail without a clear error.
 
     Raises:
         ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can say how much
@@ -342,7 +344,7 @@ def private_memory(pid: int) -> int | None:
 
 
 class OomKills:
-    """Finds deaths for want of memory: the system counts its kills, and does not say whom it killed."""
+    """Counter of deaths for want of memory: the system counts its kills, and does not name the killed."""
 
     def __init__(self) -> None:
         self._explained = _count_oom_kills()
@@ -357,7 +359,7 @@ class OomKills:
 
 
 def _count_oom_kills() -> int | None:
-    """Return how many processes of this one's control group were killed for want of memory so far."""
+    """Return how many processes of this control group were killed for want of memory so far."""
     try:
         lines = (_PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:

@@ -21,12 +21,13 @@ from tp_runner._workers._pickling import is_plain_memory, large_buffers_into
 
 # -- Classes and functions of the main module -------------------------------------------------
 #
-# It is another module in a worker: they are sent once, then named by a key.
-# What a worker gets is pickled by value, and again when it has changed: each time it is pickled anew, and
-# compared. Results whose class came from the program go back by its key alone, so that they are of that very
-# class, whatever its name means by then, and nothing of the worker's is written into it.
+# __main__ is another module in a worker, so its definitions are sent once, by value, and then named by a key.
+# Each time they are pickled anew and compared, and sent again when they have changed. A result of the
+# program's class goes back by the key of the class: so it is of that very class, whatever its name means by
+# then, and the worker's state of the class does not overwrite the program's
+# (test_results_are_of_the_class_that_their_items_were_of).
 
-_received: dict[str, Any] = {}  # in a worker: what each key stands for
+_received: dict[str, Any] = {}  # in a worker: the definition of each key
 _keys: dict[Any, str] = {}  # there, too: the keys of classes that came from the parent
 
 
@@ -35,11 +36,11 @@ class Definitions:
 
     def __init__(self) -> None:
         self._sent: dict[int, dict[str, bytes]] = {}
-        # A worker may return instances of classes that nobody else remembers.
+        # Kept alive here: a worker may return instances of classes that the program has dropped.
         self._classes = {key: kind for kind, key in _trackers()[0].items()}
 
     def key_of(self, found: dict[str, Any]) -> Callable[[Any], str | None]:
-        """Return what gives keys to a pickler, and notes in ``found`` what they stand for."""
+        """Return a function that gives keys to a pickler, and notes their definitions in ``found``."""
         from cloudpickle import cloudpickle
 
         def key_of(obj: Any) -> str | None:
@@ -49,8 +50,9 @@ class Definitions:
             for name in obj.__qualname__.split("."):
                 current = getattr(current, name, None)
             if current is not obj:
-                return None  # it is of no use to keep: another one has its name, or it never had one
+                return None  # by value each time: another object has its name, or it has none
             is_class = isinstance(obj, type)
+            # Private to cloudpickle: by its own key, cloudpickle gives a class back as the same object.
             key: str = cloudpickle._get_or_create_tracker_id(obj) if is_class else obj.__qualname__
             found[key] = obj
             return key
@@ -75,12 +77,12 @@ class Definitions:
         self._classes.update({key: found[key] for key in unsent})
 
     def forget(self, worker: int) -> None:
-        """Note that a worker has none, or may have failed to unpickle some."""
+        """Note that a worker has no definitions, or may have failed to unpickle some."""
         self._sent.pop(worker, None)
 
 
 class SentDefinitions:
-    """Definitions that travel ahead of items: unpickling them is what makes the worker know them."""
+    """Definitions that travel ahead of items; the worker learns them by unpickling this object."""
 
     def __init__(self, unsent: Mapping[str, bytes]) -> None:
         self._unsent = dict(unsent)
@@ -97,7 +99,7 @@ def _define(unsent: Mapping[str, bytes]) -> None:
 
 
 def find_definition(key: str) -> Any:
-    """Return what a key stands for, in a worker or in the program."""
+    """Return the definition of a key, in a worker or in the program."""
     found = _received.get(key)
     return _trackers()[1][key] if found is None else found
 
@@ -113,11 +115,11 @@ def key_in_worker(obj: Any) -> str | None:
 
 
 def _trackers() -> tuple[Any, Any]:
-    """Return cloudpickle's keys of classes and classes by keys, by which it keeps them the same."""
+    """Return cloudpickle's tables: keys by class, and classes by key."""
     module: Any = sys.modules.get("cloudpickle.cloudpickle")
     if module is None:  # nothing was pickled by value
         return {}, {}
-    # Its own names for this are private; tests notice if they go.
+    # Private to cloudpickle: test_results_are_of_the_class_that_their_items_were_of notices their loss.
     return module._DYNAMIC_CLASS_TRACKER_BY_CLASS, module._DYNAMIC_CLASS_TRACKER_BY_ID
 
 
@@ -127,7 +129,7 @@ REQUEST = struct.Struct("<BxxxIIIqqqqqqqqq")
 REPLY = struct.Struct("<BBxxIIIqqqdddd")
 
 MAGIC = 0x72_4E_70_74
-"""In each reply: what the work, or a library of its, writes to a descriptor by mistake has it not."""
+"""In each reply: bytes that the work writes to a wrong descriptor by mistake do not have it."""
 
 
 class Request(NamedTuple):
@@ -169,7 +171,7 @@ class Reply(NamedTuple):
 
     Attributes:
         kind: ``READY``, ``DONE``, ``RELEASE``, ``LOG``, ``FAILED`` or ``BYE``.
-        flags: What is to be known of the results.
+        flags: Bits of the codec: ``FAILED``, ``HELD``, ``THROUGH_PIPE``.
         n_items: How many items the chunk has.
         n_buffers: How many large buffers their results refer to.
         magic: ``MAGIC``.
@@ -197,15 +199,15 @@ class Reply(NamedTuple):
 
 
 class GarbledError(Exception):
-    """A worker has sent bytes that are no message."""
+    """Error of bytes from a worker that are no message."""
 
 
 INLINE = 16 << 10
-"""Requests of up to so many bytes go through the pipe. Three of them fit into the 64 KiB that a
-pipe holds, so a parent that has no more on their way to one worker never waits in a write."""
+"""Requests of up to so many bytes go through the pipe. Three of them fit into the 64 KiB of a pipe, and no
+worker has more chunks at a time: so the parent never waits in a write."""
 
 MOST_NBYTES = 1 << 40
-"""No message is longer; a length beyond it was never meant as one."""
+"""No message is longer: a larger number comes from bytes that are no message."""
 
 OUT_OF_BAND = 2048
 """Buffers of at least so many bytes are kept apart; smaller ones cost less inside the pickle."""
@@ -307,7 +309,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _KeyPickler(_Pickler):
-    """Costs a call for each object that is not of Python's own types."""
+    """Pickler that gives keys to classes and functions; costs a call for each object of no built-in type."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _KEYED_TYPES) and self.key_of is not None:
@@ -322,7 +324,7 @@ _KEYED_TYPES = (type, types.FunctionType)
 
 def _register_tensor_reducer() -> None:
     tensor = getattr(sys.modules["torch"], "Tensor", None)
-    if tensor is None:  # torch is in the middle of being imported
+    if tensor is None:  # another thread is importing torch
         return
     _Pickler.dispatch_table = copyreg.dispatch_table.copy()
     _Pickler.dispatch_table[tensor] = _reduce_tensor
@@ -335,9 +337,9 @@ def _reduce_tensor(tensor: Any) -> Any:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     view = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    # The tensor must outlive the view, whose memory it owns; an attribute ties them together.
+    # The tensor owns the memory of the view and must outlive it; an attribute ties them together.
     view.owner = tensor
-    # A view of the new tensor costs more than all the rest, and one dimension needs none.
+    # To view the new tensor costs more than all the rest, and one dimension needs no view.
     shape = None if tensor.dim() == 1 else tuple(tensor.shape)
     return _rebuild_tensor, (pickle.PickleBuffer(view), tensor.dtype, shape)
 

@@ -50,8 +50,8 @@ def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *
         replies: Where replies go.
         life: A pipe that ends with the parent.
         memory: The shared memory.
-        heartbeats: What each worker is doing.
-        passed: What the program's objects of multiprocessing need.
+        heartbeats: The file of the `Heartbeats`.
+        passed: Descriptors for the program's objects of multiprocessing.
     """
     die_with_parent(life)
     header = _wire.read_exactly(requests, _wire.REQUEST.size)
@@ -72,14 +72,15 @@ def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *
 def die_with_parent(life: int) -> None:
     """Have the kernel kill this process when the other end of the pipe ``life`` closes.
 
-    It needs no thread and no turn of the interpreter: it works in the middle of a long computation
-    too. Where the system cannot, a thread waits for the end of the pipe.
+    It needs neither a thread nor the interpreter, so it works in the middle of a long computation, too.
+    Where the system cannot do it, a thread waits for the end of the pipe.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(life, fcntl.F_GETFL)
         fcntl.fcntl(life, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        # The parent may have ended before the signal was set up: then nothing sends it any more.
         with contextlib.suppress(BlockingIOError):  # the usual case: it is still open
             if not os.read(life, 1):
                 os._exit(1)
@@ -96,7 +97,8 @@ class WorkerProcess:
     """The loop of one worker."""
 
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
-        # A process that the user's code forks or starts must not hide this one's death from its parent.
+        # A process that the user's code forks or starts must not hide the worker's death from the parent
+        # (test_programs_that_workers_start_do_not_hide_their_death).
         private = descriptors.requests, descriptors.replies, descriptors.life
         _spawn.make_private(*private)
         for fd in (*private, descriptors.memory, descriptors.heartbeats):
@@ -110,7 +112,9 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Start, work until the parent asks for the end, end."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+        # A terminal sends Ctrl-C to workers, too, and the parent decides what it means
+        # (test_ctrl_c_in_the_terminal_reaches_the_program_once).
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             prepare_process(self._setup, self._replies.record)
             program = self._setup.program
@@ -122,10 +126,10 @@ class WorkerProcess:
                     else load_program(self._memory_fd, stored)
                 )
                 remember_program()
-                limit_torch(self._setup.threads)  # it may have been imported just now
+                limit_torch(self._setup.threads)  # the program may have imported torch just now
             become_worker(self._setup.info)
             if isinstance(program, ClassProgram):
-                program.is_own = True  # a fork's memory is its own, too
+                program.is_own = True  # a forked worker has a copy of it, too
             work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
             self._replies.failure(Failure.of(error, INIT))
@@ -162,7 +166,7 @@ class WorkerProcess:
             began = clock()
             heartbeat[1] = 0
             heartbeat[2] = time.monotonic_ns()
-            heartbeat[0] = request.seq
+            heartbeat[0] = request.seq  # last: the parent may read the row between two writes
             self._memory.grow(request.shared_nbytes)
             try:
                 items, lease = self._unpack(request, blob)
@@ -196,4 +200,4 @@ class WorkerProcess:
 
 
 def _strip_definitions(sent: Any) -> Any:
-    return sent[1] if type(sent) is tuple else sent  # behind the definitions that they need
+    return sent[1] if type(sent) is tuple else sent  # items follow the definitions that they need
