@@ -86,41 +86,41 @@ T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 
-# What only runs and files need is imported there: a trainer is made in programs that do not train, too.
+# Runs and files import their modules in the methods: a program may make a trainer without training.
 
 
 class Trainer:
-    """Runs one training script on the best backend that is installed, and says why that one.
+    """Runs one training script on the best installed backend, and explains the choice.
 
-    Nothing is started before a model is there to be trained: the backend is chosen when
-    :meth:`fit` or :meth:`prepare` is called. Who this process is (``rank``, ``device``) is known
-    before. A trainer is a context manager; leaving it ends what it started.
+    The backend is chosen when :meth:`fit` or :meth:`prepare` gets the first model; nothing starts before.
+    ``rank``, ``device`` and the like are known earlier. A trainer is a context manager; leaving it closes
+    the session.
 
     Args:
-        backend: The name of the backend, or "auto" for the best that fits. The variable
-            ``TP_BACKEND`` decides where it is "auto".
-        devices: What to run on, as :func:`tp_core.resolve_devices` takes it. Under a launcher
-            they are the devices of one host, one for each of its processes.
+        backend: The name of the backend, or "auto" for the best that fits. With "auto" the variable
+            ``TP_BACKEND`` takes precedence.
+        devices: The devices, as for :func:`tp_core.resolve_devices`. Under a launcher they are the
+            devices of one host, one for each of its processes.
         seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``
-            leaves the generators alone; rank 0 then chooses how the data are ordered.
+            leaves the generators alone; rank 0 then chooses the order of the data.
         loss: Whether a step's loss is the "mean" over its samples, or their "sum".
         precision: "fp32"; "bf16-mixed" or "fp16-mixed", where a step runs under autocast and fp16
             scales the loss; or "bf16-true", where the model and the batches are in bfloat16.
-        accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighed
-            by samples, or by what the step says, as if the batches were one.
-        compile: Whether models are compiled, in place, where the backend gains most from it.
+        accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighted by
+            samples, or by the step's "weight", as if the batches were one.
+        compile: Whether to compile models, in place, where the backend gains most from it.
         options: Options of backends, used if that one is chosen: ``DdpOptions(static_graph=True)``, a list
             of such objects, or a dict by backends' names, ``{"ddp": {"static_graph": True}}``.
-        progress: Whether rank 0 shows how far a run is. "auto" is a bar on a terminal, and elsewhere a
-            line for each epoch; with ``True`` there are lines in between, too; ``False`` shows nothing.
-        plugins: The registry to choose from; that of the process by default.
+        progress: Whether rank 0 shows progress. "auto" shows a bar on a terminal, and elsewhere a line per
+            epoch. ``True`` adds lines within epochs; ``False`` shows nothing.
+        plugins: The registry to choose from; by default the process-wide registry.
 
     Raises:
         DeviceError: The devices do not exist.
         LaunchEnvironmentError: The launcher's variables are incomplete.
         ConfigError: An argument has a wrong value.
         SelectionError: No backend of that name is installed.
-        PluginError: The plugin that brings the backend is broken or blocked.
+        PluginError: The plugin of the backend is broken or blocked.
 
     Source: for "fp16-mixed" Micikevicius et al., "Mixed Precision Training", 2018, section 3.
 
@@ -158,9 +158,9 @@ class Trainer:
         self._may_step = False
         self._has_run_backward = False  # in a custom loop
         self._run: RunStep | None = None
-        self._step_events: ManualStepEvents | None = None  # of a loop that is open, if somebody wants them
+        self._step_events: ManualStepEvents | None = None  # of the open loop, if a callback has these events
         self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
-        self._shares: BatchShares | None = None  # where there are several data ranks
+        self._shares: BatchShares | None = None  # with several data ranks
         self._epochs = Epochs()
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
         explicit = devices not in (None, "auto")
@@ -183,50 +183,50 @@ class Trainer:
 
     @property
     def selection(self) -> Selection:
-        """Which backend was chosen and why, and why no other one; print it to see a table.
+        """The chosen backend, and the reasons for and against each one; print it to see a table.
 
-        Before a model is known it is what would be chosen for an unspecified model.
+        Before the first model it is the choice for an unspecified model.
         """
         return self._lazy.selection
 
     @property
     def session(self) -> Session:
-        """The running session; asking for it starts the job.
+        """The running session; the first access starts the job.
 
         Raises:
             SelectionError: No backend fits.
         """
         return self._open(by="trainer.session")
 
-    # Known from the environment: asking must not choose a backend before the model is known.
+    # Read from the environment before the session is open: an access must not choose a backend yet.
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; the first device where there are several."""
+        """The device of this process; the first one of several."""
         return self._devices[0] if self._session is None else self._session.device
 
     @property
     def rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process, from 0."""
         return self.environment.rank if self._session is None else self._session.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its host, from 0."""
+        """The rank of this process on its host, from 0."""
         return self.environment.local_rank if self._session is None else self._session.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes run the job."""
+        """The number of processes of the job."""
         return self.environment.world_size if self._session is None else self._session.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and speaks to the terminal."""
+        """Whether this process is rank 0, which writes files and prints."""
         return self.environment.is_main if self._session is None else self._session.is_main
 
     def close(self) -> None:
-        """End what was started; calling it again does nothing."""
+        """Close the session and the streams of loaders; calling it again does nothing."""
         self._epochs.close()
         if self._session is not None:
             self._session.close()
@@ -267,22 +267,22 @@ class Trainer:
         """Prepare models, optimizers, loaders and schedulers for the backend.
 
         Args:
-            *objects: What to prepare, in any order.
-            shard: Whether loaders are split over the data ranks; ``False`` for loaders that
-                give each rank its own samples already.
-            training: Whether loaders are to train on: every rank then takes the same steps, with a
-                stand-in sample where it has none of a batch. With ``False`` each sample is met once, by
-                one rank, and no loss is weighed by it.
+            *objects: The objects, in any order.
+            shard: Whether to split loaders over the data ranks; ``False`` for loaders that give each rank
+                its own samples already.
+            training: Whether the loaders are for training: every rank then makes the same number of steps,
+                with a stand-in sample if it has none of a batch. With ``False`` each sample is on one rank,
+                once, and no loss is weighted by it.
 
         Returns:
-            The prepared objects in the same order; the object itself if it is one.
+            The prepared objects in the same order; a single object alone.
 
         Raises:
             ModelError: A model is wrapped already.
             LoaderError: A loader cannot be split over the ranks.
             ConfigError: An object is none of these, or an optimizer has another model's
                 parameters.
-            SelectionError: No backend fits, or that of the running session does not fit a model.
+            SelectionError: No backend fits, or the running session's backend does not fit a model.
 
         Example:
             >>> model, optimizer, loader = trainer.prepare(model, optimizer, loader)
@@ -304,7 +304,7 @@ class Trainer:
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
                 check_owner(optimizer, models)
-        # A backend may give a model other parameters, which its optimizer then has to take over.
+        # Models first: a backend may replace a model's parameters, and the optimizer must get the new ones.
         in_order = sorted(range(len(objects)), key=lambda i: not isinstance(objects[i], nn.Module))
         done = {i: self._prepare(objects[i], shard=shard, training=training) for i in in_order}
         prepared = tuple(done[i] for i in range(len(objects)))
@@ -330,10 +330,10 @@ class Trainer:
             raise ConfigError(msg)
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return a model that ``make`` builds, prepared, without ever holding all of it where no rank has to.
+        """Return the prepared model that ``make`` builds, without the whole model on a rank if it is sharded.
 
-        Its initial values are those that ``make()`` would draw on one device, element by element. A backend
-        that splits parameters gives each rank its slices alone.
+        Every element has the initial value that ``make()`` would draw on one device. A backend that shards
+        parameters gives each rank only its slices.
 
         Args:
             make: Builds the model on the CPU, ``lambda: Model(config)``; called once, on every rank.
@@ -372,19 +372,19 @@ class Trainer:
         devices: int | None = None,
         memory: int | str | None = None,
     ) -> "MemoryTable":
-        """Return what training would need on each device, under every installed backend; nothing is started.
+        """Return the memory that training needs per device, for every installed backend. Starts nothing.
 
-        One step is run on tensors without memory. The model may be on the meta device, and the devices
-        need not be there.
+        One step runs on tensors without memory. The model may be on the meta device, and the devices need
+        not exist.
 
         Args:
             model: The plain model.
-            optimizer: Its optimizer; without it, one that keeps two values for each parameter is assumed.
+            optimizer: Its optimizer. Without it, two values per parameter are assumed, as for Adam.
             batch: A batch of the whole job, as the loader yields it.
-            step: As for :meth:`fit`. Without batch and step activations are not known.
-            devices: How many devices there would be; as many as the trainer has by default.
-            memory: What each of them has free: bytes, or text such as "80GiB"; by default what this trainer's
-                device has now.
+            step: As for :meth:`fit`. Without batch and step the activations are unknown.
+            devices: The number of devices; by default the trainer's.
+            memory: The free memory of each device: bytes, or text such as "80GiB"; by default the free
+                memory of this trainer's device.
 
         Returns:
             The verdicts with their numbers; print it to see a table.
@@ -448,64 +448,65 @@ class Trainer:
         """Train ``model``, in place.
 
         Args:
-            model: The plain model; it may be one that :meth:`prepare` returned.
+            model: The plain model, or one that :meth:`prepare` returned.
             optimizer: An optimizer over its parameters.
-            train_loader: Yields the batches. The batch size is that of the whole job: each data
-                rank gets its share of every batch.
+            train_loader: Yields the batches. The batch size is the whole job's: each data rank gets its
+                share of every batch.
             step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
                 numbers to be averaged and logged. If they are not means over samples, the dict has
                 their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
-            epochs: How often to go through the loader; once by default, or until another limit is reached.
-            val_loader: Evaluated after every epoch. Of several, by name, the results are named "name/...".
-            val_step: The step for it; ``step`` by default.
-            metrics: Metrics of the validation's whole set, as in :meth:`evaluate`; those that are numbers
-                are among its results. What a training step returns under their names is left out.
+            epochs: The number of passes through the loader; by default one, or until another limit.
+            val_loader: Evaluated after every epoch. For a dict of loaders, results are named "name/...".
+            val_step: The step for the validation; ``step`` by default.
+            metrics: Metrics of the whole validation set, as in :meth:`evaluate`; scalar results are among
+                the validation's. In training, the step's values under their names are ignored.
             scheduler: A learning-rate scheduler.
-            scheduler_every: Whether the scheduler moves on every "epoch" or every "step".
-            monitor: What a scheduler looks at that looks at a metric (``ReduceLROnPlateau``): "val_f1",
-                "loss" and so on; by default the validation loss, or without a validation the training loss.
-            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
+            scheduler_every: Whether to step the scheduler every "epoch" or every "step".
+            monitor: The metric for ``ReduceLROnPlateau``: "val_f1", "loss" and so on; by default the
+                validation loss, or without a validation the training loss.
+            steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
             clip_norm: The largest global norm of the gradients.
             clip_value: The largest magnitude of an element of the gradients.
-            nonfinite: Whether a loss or gradients that are NaN or infinite "raise", or "skip" the
-                optimizer step, on all ranks.
+            nonfinite: Whether a NaN or infinite loss or gradient should "raise", or "skip" the optimizer
+                step, on all ranks.
             max_skipped: How many steps in a row may be skipped.
             step_timeout_s: After a step of so many seconds every rank writes its Python stack to
-                stderr, and the job ends with status 124. The time until a batch is there counts
-                too; writing a checkpoint does not. The first step may have to compile.
-            save_to: A file that the model's state is written to after every epoch.
+                stderr, and the job ends with status 124. Waiting for a batch counts; writing a
+                checkpoint does not. The first step may have to compile.
+            save_to: A file to write the model's state to after every epoch.
             checkpoint: Where and when to save the state of the run; a folder alone means after every
-                epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, saved.
-            resume: "auto" goes on from the newest whole checkpoint there, if there is one; a path
-                goes on from that one.
-            max_steps: After how many optimizer steps the run ends, those before a resume included.
-            max_time: For how long this call trains: seconds, or text such as "1h30m".
-            val_every_steps: Evaluate ``val_loader`` after so many optimizer steps, too.
-            sanity_val_batches: On how many batches to try the validation before the first step.
-            overfit_batches: Train on so many batches alone, the same ones in every epoch.
-            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
-            callbacks: What takes part in the run, or names of installed ones.
-            log: Where numbers go: names of loggers ("csv", "jsonl", "tensorboard", "wandb", "mlflow",
-                "aim"), or loggers, as of :mod:`tp_trainer.loggers`. With ``checkpoint`` the run's record
-                is kept in its folder, too: ``tp report`` reads it.
-            log_every_steps: After how many optimizer steps the mean loss is logged, and what callbacks have
-                logged is read from the device.
-            hyperparameters: What loggers are to know of the run, besides what the trainer knows itself.
-            state: What else is saved and restored, by name: anything with ``state_dict`` and
+                epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, with a checkpoint.
+            resume: "auto" resumes from the newest whole checkpoint in the folder, if there is one; a path
+                resumes from that checkpoint.
+            max_steps: The total number of optimizer steps, those before a resume included.
+            max_time: How long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Evaluate ``val_loader`` after every so many optimizer steps, too.
+            sanity_val_batches: How many batches to validate on before the first step.
+            overfit_batches: Train on the first so many batches alone, the same in every epoch.
+            restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the
+                stream.
+            callbacks: Callbacks, or names of installed ones.
+            log: Loggers of :mod:`tp_trainer.loggers`, or their names ("csv", "jsonl", "tensorboard",
+                "wandb", "mlflow", "aim"). With ``checkpoint`` the folder also gets a log for
+                ``tp report``.
+            log_every_steps: How many optimizer steps lie between two rows of the log; callbacks' tensors
+                are read from the device at these steps.
+            hyperparameters: Further values for the loggers, beside the trainer's own.
+            state: Further objects to save and restore, by name: anything with ``state_dict`` and
                 ``load_state_dict``, and plain values, lists and dicts, which are put back into this dict.
-            shard: Whether the loaders are split over the data ranks.
+            shard: Whether to split the loaders over the data ranks.
 
         Returns:
             The record of each epoch.
 
         Raises:
-            ConfigError: An argument has a wrong value, or the folder has checkpoints after the
-                place where the run begins, or another run writes there.
+            ConfigError: An argument has a wrong value, or the folder has checkpoints of later steps
+                than the run's first, or another run writes there.
             ModelError: The model is wrapped already.
             LoaderError: A loader has no length, ended early, or cannot be split over the ranks; or it
-                is not at all the one that the checkpoint stands in.
+                does not fit the checkpoint's position.
             StepError: The step returned no usable loss, weight or metric.
-            DisagreementError: Ranks were given different things, or some steps return a weight.
+            DisagreementError: Ranks got different arguments, or only some steps return a weight.
             NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
                 ``checkpoint`` keep the last good state.
             StateError: The checkpoint to resume from is damaged or does not fit.
@@ -573,7 +574,7 @@ class Trainer:
         settings: "FitSettings",
         owned: ExitStack,
     ) -> "History":
-        """Prepare what a run of ``fit`` needs, and train; ``owned`` takes what is the run's until it ends."""
+        """Prepare the objects of a run, and train; ``owned`` releases the run's resources at its end."""
         from tp_trainer._memory._requirements import Work
         from tp_trainer._running._fit import FitHooks, train
         from tp_trainer._running._loop import build_loop, classify_state
@@ -651,10 +652,10 @@ class Trainer:
 
     @contextmanager
     def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Iterator[Callable[[], None]]:
-        """Yield what saves the model after every epoch, if there is a place that can be written to.
+        """Yield the function that saves the model after every epoch.
 
         Raises:
-            ConfigError: ``path`` is not a path, or another run's.
+            ConfigError: ``path`` is not a path, or another run writes there.
             OSError: No file can be written there; on every rank.
 
         Collectives: one broadcast, if there is a path.
@@ -665,7 +666,7 @@ class Trainer:
         from tp_trainer._checkpoint._model_files import own_place, save_model
 
         with own_place(self.session, path):
-            place = Path(path).absolute()  # wherever the process goes meanwhile
+            place = Path(path).absolute()  # now: the process may change its working folder
             yield lambda: save_model(self.session, self._prepare_model(model), place)
 
     def loop(
@@ -695,28 +696,29 @@ class Trainer:
 
         Args:
             batches: The loader, prepared or not.
-            epochs: How often to go through it; once by default, or until another limit is reached.
-            state: What is saved and restored, by name: prepared models, their optimizers and schedulers,
+            epochs: The number of passes through the loader; by default one, or until another limit.
+            state: The objects to save and restore, by name: prepared models, their optimizers and schedulers,
                 anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
                 are put back into this dict.
             validate: Returns the results of a validation, as :meth:`evaluate` does; called after every epoch.
-                Those that are numbers are known as ``"val_..."`` to checkpoints and callbacks.
-            steps_per_epoch: How many batches make an epoch; needed for a loader without length.
-            max_steps: After how many optimizer steps the run ends, those before a resume included; a step is
-                as many batches as the trainer accumulates.
-            max_time: For how long this call trains: seconds, or text such as "1h30m".
-            val_every_steps: Validate after so many optimizer steps, too.
-            sanity_val_batches: Above 0, try the validation once before the first step.
-            overfit_batches: Train on so many batches alone, the same ones in every epoch.
-            restart_stream: Whether every epoch begins a stream (iterable data) anew; else it goes on in it.
+                Checkpoints and callbacks get its scalar results as ``"val_..."``.
+            steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
+            max_steps: The total number of optimizer steps, those before a resume included. A step is as many
+                batches as the trainer accumulates.
+            max_time: How long this call trains: seconds, or text such as "1h30m".
+            val_every_steps: Validate after every so many optimizer steps, too.
+            sanity_val_batches: Above 0, validate once before the first step.
+            overfit_batches: Train on the first so many batches alone, the same in every epoch.
+            restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the
+                stream.
             step_timeout_s: As in :meth:`fit`.
-            checkpoint: As in :meth:`fit`; what it saves is ``state``, and how far the run is.
+            checkpoint: As in :meth:`fit`; it saves ``state`` and the position of the run.
             resume: As in :meth:`fit`.
-            callbacks: What takes part in the run, or names of installed ones.
-            log: As in :meth:`fit`; it gets what ``loop.log(...)`` is given.
-            log_every_steps: After how many optimizer steps that is read from the device and written.
+            callbacks: Callbacks, or names of installed ones.
+            log: As in :meth:`fit`; the loggers get the numbers of ``loop.log(...)``.
+            log_every_steps: How many optimizer steps lie between two reads from the device.
             hyperparameters: As in :meth:`fit`.
-            shard: Whether the loader is split over the data ranks.
+            shard: Whether to split the loader over the data ranks.
 
         Returns:
             A context manager, and an iterator over the batches of all epochs.
@@ -724,7 +726,7 @@ class Trainer:
         Raises:
             ConfigError: An argument has a wrong value.
             LoaderError: The loader has no length, or cannot be split over the ranks.
-            DisagreementError: Ranks were given different things.
+            DisagreementError: Ranks got different arguments.
 
         Example:
             >>> with trainer.loop(loader, epochs=10, state={"model": model, "optimizer": optimizer}) as loop:
@@ -788,7 +790,7 @@ class Trainer:
 
     @contextmanager
     def _evaluating_at(self, boundaries: "StepBoundaries | None") -> Iterator[None]:
-        """Have evaluations cut short at boundaries meanwhile, where a signal has come."""
+        """Let a signal end evaluations at a boundary, within the context."""
         self._boundaries = boundaries
         try:
             yield
@@ -797,7 +799,7 @@ class Trainer:
 
     @contextmanager
     def _sending_steps(self, events: "ManualStepEvents") -> Iterator[None]:
-        """Send the events of the steps that are made meanwhile; loops may be open within one another."""
+        """Send the events of steps made within the context; loops may be nested."""
         before, self._step_events = self._step_events, events
         try:
             yield
@@ -834,22 +836,22 @@ class Trainer:
             hyperparameters={**known, **as_hyperparameters(settings.hyperparameters)},
         )
 
-    # -- the steps of custom loops: forward, backward, update -----------------------------------
+    # -- forward, backward and update in custom loops -------------------------------------------
 
     def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
         """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
 
-        Under the trainer's precision, and on every device of this process at once, each with its part of
-        the batch, where the backend has several.
+        The step runs in the trainer's precision. On a backend with several devices per process it runs on
+        all of them at once, each with its part of the batch.
 
         Args:
             step: Returns the loss, or a dict with "loss", and "weight" if it is not a mean over samples. It
                 gets the models with their own methods and attributes.
-            *models_and_batch: The prepared models, and the batch as a prepared loader yielded it, or a tuple
-                of batches of several loaders where the backend does not run the step on parts.
+            *models_and_batch: The prepared models, and the batch as a prepared loader yielded it. A backend
+                that does not split the step also takes a tuple of batches of several loaders.
 
         Returns:
-            What the step returned, for the whole of this rank's batch, to be given to :meth:`backward`.
+            The step's output for this rank's whole batch, for :meth:`backward`.
 
         Raises:
             ConfigError: There is no model, or no batch after the models.
@@ -887,28 +889,26 @@ class Trainer:
     ) -> None:
         """Add the gradients of ``loss`` over the global batch to the parameters.
 
-        A loss is a mean over the samples of its batch, or over as many units as its weight says. How many
-        samples each rank has of the batch is known if the loss is what :meth:`run` returned, and else that
-        of the prepared loader which is being iterated. With "fp16-mixed" the loss is scaled, and
+        A loss is a mean over the samples of its batch, or over as many units as its weight says. The batch,
+        and with it each rank's number of samples, is known if :meth:`run` returned the loss. Otherwise it is
+        the batch of the prepared loader under iteration. With "fp16-mixed" the loss is scaled, and
         :meth:`update` makes the step.
 
         Args:
-            loss: This rank's loss, or what a step returned: a dict with "loss", and maybe "weight".
-            weight: Over how many units the loss is a mean on this rank. One of 0 counts as nothing, and
-                the loss may then be NaN.
-            total: How many units there are on all ranks, and in all batches of the optimizer step, where
-                that is known already.
-            batch: Which batch the loss is of, where several loaders are iterated at once.
-            retain_graph: Whether another loss goes back through the same graph after this one.
-            create_graph: Whether the gradients are to be differentiated in turn.
+            loss: This rank's loss, or a step's output: a dict with "loss", and maybe "weight".
+            weight: The number of units that this rank's loss is a mean over. A loss of weight 0 counts as
+                nothing and may be NaN.
+            total: The number of units on all ranks, in all batches of the optimizer step, if known already.
+            batch: The batch of the loss, if several loaders are iterated at once.
+            retain_graph: Whether to keep the graph for another loss.
+            create_graph: Whether to build the graph of the gradients, for higher derivatives.
 
         Raises:
             ConfigError: No model was prepared.
-            StepError: The loss or its weight is none; or it can be of several batches that lie differently
-                on the ranks.
+            StepError: The loss or its weight has a wrong type or value; or its batch is ambiguous.
 
-        Collectives: as in `Session.backward`; before them an all-reduce of one number, if there is a
-        weight and no total.
+        Collectives: as in `Session.backward`; before it an all-reduce of one number, if there is a weight and
+        no total.
         """
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
@@ -943,7 +943,7 @@ class Trainer:
         if not self._has_run_backward:
             self._has_run_backward = True
             parameters = [p for model in self._prepared for p in model.parameters()]
-            if not any(map(is_dtensor, parameters)):  # they get gradients when those are reduced
+            if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
         if self._step_events is not None:
             self._step_events.backward_end()
@@ -953,8 +953,8 @@ class Trainer:
     ) -> Tensor:
         """Return the loss of the global batch, the same on every rank, without gradients.
 
-        What the closure of an optimizer returns: LBFGS decides by it how many passes it makes, which has to
-        be the same on all ranks.
+        For the closure of an optimizer: LBFGS decides by its value how many passes to make, and all ranks
+        must make the same number.
 
         Args:
             loss: As for :meth:`backward`.
@@ -983,7 +983,7 @@ class Trainer:
         return (sums[0] if is_sum else sums[0] / sums[1]).to(loss.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a custom loop computes the loss, by the trainer's precision."""
+        """Return the autocast context of the trainer's precision, for the loss of a custom loop."""
         context = autocast(self._precision, self.device)
         return nullcontext() if context is None else context()
 
@@ -1004,14 +1004,14 @@ class Trainer:
             clip_value: The largest magnitude of an element of them, or ``None``.
 
         Returns:
-            Whether the step was made; with "fp16-mixed" one whose gradients overflowed is left out,
-            on all ranks.
+            Whether the step was made. With "fp16-mixed" a step with overflowing gradients is skipped, on
+            all ranks.
 
         Raises:
             ConfigError: A limit is not above 0.
             NonFiniteLossError: The gradients are NaN or infinite.
 
-        Collectives: as in the session's ``clip_grad_norm``, if gradients are clipped or looked at.
+        Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked.
         """
         check_optimizer("update()", optimizer)
         prepared = self._prepare_model(model)
@@ -1035,15 +1035,15 @@ class Trainer:
                 events.is_sent = False
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which gradients are added up without being reduced over ranks.
+        """Return a context in which gradients accumulate without a reduction over ranks.
 
-        For all but the last batch of an optimizer step; nothing is exchanged by :meth:`backward` meanwhile.
+        For all but the last batch of an optimizer step. Within it :meth:`backward` makes no collective.
 
         Args:
             model: The prepared model.
 
         Raises:
-            ConfigError: The backend was told that the graph is static, and cannot do it then.
+            ConfigError: The backend has the option of a static graph, which excludes this.
         """
         prepared = self._prepare_model(model)
         return self.session.no_sync(prepared)
@@ -1078,31 +1078,33 @@ class Trainer:
         metrics: "Mapping[str, Metric] | None" = None,
         shard: bool = True,
     ) -> dict[str, Any]:
-        """Return the means of what ``step`` returns over the samples of ``loader``, and metrics, by name.
+        """Return the means of the step's outputs over the samples of ``loader``, and the metrics, by name.
 
-        Each sample, or unit of the step's weights, counts once, whatever the number of ranks and the
-        size of the last batch. Training goes on afterwards as if nothing had been.
+        Each sample, or unit of the step's weights, counts once, for any number of ranks and any size of the
+        last batch. Training is not affected.
 
         Args:
             model: The plain model, or the prepared one.
-            loader: Yields the batches. Of several, by name, the results are named "name/...".
+            loader: Yields the batches. For a dict of loaders, results are named "name/...".
             step: ``step(model, batch)`` returns the loss, or a dict of numbers to be averaged, with or
                 without "loss". Under a metric's name it returns the arguments of its ``update``: a tuple, a
                 dict, or one value, which are not averaged.
             metrics: Objects with ``update``, ``compute`` and ``reset``, by name: of torchmetrics, torcheval,
-                or :class:`FunctionMetric`. Each is fed with all samples in the order of the data, on every
-                rank alike, and is left as it is then.
-            shard: Whether the loader is split over the data ranks.
+                or :class:`FunctionMetric`. On every rank each gets all samples in the order of the data. It
+                keeps its state afterwards.
+            shard: Whether to split the loader over the data ranks.
 
         Returns:
-            Means and numbers of metrics as floats, larger results of metrics as tensors on
-            the CPU; nothing for a loader without samples.
+            Means and scalar metrics as floats, larger results of metrics as tensors on the CPU; an empty
+            dict for a loader without samples.
 
         Raises:
             ConfigError: The model, a loader, the step, a metric or a name cannot be used.
             LoaderError: A loader cannot be split over the ranks.
             StepError: The step returned what cannot be averaged, or nothing for a metric; or the metric
                 raised an error.
+
+        Collectives: broadcasts of buffers, gathers for the metrics, a gather and an all-reduce for the means.
         """
         from tp_trainer._metrics._evaluation import evaluate, named_loaders
         from tp_trainer._metrics._metric import check_metrics
@@ -1134,17 +1136,17 @@ class Trainer:
     def predict(
         self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
     ) -> "Predictions":
-        """Return what ``step`` returns for the samples of ``loader``, in their order and each once.
+        """Return the step's outputs for the samples of ``loader``, in their order, each sample once.
 
         Args:
-            model: The plain model, or the prepared one. It is in evaluation mode and records no gradients.
+            model: The plain model, or the prepared one. It runs in evaluation mode, without gradients.
             loader: Yields the batches.
             step: ``step(model, batch)`` returns values with a row for each sample of the batch: tensors,
                 arrays or lists, alone or in dicts and tuples.
-            shard: Whether the loader is split over the data ranks.
+            shard: Whether to split the loader over the data ranks.
 
         Returns:
-            What iterates over pieces of the predictions, on every rank; or call its ``collect()`` or
+            An iterable over pieces of the predictions, on every rank; or call its ``collect()`` or
             ``save(path)``.
 
         Raises:
@@ -1167,21 +1169,21 @@ class Trainer:
         return Predictions(self.session, run, step, model, batches, boundaries=lambda: self._boundaries)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
-        """Return the rows of all data ranks, each sample once, on every rank: to compute metrics from.
+        """Return the rows of all data ranks, each sample once, on every rank, to compute metrics from.
 
-        Of a rank that has a stand-in in place of a sample nothing is taken.
+        Stand-in samples are left out.
 
         Args:
-            value: A tensor whose first dimension goes over the samples of this rank's batch, or a dict,
-                list or tuple of such. A scalar is one row.
-            batch: Which batch it is of, where several loaders are iterated at once.
+            value: A tensor with a row for each sample of this rank's batch, (samples, ...), or a dict, list
+                or tuple of such tensors. A scalar is one row.
+            batch: The batch of the rows, if several loaders are iterated at once.
 
         Returns:
             The same with the rows of all ranks, in the order of the global batch, without gradients.
 
         Raises:
-            StepError: ``value`` holds something else than tensors; or the batch that it is of is not known;
-                or this is a step, or the forward of a model, that has one device's part of the batch.
+            StepError: ``value`` holds something else than tensors; or its batch is not known; or this is a
+                step, or the forward of a model, that has one device's part of the batch.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
@@ -1194,22 +1196,21 @@ class Trainer:
         return gather_rows(session, value, is_nothing=is_nothing)
 
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
-        """Return the rows of all data ranks and devices, with gradients: for losses that compare samples.
+        """Return the rows of all data ranks and devices, with gradients, for losses that compare samples.
 
-        To be called in a step or in a custom loop, on all ranks alike. A loss that every rank computes
-        from all rows, the same on all of them, then has the gradient of one device on the whole batch.
+        Call it in a step or in a custom loop, on all ranks alike. If every rank computes the same loss from
+        all rows, the gradient is the one of a single device on the whole batch.
 
         Args:
-            rows: Of this rank's samples, (samples, ...).
-            batch: Which batch they are of, where several loaders are iterated at once in a custom loop.
+            rows: The rows of this rank's samples, (samples, ...).
+            batch: The batch of the rows, if a custom loop iterates several loaders at once.
 
         Returns:
             The rows of all ranks in the order of the global batch, (samples of all ranks, ...).
 
         Raises:
-            StepError: The backend runs the step or the model's forward on parts of the batch, and this is not
-                such a step, or is such a forward; or not all parts take part; or there are no rows; or a rank
-                without a sample does not take part.
+            StepError: There are no rows; or not all parts of the batch, or not all ranks, take part; or it is
+                called in the forward of a model, or outside a step, on a backend that splits the batch.
             DisagreementError: The ranks' tensors differ in more than their first dimension.
 
         Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
@@ -1226,7 +1227,7 @@ class Trainer:
     def save_model(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write the model's state, with the plain model's names; call it on every rank.
 
-        A crash while it is written leaves the old file as it was.
+        A crash during the write leaves the old file unchanged.
 
         Raises:
             OSError: The file cannot be written; on every rank.
@@ -1239,20 +1240,20 @@ class Trainer:
         save_model(self.session, prepared, path)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None) -> None:
-        """Load what :meth:`save_model` wrote, on this or another backend; call it on every rank.
+        """Load a model that :meth:`save_model` wrote on any backend; call it on every rank.
 
-        So are weights that :meth:`export` wrote, or another program: a safetensors file, an index of several,
-        or their folder; and the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
+        It also loads weights of :meth:`export` or another program: a safetensors file, an index of several,
+        or their folder. And it loads the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
 
         Args:
             model: The model.
             path: The file or folder.
-            name: Which model of a checkpoint that has several: as it was called in ``state={...}``.
+            name: The name in ``state={...}`` of one of a checkpoint's several models.
 
         Raises:
-            ConfigError: ``name`` is given for what is not the checkpoint of several models.
+            ConfigError: ``name`` is given, and ``path`` is not a checkpoint of several models.
             FileNotFoundError: The file does not exist.
-            StateError: The file is damaged, or is of another model; the model is untouched.
+            StateError: The file is damaged, or is of another model; the model is unchanged.
         """
         from tp_trainer._checkpoint._model_files import load_model
 
@@ -1262,17 +1263,17 @@ class Trainer:
     def export(
         self, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
     ) -> None:
-        """Write the weights as safetensors files, which are loaded without tp; call it on every rank.
+        """Write the weights as safetensors files, which load without tp; call it on every rank.
 
         ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it into the plain model. Tied
-        weights are written under each of their names. A crash while it is written leaves the old file
-        as it was. One tensor at a time is whole in memory, if the backend splits them.
+        weights are written under each of their names. A crash during the write leaves the old file
+        unchanged. If the backend shards tensors, one tensor at a time is whole in memory.
 
         Args:
             model: The model.
             path: The file, ``model.safetensors``.
-            max_file_nbytes: The largest size of a file in bytes, from which on there are several, such as
-                ``model-00001-of-00003.safetensors``, and an index, as Hugging Face's libraries have it.
+            max_file_nbytes: The largest size of a file in bytes. Larger weights are written as
+                ``model-00001-of-00003.safetensors`` and so on, with an index, as by Hugging Face's libraries.
 
         Raises:
             ConfigError: There are several files, and ``path`` does not end in ".safetensors".
@@ -1286,7 +1287,7 @@ class Trainer:
 
         export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
 
-    # -- what all of them need ------------------------------------------------------------------
+    # -- session, preparation -------------------------------------------------------------------
 
     @property
     def _session(self) -> Session | None:
@@ -1303,7 +1304,8 @@ class Trainer:
         if not is_open and session.data_size > 1:
             self._shares = BatchShares(session)
             if self._seed is not None:
-                # Models are made alike on all ranks; dropout and augmentation must not be.
+                # Models are built alike on all ranks, from the seed itself. From here on dropout and
+                # augmentation must differ between data ranks.
                 seed_everything(self._seed + session.data_rank * 1_000_003)
         return session
 
@@ -1320,7 +1322,7 @@ class Trainer:
             prepared = session.prepare_model(model)
             if self._compile:
                 session.compile_model(prepared)
-            # Both the user's own module and the prepared one are known from now on.
+            # By both, so that either the user's module or the prepared one finds it.
             self._prepared[model] = self._prepared[prepared] = prepared
             self._lazy.note_fitting(prepared)
         self._prepared_last = weakref.ref(prepared)
@@ -1334,8 +1336,8 @@ class Trainer:
         Args:
             loader: The loader.
             shard: Whether it is split over the data ranks.
-            training: Whether it is to train on.
-            watched: Whether the trainer takes note of the shares of its batches, for custom loops.
+            training: Whether it is for training.
+            watched: Whether to record the shares of its batches, for custom loops.
         """
         if isinstance(loader, PreparedLoader):
             return loader
@@ -1345,13 +1347,13 @@ class Trainer:
         return prepared
 
     def _run_step(self) -> RunStep:
-        """Return what runs a step in the trainer's precision; the session's own way where it can."""
+        """Return the function that runs a step in the trainer's precision, as the session runs it."""
         return in_precision(self.session.run, self._precision, self.device)
 
 
 def _devices_here(
     devices: DeviceSpec, environment: LaunchEnvironment, *, explicit: bool
 ) -> tuple[torch.device, ...]:
-    """Return the devices of this process: under a launcher one of those of its host."""
+    """Return the devices of this process: under a launcher, one device of its host."""
     found = resolve_devices(devices)
     return (device_of_rank(found, environment, explicit=explicit),) if environment.is_distributed else found

@@ -1,4 +1,4 @@
-"""The loop over batches under every run: between two batches it does all that a run needs."""
+"""The loop over batches of every run, with everything that happens between two batches."""
 
 import logging
 import math
@@ -39,18 +39,18 @@ from tp_trainer._steps._step import LossScaler, guard_stop_iteration
 log = logging.getLogger("tp_trainer")
 
 LOG_STATE = "run:loggers"
-"""The name under which checkpoints have the state of loggers; no callback can have it."""
+"""The name of the loggers' state in checkpoints; no callback's name has this form."""
 
 T = TypeVar("T")
 
 
 class LoopHooks:
-    """What the owner of a loop adds to it: here nothing, as for a loop without validation.
+    """The hooks that ``fit`` or a custom loop adds; here without effect.
 
     Attributes:
-        validates: Whether :meth:`validate` has anything to validate on.
-        counts_batches: Whether the loop counts batches and samples: where it does not see their losses.
-        skips_nonfinite: Whether steps whose loss is not finite are left out of the means.
+        validates: Whether the run has a validation.
+        counts_batches: Whether the loop itself counts batches and samples, as it sees no losses.
+        skips_nonfinite: Whether steps with a NaN or infinite loss are left out of the means.
     """
 
     validates: bool = False
@@ -61,19 +61,19 @@ class LoopHooks:
         """Return the means of a validation.
 
         Args:
-            boundaries: Where signals cut it short, or ``None``.
-            max_batches: On how many batches at most; ``None`` for all.
+            boundaries: The boundaries at which signals end it, or ``None``.
+            max_batches: The most batches to validate on; ``None`` for all.
         """
         raise NotImplementedError
 
     def check_parameters(self) -> None:
-        """Raise where the parameters must not be saved, as after a step with NaN."""
+        """Raise if the parameters must not be saved, as after a step with NaN."""
 
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
-        """Step what moves once an epoch, given the epoch's means of training and validation."""
+        """Step the schedulers that step once per epoch, given the means of training and validation."""
 
     def after_epoch(self) -> None:
-        """Do what the owner does after every epoch."""
+        """Run after every epoch."""
 
     def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides
         """Return the context in which the loop is open."""
@@ -81,26 +81,26 @@ class LoopHooks:
 
 
 class Loop:
-    """Goes over the batches of a run, and does between them all that a run needs.
+    """Iterates over the batches of a run, and handles everything between them.
 
-    What :meth:`tp_trainer.Trainer.loop` returns, and what callbacks see of a run: a context manager, and an
-    iterator over the batches of all epochs. Order and position, accumulation, limits, progress, signals,
-    checkpoints and callbacks are its concern; what is done with a batch is that of the ``for``.
+    :meth:`tp_trainer.Trainer.loop` returns it, and callbacks get it: a context manager, and an iterator over
+    the batches of all epochs. The loop handles order and position, accumulation, limits, progress, signals,
+    checkpoints and callbacks. The body of the ``for`` handles the batch.
 
     Args:
-        session: Where it runs.
+        session: The session of the run.
         settings: The arguments of the call.
-        state: What checkpoints save of it.
+        state: The state that checkpoints save.
         train: The prepared loader.
-        hooks: What ``fit``, or the trainer of a custom loop, adds.
+        hooks: The hooks of ``fit`` or of a custom loop.
         logs: The loggers.
-        steps: How many batches make an epoch.
-        watchdog: Ends a rank whose step takes too long.
+        steps: The number of batches in an epoch.
+        watchdog: Ends a rank if a step takes too long.
 
     Attributes:
-        meter: Adds up what the steps of the epoch return.
-        state: The dict given as ``state=``, restored where the run is resumed.
-        ends_step: Whether the batch at hand is the last of an optimizer step.
+        meter: Adds up the outputs of the epoch's steps.
+        state: The dict given as ``state=``, with restored values after a resume.
+        ends_step: Whether this batch is the last of an optimizer step.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Loop:
         self._ticker = Ticker("", 0, math.inf)
         self.state = settings.state
 
-        # How far the run is.
+        # The position of the run.
         self._steps_before_epoch = 0
         self._done = 0  # batches of this epoch
         self.meter = self._new_meter()
@@ -138,19 +138,19 @@ class Loop:
         self._began_epoch = began = time.monotonic()
         self._epoch_batches: Generator[Any, None, None] | None = None
 
-        # When to look at what is due: at a number of batches done, or at a time of this rank's clock.
+        # The next look at what is due: at a number of batches done, or at a time of this rank's clock.
         self._next_look: float = 0
         self._wake_at = math.inf
         self._ends_at = math.inf if limits.max_seconds is None else began + limits.max_seconds
-        self._due_at = math.inf  # when max_time or the last checkpoint's age is a reason to ask
+        self._due_at = math.inf  # when max_time or the age of the last checkpoint gives a reason to ask
 
-        # What this rank asks for, and what all ranks have agreed on.
+        # The requests of this rank, and the agreement of all ranks.
         self._stop_reason: str | None = None
         self._save_requested = False
-        # Whether anybody might call stop() or save(). Found once: a callback that joined by itself and failed
-        # is left out on its rank alone, and a rank that then asked no longer would leave the others waiting.
+        # Whether anything might call stop() or save(). Set once: a self-joined callback that fails is left
+        # out on its rank alone, and a rank that then asked no longer would leave the others waiting.
         self._may_be_requested = hooks.counts_batches or bool(settings.events.callbacks)
-        self._can_ask = session.world_size == 1  # whether any rank may ever have something to ask
+        self._can_ask = session.world_size == 1  # whether any rank may ever have a request
         self._ending: str | None = None
         self._saves_at_epoch_end = False
 
@@ -159,28 +159,28 @@ class Loop:
         self._warn_unsaved: Callable[[], None] = lambda: None
         self._looked_for_more = False
 
-    # -- what the run is: for callbacks and custom loops ----------------------------------------
+    # -- properties of the run, for callbacks and custom loops ----------------------------------
 
     @property
     def step(self) -> int:
-        """Optimizer steps made so far, over all epochs and before a resume too."""
+        """Optimizer steps made so far, over all epochs, those before a resume included."""
         done, accumulate = self._done, self._accumulate
         steps = done // accumulate if done < self._steps else -(-done // accumulate)
         return self._steps_before_epoch + steps
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, from 1."""
+        """The current epoch, from 1."""
         return self._run_state.epoch
 
     @property
     def epochs(self) -> int | None:
-        """How many there will be; ``None`` where another limit ends the run."""
+        """The number of epochs; ``None`` if another limit ends the run."""
         return self._limits.epochs
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches make an epoch."""
+        """The number of batches in an epoch."""
         return self._steps
 
     @property
@@ -190,27 +190,27 @@ class Loop:
 
     @property
     def loader(self) -> PreparedLoader:
-        """The prepared loader that is trained on."""
+        """The prepared training loader."""
         return self._train
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest means, those of the last epoch's training and ``"val_..."`` of the last validation."""
+        """The newest means: of the last epoch's training, and of the last validation as ``"val_..."``."""
         return self._run_state.metrics
 
     @property
     def history(self) -> History:
-        """The records of the epochs that are over."""
+        """The records of the past epochs."""
         return History(tuple(self._run_state.records), self._folder)
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
-        """All of the run's models by name, as the user made them."""
+        """The user's own modules of the run, by name."""
         return self._run_state.plain_models
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module; the first one where there are several.
+        """The user's own module; the first one of several.
 
         Raises:
             ConfigError: The loop was given no model.
@@ -224,7 +224,7 @@ class Loop:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; the first one where there are several.
+        """The optimizer; the first one of several.
 
         Raises:
             ConfigError: The loop was given no optimizer.
@@ -233,47 +233,47 @@ class Loop:
 
     @property
     def scheduler(self) -> Any:
-        """The learning-rate scheduler; the first one where there are several, ``None`` without one."""
+        """The learning-rate scheduler; the first one of several, ``None`` without one."""
         return next(iter(self._run_state.trained.schedulers.values()), None)
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._session.device
 
     @property
     def rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process, from 0."""
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes run the job."""
+        """The number of processes of the job."""
         return self._session.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and speaks to the terminal."""
+        """Whether this process is rank 0, which writes files and prints."""
         return self._session.is_main
 
     @property
     def ending(self) -> str | None:
-        """Why the run ends before its last epoch, or ``None``."""
+        """The reason for which the run ends before its last epoch, or ``None``."""
         return self._ending
 
-    # -- what callbacks and custom loops may ask for --------------------------------------------
+    # -- requests of callbacks and custom loops -------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, saved where checkpoints are written; one rank's word is enough.
+        """End the run after this step, with a checkpoint if the run writes any; one rank may call it.
 
-        On several ranks they agree one or two steps later, or at the end of the epoch; where steps take
-        less than a tenth of a second, within that time.
+        Several ranks agree one or two steps later, or at the end of the epoch. If steps take less than a
+        tenth of a second, they agree within that time.
         """
         self._stop_reason = reason
         self._boundaries.call()
 
     def save(self) -> None:
-        """Have a checkpoint written after this step; one rank's word is enough.
+        """Write a checkpoint after this step; one rank may call it.
 
         Raises:
             ConfigError: The run writes no checkpoints.
@@ -285,9 +285,9 @@ class Loop:
         self._boundaries.call()
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Log numbers of this step; tensors stay on their device until they are read, many together.
+        """Log numbers of this step. Tensors stay on their device, and many are read together.
 
-        In a custom loop their means over the epoch are in its record.
+        In a custom loop the epoch's record has their means.
 
         Raises:
             StepError: A value is not a number.
@@ -322,8 +322,8 @@ class Loop:
         self._can_ask = (
             self._can_ask or saving is not None or self._ends_at < math.inf or self._may_be_requested
         )
-        # Signals are caught before the thread that passes them on begins, and until after it has ended:
-        # one that comes in between would end the process unsaved.
+        # Handlers are set before the thread of the boundaries starts, and removed after it has ended (the
+        # stack closes in reverse): a signal in between would end the process unsaved.
         open_.enter_context(self._signals)
         if self._can_ask:
             open_.callback(self._boundaries.close)
@@ -336,7 +336,7 @@ class Loop:
         open_.enter_context(self._hooks.while_open(self))
         max_batches = self._limits.sanity_val_batches
         if max_batches and self._hooks.validates and not state.step:
-            # What fails in a validation is to fail now, and not after an epoch of hours.
+            # A validation that fails must fail now, and not after an epoch of hours.
             with self._keeping_generators(), self._watchdog.watching():
                 self._hooks.validate(None, max_batches)
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
@@ -344,6 +344,7 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
+            # Ends the loader's iteration and the watchdog's thread now: a caught exception holds the frame.
             if self._epoch_batches is not None:
                 self._epoch_batches.close()
             if error is not None and not isinstance(error, SystemExit | GeneratorExit):
@@ -361,11 +362,11 @@ class Loop:
             yield from batches
 
     def by_epoch(self) -> Iterator[Iterator[Any]]:
-        """Yield an iterator over the batches of each epoch: for what is to be done between epochs.
+        """Yield an iterator over the batches of each epoch, for code between epochs.
 
         Raises:
             ConfigError: An epoch was left before its last batch; or the loop is not in a ``with`` block.
-            LoaderError: In an epoch: the loader ended before the batches that it says it has.
+            LoaderError: In an epoch: the loader has fewer batches than its length.
         """
         if not self._is_open:
             msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
@@ -423,7 +424,13 @@ class Loop:
         )
 
     def _batches(self) -> Generator[Any, None, None]:
-        """Yield the batches of an epoch: the hot path, where nothing is that a step does not need."""
+        """Yield the batches of an epoch, and handle what is due between them.
+
+        This is the hot path: attributes are bound to locals, and `_at_boundary` runs only when something is
+        due.
+
+        Collectives: as in `_at_boundary`.
+        """
         steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
         note_step = self._watchdog.note_step if self._watchdog.is_on else None
         count = self.meter.count if self._hooks.counts_batches else None
@@ -451,7 +458,8 @@ class Loop:
                             self._events.send("on_step_end", self)
                             self._is_in_step = True
                         if self.ends_step:
-                            boundaries.passed += 1  # before the look at the flag: the thread relies on it
+                            # Before the flag is read: see `StepBoundaries._vote`, which relies on this order.
+                            boundaries.passed += 1
                             if boundaries.calls or done >= self._next_look or now() >= self._wake_at:
                                 self._next_look = self._at_boundary(done, ended_step=True)
                                 if self._ending is not None:
@@ -459,8 +467,8 @@ class Loop:
                     if done == steps and not self._looked_for_more:
                         self._warn_more_batches()
                 finally:
-                    # Who keeps an exception, as a notebook does, has this frame: the iterator's workers would
-                    # live on, to be collected in those that a later iterator forks.
+                    # A kept exception, as in a notebook, holds this frame. The iterator's workers would stay
+                    # alive, and a later iterator's forked workers would collect them.
                     del batches
             if done < steps and self._ending is None:
                 give = f"give steps_per_epoch={done}, or a loader that has as many batches as it says"
@@ -475,10 +483,10 @@ class Loop:
         self._epoch_is_over = True
 
     def _warn_more_batches(self) -> None:
-        """Warn of a loader that has more batches than its length says, by which the epochs were cut."""
+        """Warn if the loader has more batches than its length, which cut the epochs short."""
         limits = self._limits
         if limits.steps_per_epoch is not None or limits.overfit_batches is not None:
-            self._looked_for_more = True  # the epochs' length is not the loader's
+            self._looked_for_more = True  # the user chose another length
         elif self._train.has_more():
             self._looked_for_more = True
             log.warning(
@@ -488,10 +496,14 @@ class Loop:
                 self._steps,
             )
 
-    # -- the step boundary: what is due between two optimizer steps -----------------------------
+    # -- the step boundary, between two optimizer steps -----------------------------------------
 
     def _at_boundary(self, done: int, *, ended_step: bool = False) -> float:
-        """Do what is due between two optimizer steps; return at how many batches to look again."""
+        """Do what is due between two optimizer steps; return the number of batches at which to look again.
+
+        Collectives: as in `_decide`, `_validate` and `_save`, where they are due. All ranks do the same,
+        since limits are the same and everything else is agreed on in `_decide`.
+        """
         limits, ticker, steps = self._limits, self._ticker, self._steps
         if time.monotonic() >= ticker.next_update:
             ticker.update(done, self.meter.last_loss)
@@ -520,7 +532,7 @@ class Loop:
             left = saving.checkpointer.steps_left(step)
             is_due = decision.is_due or decision.save or saving.checkpointer.is_due(step)
             if is_due and done == steps and not decision.signal:
-                # After the validation, whose outcome may decide which checkpoint is the best.
+                # Not before the validation: its result may decide which checkpoint is the best.
                 self._saves_at_epoch_end = True
             elif is_due or decision.signal:
                 self._save(done, self.meter)
@@ -528,26 +540,29 @@ class Loop:
                 self._interrupt(decision.signal)
             if left is not None:
                 looks.append(self._batches_after(left))
-        # When the clock next gives a reason to ask; rank 0's alone counts.
+        # When the clock next gives a reason to ask; only rank 0's clock counts.
         self._due_at = min(self._ends_at, math.inf if saving is None else saving.checkpointer.due_at)
-        # On several ranks a thread looks at that: a rank that asked by its own clock would ask alone.
+        # With several ranks the boundaries' thread reads it: a rank that asked by its clock would ask alone.
         self._wake_at = min(ticker.next_update, self._due_at if self.world_size == 1 else math.inf)
         self._is_in_step = True
         return min(looks)
 
     def _batches_after(self, more: int) -> int:
-        """Return how many batches are done when ``more`` further optimizer steps are."""
+        """Return the number of batches done after ``more`` further optimizer steps."""
         return min((self._done // self._accumulate + more) * self._accumulate, self._steps)
 
     def _decide(self, *, at_epoch: bool) -> Decision:
-        """Return what the ranks agree on, if they ask each other now; at epochs they do without a reason."""
+        """Return the agreement of the ranks, if they meet here; at the end of an epoch they always do.
+
+        Collectives: as in `SignalWatch.decide`, if they meet.
+        """
         boundaries = self._boundaries
         if not self._can_ask or not (at_epoch or boundaries.is_meeting()):
             return Decision()
         saving, now = self._saving, time.monotonic()
         stop = self._stop_reason or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
         is_old = saving is not None and self._done > 0 and now >= saving.checkpointer.due_at
-        self._due_at = math.inf  # it has been asked for: what is due will be done before it is due again
+        self._due_at = math.inf  # asked for now; `_at_boundary` sets it anew
         decision = self._signals.decide(due=is_old, stop=stop, save=self._save_requested)
         self._save_requested = False
         if not at_epoch:
@@ -555,9 +570,9 @@ class Loop:
         return decision
 
     def _has_request(self) -> bool:
-        """Return whether this rank has something to ask the others, besides signals.
+        """Return whether this rank has a request, besides signals.
 
-        The thread of the boundaries calls it: it only reads, each attribute once.
+        The boundaries' thread calls it: it only reads, and reads each attribute once.
         """
         is_due = self.is_main and time.monotonic() >= self._due_at
         return is_due or self._save_requested or self._stop_reason is not None
@@ -574,8 +589,8 @@ class Loop:
         self._reporter.done(record)
         hooks.after_epoch()
         self._events.send("on_epoch_end", self)
-        check_same_optimizers(self._session, self.optimizers)  # which a scheduler or a callback has moved
-        steps_made = self.step  # by the epoch that ended: it is counted by _done, which begins anew
+        check_same_optimizers(self._session, self.optimizers)  # a scheduler or a callback may have set them
+        steps_made = self.step  # before _done is reset: the property is computed from it
         state.epoch, state.first = state.epoch + 1, 0
         self._steps_before_epoch, self._done = steps_made, 0
         asks = self.world_size == 1 or self._may_be_requested
@@ -592,14 +607,17 @@ class Loop:
                 self._interrupt(decision.signal)
 
     def _cut_epoch(self) -> None:
-        """End the run within an epoch: saved as it stands, with a record of what was done of it."""
+        """End the run within an epoch: save it here, and record the part of the epoch that was done.
+
+        Collectives: as in `_record` and `_save`.
+        """
         state, done = self._run_state, self._done
         if done == state.first and state.records:
             return
         seconds = time.perf_counter() - self._began_epoch
         meter_state, logged = self.meter.state_dict(), state.logged
-        # The record reads the meter and validates; the checkpoint is of the moment before, from which a
-        # resumed run goes through the rest of the epoch as an uninterrupted one would.
+        # The record changes the meter and validates, so meter and generators are put back before the save: a
+        # resumed run then goes through the rest of the epoch as an uninterrupted one does.
         with self._keeping_generators():
             self._hooks.check_parameters()
             record = self._record()
@@ -611,16 +629,20 @@ class Loop:
         self._reporter.done(record)
 
     def _record(self) -> EpochRecord:
-        """Return the record of the epoch, having validated."""
+        """Validate, and return the record of the epoch.
+
+        Collectives: as in `_validate` and `Meter.means`.
+        """
         state = self._run_state
         state.weighs, state.seconds = self.meter.weighs, 0.0
         seconds = time.perf_counter() - self._began_epoch
         optimizer = next(iter(self.optimizers.values()), None)
         rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
         if self._logs.is_on:
-            self._log_loss()  # of the steps of this epoch that no row has yet
+            self._log_loss()  # the steps since the last row
         val = self._validate(self._done)
-        train = self.meter.means()  # only now: with it the meter has what all ranks have counted
+        # After the validation, where a signal saves this rank's own sums: means() adds up all ranks' samples.
+        train = self.meter.means()
         state.metrics = train | {f"val_{name}": value for name, value in val.items()}
         record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, val)
         numbers = {f"epoch_{name}": value for name, value in train.items()}
@@ -629,12 +651,14 @@ class Loop:
         self._logs.flush()
         return record
 
-    # -- to validate, to log, to save, to be interrupted ----------------------------------------
+    # -- validation, logs, checkpoints, interruption --------------------------------------------
 
     def _validate(self, done: int) -> dict[str, float]:
-        """Validate, and add the outcome to what the loggers get at the next flush.
+        """Validate, and buffer the results for the loggers.
 
-        A signal that comes meanwhile, to any rank, ends the run as it was before.
+        If a rank gets a signal meanwhile, the run ends with the state before the validation.
+
+        Collectives: as in the validation's evaluations.
         """
         if not self._hooks.validates:
             return {}
@@ -644,7 +668,7 @@ class Loop:
             with self._watchdog.watching():
                 means = dict(self._hooks.validate(boundaries, None))
         except GatherInterruptedError as cut:
-            # What callbacks have put in the place of the model's weights is not to be saved.
+            # Before the save: callbacks put the model's own weights back in place of averages.
             self._events.send("on_validation_end", self, {})
             self._save(done, self.meter)
             self._interrupt(cut.signal)
@@ -659,14 +683,14 @@ class Loop:
         return means
 
     def _keeping_generators(self) -> ExitStack:
-        """Return a context after which the random generators are where they were."""
+        """Return a context that restores the random generators at its end."""
         before = generators.capture(self._session.job.devices)
         stack = ExitStack()
         stack.callback(generators.restore, before)
         return stack
 
     def _log_loss(self) -> None:
-        """Log the mean loss of the steps since the last time, of this rank's samples."""
+        """Log this rank's mean loss since the last row."""
         if self._hooks.counts_batches:
             return
         losses, weight = self.meter.totals()
@@ -680,7 +704,10 @@ class Loop:
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
 
     def _save(self, done: int, meter: Meter | None) -> None:
-        """Save the state after ``done`` batches of the epoch that begins or runs."""
+        """Save the state after ``done`` batches of the current or next epoch.
+
+        Collectives: as in `Saving.save`, and before it the checks of parameters and optimizers.
+        """
         saving = self._saving
         if saving is None:
             return
@@ -693,9 +720,9 @@ class Loop:
         self._warn_unsaved()
 
     def _send_checkpoint_of(self, save: Callable[[], None]) -> None:
-        """Call ``save``; send the event where a checkpoint has become complete since.
+        """Call ``save``, and send the event if a checkpoint became complete.
 
-        It may be the one before: files are written by a thread, while the run goes on.
+        That may be the previous one: a thread may write the files while the run continues.
         """
         saving = self._saving
         before = None if saving is None else saving.last
@@ -705,10 +732,12 @@ class Loop:
             self._events.send("on_checkpoint_saved", self, Path(saving.last))
 
     def _interrupt(self, number: int) -> None:
-        """End the run that a signal asked to end, saved.
+        """End the run after a signal, once the last checkpoint is written.
 
         Raises:
             Interrupted: Always.
+
+        Collectives: as in `Saving.finish` and `SignalWatch.seconds_since`.
         """
         saving = self._saving
         saved = None
@@ -722,7 +751,7 @@ class Loop:
         }
         self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
         self._events.send("on_interruption", self, number)
-        # Raised from no variable: in a cycle with this frame it would keep the loader's workers alive.
+        # Not bound to a name: a cycle with this frame would keep the loader's workers alive.
         raise interrupted(number, self._session, step=self.step, saved=saved)
 
 
@@ -750,12 +779,12 @@ def build_loop(
     logs: RunLog,
     optimizer_step: OptimizerStep | None = None,
 ) -> Loop:
-    """Return a loop that is ready to begin, once all ranks have been found to mean the same.
+    """Return a loop that is ready to start, after a check that all ranks have the same arguments.
 
     Raises:
         ConfigError: An epoch has no batches.
         DisagreementError: The ranks were given different arguments, or optimizers with different settings.
-        LoaderError: The loader has no length, or less than the limits want.
+        LoaderError: The loader has no length, or fewer batches than the limits need.
 
     Collectives: two gathers of objects.
     """
@@ -777,11 +806,11 @@ def build_loop(
 
 
 def _steps_in(train: PreparedLoader, limits: Limits) -> int:
-    """Return how many batches make an epoch.
+    """Return the number of batches in an epoch.
 
     Raises:
         ConfigError: The loader has no batches.
-        LoaderError: The loader has no length and none was given, or less than was given.
+        LoaderError: The loader has no length and none was given, or fewer batches than were given.
     """
     wanted = limits.steps_per_epoch
     try:
@@ -807,7 +836,7 @@ class CheckpointTargets:
 
     Attributes:
         trained: Models, optimizers and schedulers, as the backend has them.
-        others: The names of all else.
+        others: The names of everything else.
     """
 
     trained: Trained
@@ -824,23 +853,23 @@ def classify_state(
     optimizers: Mapping[str, Optimizer] | None = None,
     schedulers: Mapping[str, Any] | None = None,
 ) -> CheckpointTargets:
-    """Return the user's ``state=`` by kinds, with what the run has besides.
+    """Return the user's ``state=`` by kinds, together with the run's own objects.
 
-    A module is a model where it was prepared, or where an optimizer in ``state`` has its parameters; any
-    other one, such as an average of weights, is kept as it is.
+    A module is a model if it was prepared, or if an optimizer in ``state`` has its parameters. Any other
+    module, for example an average of weights, is saved as a plain object with state.
 
     Args:
-        session: Says which optimizers can step.
-        state: What the user named.
+        session: Checks the optimizers.
+        state: The user's objects by name.
         prepared: Returns the prepared model of a module, if it was prepared.
         scaler: Scales the loss, or ``None``.
-        models: Models that the run has anyway.
-        optimizers: Optimizers that the run has anyway.
-        schedulers: Schedulers that the run has anyway.
+        models: The run's own models.
+        optimizers: The run's own optimizers.
+        schedulers: The run's own schedulers.
 
     Raises:
         ConfigError: A name is taken, or an optimizer has parameters of no model in ``state``, or cannot
-            step what it has.
+            step its parameters.
     """
     models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
     for taken in (models, optimizers, schedulers):
