@@ -310,7 +310,7 @@ class PreparedLoader:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Make iterations in this block cover the whole stream; afterwards training continues where it was."""
+        """Make iterations in this block cover the whole stream; training then continues where it was."""
         stream, number = self.stream, self.number
         if stream is None or not self.continues_stream:
             yield

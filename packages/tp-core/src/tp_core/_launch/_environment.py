@@ -160,8 +160,6 @@ def _bad_hosts(text: str) -> LaunchEnvironmentError:
 def derive_port(job: int, step: int) -> int:
     """Return a port that every task of the step computes alike, and that rarely collides with other steps'.
 
-    Tasks of one step have no other way to agree on a port: Slurm's variables name none.
-
     Example:
         >>> derive_port(1, 0)
         15097
@@ -205,7 +203,7 @@ _SLURM = LauncherVariables(
 
 def available_cores() -> int:
     """Return how many cores this process may use, after the limits of taskset, Slurm and cpusets."""
-    if hasattr(os, "sched_getaffinity"):  # Linux only
+    if hasattr(os, "sched_getaffinity"):  # not on every system
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

@@ -83,7 +83,6 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-# Cached, as rank 0 serves the store: a second server on the same port would fail.
 @functools.cache
 def _connect(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Store:
     from torch.distributed.rendezvous import rendezvous

@@ -28,7 +28,7 @@ def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
     Raises:
         BaseException: The function's own error.
     """
-    if info.distribution in FIRST_PARTY:  # trusted: no timer, and no redirection of the descriptor
+    if info.distribution in FIRST_PARTY:
         with redirect_stdout(sys.stderr):
             return function()
     timer = threading.Timer(PATIENCE_S, _warn_slow, (info, doing))
