@@ -34,10 +34,10 @@ class Verdict:
     """The answer of an ``assess()``: made by :meth:`fits` or :meth:`unfit`, never directly.
 
     Attributes:
-        score: How well the candidate fits, higher is better; ``None`` when it does not fit.
+        score: The score of a candidate that fits, higher is better; ``None`` when it does not fit.
         reason: One sentence for people, without a full stop at its end.
-        remedy: What to install or change to be chosen, or to do better; may be empty.
-        memory: What the job needs on each device; ``None`` where that was not estimated.
+        remedy: The advice what to install or change to be chosen, or to do better; may be empty.
+        memory: The job's need of memory on each device; ``None`` where that was not estimated.
 
     Example:
         >>> Verdict.fits(50, "one device").is_fit
@@ -52,7 +52,7 @@ class Verdict:
     memory: "MemoryNeed | None" = None
 
     def __post_init__(self) -> None:
-        """Check it: an answer of another kind would end the selection for all."""
+        """Check the values: a wrong one would fail later, in the selection among all backends."""
         if self.score is not None:
             _require_score(self.score)
         if not isinstance(self.reason, str) or not self.reason:
@@ -82,14 +82,14 @@ class Verdict:
         return cls(None, reason, remedy)
 
     def with_memory(self, need: "MemoryNeed") -> Self:
-        """Return the verdict with what the job needs: unfit where that is more than is free."""
+        """Return the verdict with the job's need of memory: unfit where that is more than is free."""
         if not self.is_fit or need.fits:
             return replace(self, memory=need)
         return replace(self, score=None, reason=str(need), remedy=need.remedy, memory=need)
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether memory alone is what the candidate does not fit for."""
+        """Whether the candidate does not fit for lack of memory only."""
         return self.memory is not None and not self.memory.fits and self.reason == str(self.memory)
 
     @property
@@ -119,7 +119,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     single-device default for everything else.
 
     Attributes:
-        name: What users write to ask for this backend.
+        name: The name by which users choose this backend.
         options_type: A frozen dataclass whose fields are the backend's options and their defaults; by
             default one without fields.
 
@@ -139,17 +139,16 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def assess(self, job: "Job") -> Verdict:
         """Return whether this backend can run ``job``: cheap, and without side effects.
 
-        Nothing is started and nothing is written: every installed backend is asked, and only one
-        is taken.
+        It must start nothing and write nothing: every installed backend is asked, and only one is used.
         """
 
     def estimate_memory(self, job: "Job") -> "MemoryNeed | None":
-        """Return what ``job`` needs on each device under this backend: cheap, and without side effects.
+        """Return the memory that ``job`` needs on each device: cheap, and without side effects.
 
-        This one is right where each device holds a copy of everything and gets its share of each batch. A
-        backend that splits the model, or exchanges through buffers of its own, estimates otherwise, from the
-        same numbers: ``job.footprint``. Where the sum is more than ``job.free_nbytes``, the backend does not
-        fit the job, and is opened only if it was asked for by name.
+        The default is right where each device holds a copy of everything and gets its share of each batch.
+        A backend that splits the model, or has communication buffers of its own, overrides it with its own
+        estimate from ``job.footprint``. Where the sum is more than ``job.free_nbytes``, the backend does not
+        fit the job, and is opened only if it was requested by name.
 
         Returns:
             The need; ``None`` where ``job.footprint`` is.
@@ -162,11 +161,11 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Return a plain model in the form that this backend trains; by default as it is.
 
         ``tp test`` calls it on every rank before it trains its own small model. A backend for models of
-        another form, such as layers that are split over ranks, brings it into that form here.
+        another form, for example with layers that are split over ranks, converts the model here.
 
         Args:
             model: The model, with the same values on all ranks.
-            inputs: What it can be called with.
+            inputs: Example inputs of the model.
         """
         return model
 
@@ -175,11 +174,13 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Start what the job needs (process groups, replicas) and return the session.
 
         Raises:
-            tp_core.errors.TpError: Something that it needs cannot be started.
+            tp_core.errors.TpError: Something that the job needs cannot be started.
+
+        Collective: where it joins a process group, the ranks' rendezvous: every rank must call it.
         """
 
     def parse_options(self, job: "Job") -> OptionsT:
-        """Return this backend's options in ``job``, which has them as an object or by name.
+        """Return this backend's options in ``job``, from an object or a mapping of names.
 
         Raises:
             ConfigError: The options are of another type, or there is none of a given name, or a value
@@ -208,7 +209,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         return options
 
 
-# -- Values of options against the types of their fields ------------------------------------------
+# -- Checks of options ----------------------------------------------------------------------------
 
 
 _WORDS = {
@@ -221,10 +222,9 @@ _WORDS = {
 
 
 def check_option_types(options: object) -> None:
-    """Make sure that fields of plain types have values of these types; a whole number is a number, too.
+    """Check that fields of plain types have values of these types; a whole number is a number, too.
 
-    Fields of any other type, such as functions or what is only imported for typing, are left to who reads
-    them.
+    Fields of other types, like functions and types that are imported for typing only, are not checked.
 
     Args:
         options: An instance of a dataclass.
@@ -242,7 +242,7 @@ def check_option_types(options: object) -> None:
 
 
 def check_above_zero(options: object, *names: str) -> None:
-    """Make sure that these options are ``None`` or finite numbers above 0.
+    """Check that these options are ``None`` or finite numbers above 0.
 
     Raises:
         ConfigError: One is not; the message names it.
@@ -256,7 +256,7 @@ def check_above_zero(options: object, *names: str) -> None:
 
 
 def _plain_types(annotation: Any) -> list[Any]:
-    """Return the types, and the values of a ``Literal``, that are allowed; none where any is not plain."""
+    """Return the allowed types, and the values of a ``Literal``; an empty list where a type is not plain."""
     if get_origin(annotation) in {Union, types.UnionType}:
         parts = [_plain_types(part) for part in get_args(annotation)]
         return [kind for part in parts for kind in part] if all(parts) else []

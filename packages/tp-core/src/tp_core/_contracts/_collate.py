@@ -1,4 +1,4 @@
-"""The contract of what turns one collate function into one that makes a batch per device."""
+"""The contract of collate adapters, which turn a collate function into one with a batch per device."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from tp_core._data._parts import Parts
 
 
 class CollateAdapter(abc.ABC):
-    """Makes a user's collate function return one batch per device.
+    """An adapter that makes a user's collate function return one batch per device.
 
     Attributes:
-        name: What users write to ask for this adapter.
+        name: The name by which users choose this adapter.
     """
 
     name: ClassVar[str]
@@ -34,7 +34,7 @@ class CollateAdapter(abc.ABC):
 
         Args:
             collate_fn: The user's own collate function.
-            parts: How many parts to make at most; fewer items make fewer parts.
+            parts: The largest number of parts; fewer items make fewer parts.
             weights: The share of each part, e.g. ``[2, 1]`` for a fast and a slow device.
             cost: The cost of an item; parts then have nearly equal total cost.
 

@@ -1,4 +1,4 @@
-"""The contract of what a runner runs on: a pool of workers, one per device."""
+"""The contract of a runner's engine: it opens a pool of workers, one per device."""
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # listing plugins must not import torch
 
 
 class Pool(abc.ABC):
-    """Workers that are running: takes items, yields results, reports deaths, closes."""
+    """A pool of running workers: it takes items, yields results and reports dead workers."""
 
     @abc.abstractmethod
     def run(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
-        """Yield the result of each item, in the order of the items or as they come.
+        """Yield the result of each item, in the order of the items or of completion.
 
-        Items are read lazily, and only so far ahead as the workers need. Closing the iterator
-        early leaves the pool usable.
+        Items are read lazily, only as far ahead as the workers need. The pool stays usable after the
+        iterator is closed early.
 
         Raises:
             tp_core.errors.TpError: A worker raised or died; the message names the item.
@@ -36,10 +36,10 @@ class Pool(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """Opens pools of workers in one particular way: processes, threads, a cluster.
+    """An engine that opens pools of workers in one way: processes, threads, a cluster.
 
     Attributes:
-        name: What users write to ask for this engine.
+        name: The name by which users choose this engine.
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Engine(abc.ABC):
         """Start one worker per device.
 
         Args:
-            worker: What each worker runs; the runner's own protocol, given to ``Pool`` as it is.
+            worker: The function of each worker, in the runner's own protocol; pass it on unchanged.
             devices: One device for each worker; an entry may occur more than once.
             options: Options of this engine by name.
 

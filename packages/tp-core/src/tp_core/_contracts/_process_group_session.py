@@ -1,4 +1,4 @@
-"""The session of a process that trains with others: what all backends over torch's groups have."""
+"""The session of a process in torch's default process group: the base of all backends over groups."""
 
 import linecache
 import sys
@@ -28,17 +28,17 @@ T = TypeVar("T")
 class ProcessGroupSession(Session):
     """One rank of a job whose processes have joined torch's default process group.
 
-    Ranks that read different samples form a data group, all ranks by default; over it gradients are
-    averaged by DistributedDataParallel and values reduced. A backend that splits models over ranks
-    says which those are.
+    Ranks that read different samples form a data group, all ranks by default. Over it
+    DistributedDataParallel averages gradients, and values are reduced. A backend that splits models over
+    ranks passes its own data group.
 
     Args:
-        job: What is to be done.
+        job: The job.
         data_group: The ranks that read different samples; ``None`` for all.
-        data_rank: This process among them; by default that in ``data_group``.
-        data_size: How many they are; by default that in ``data_group``.
-        leave: Leaves the process group: what `join_process_group` returned. It is called when the
-            session is closed; ``None`` if other code does that.
+        data_rank: The rank of this process among them; by default its rank in ``data_group``.
+        data_size: The number of these ranks; by default the size of ``data_group``.
+        leave: The function that leaves the process group, as `join_process_group` returned it, called when
+            the session is closed; ``None`` if other code leaves it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ProcessGroupSession(Session):
         leave: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(job)
-        # Asked in every step by the loop above; asking torch each time would cost more.
+        # Read once: the training loop needs them in every step, and torch's functions cost more.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._data_group = data_group
         self._data_rank = dist.get_rank(data_group) if data_rank is None else data_rank
@@ -67,7 +67,7 @@ class ProcessGroupSession(Session):
 
     @property
     def world_size(self) -> int:
-        """How many processes run the job."""
+        """The number of processes that run the job."""
         return self._world_size
 
     @property
@@ -77,12 +77,12 @@ class ProcessGroupSession(Session):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data is this process's, from 0."""
+        """The number of this process's share of the data, from 0."""
         return self._data_rank
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the data is split."""
+        """The number of shares that the data is split into."""
         return self._data_size
 
     # -- preparing ----------------------------------------------------------------------------
@@ -90,26 +90,26 @@ class ProcessGroupSession(Session):
     def check_same_parameters(
         self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
-        """Make sure that all ranks have the same model.
+        """Check that all ranks have the same model.
 
-        Buffers are compared where no parameter is split: all ranks get those of the first one then, and torch
-        ends the process where shapes differ.
+        Buffers are compared where no parameter is split. All ranks then get the first rank's buffers, and
+        torch ends the process where shapes differ.
 
         Args:
             model: The plain module.
-            shapes: The whole shapes of parameters of which each rank has a part, by name.
+            shapes: The whole shapes of split parameters, by name.
 
         Raises:
             DisagreementError: On every rank, if parameters or buffers differ in name, shape or type.
 
-        Collectives: one all-gather of the parameters' descriptions.
+        Collective: one all-gather of the parameters' descriptions.
         """
         whole = shapes or {}
         mine = [
             f"{name}: {whole.get(name, tuple(p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
             for name, p in model.named_parameters()
         ]
-        # Private to torch: the attribute by which DDP knows what it leaves alone.
+        # Private to torch: DDP ignores the tensors that this attribute names, so they may differ.
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         buffers = [
             f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers() if name not in ignored
@@ -130,18 +130,19 @@ class ProcessGroupSession(Session):
                 raise DisagreementError(msg)
 
     def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Return the model in what averages its gradients over the data group.
+        """Return the model in a wrapper that averages its gradients over the data group.
 
-        A model without any is returned as it is, and so is that of a data group of one.
+        A model without trained parameters is returned as it is, and so is one of a data group of one.
 
         Args:
             model: The plain module, on its device.
-            **options: As DistributedDataParallel takes them.
+            **options: The options of DistributedDataParallel.
 
         Raises:
             ModelError: An embedding writes its weight in the forward pass (``max_norm``).
 
-        Collectives: a broadcast of the weights of the group's first rank.
+        Collective: a broadcast of the weights of the group's first rank. Later, forward broadcasts buffers
+        and backward all-reduces gradients in buckets, as DDP does.
         """
         if self._data_size == 1:
             return model
@@ -159,16 +160,16 @@ class ProcessGroupSession(Session):
         return averaging
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, which has to step what is averaged alone."""
+        """Return the optimizer, which from now on must step averaged gradients only."""
         self._reductions.add_optimizer(optimizer)
         return optimizer
 
     def take_share(self, share: Share | None) -> None:
-        """Take the share, and compute by what :meth:`backward` multiplies this rank's loss.
+        """Set the share, and compute the factor of this rank's loss in :meth:`backward`.
 
-        DDP averages over ranks: a rank's mean loss counts by its samples, one without samples not at all.
+        DDP averages over ranks. So a rank's mean loss must count by its samples, and not at all without any.
         """
-        if share is self.share and share is not None:  # as with every batch of a stream or a list
+        if share is self.share and share is not None:  # unchanged, as for each batch of a stream or a list
             return
         self.share = share
         if self.job.loss == "sum":
@@ -183,9 +184,11 @@ class ProcessGroupSession(Session):
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run the step on this rank's share of the batch.
 
-        The step gets the user's own module, whose methods and attributes are there, and runs within the
-        forward of what averages gradients. Without gradients that does not run: DDP's forward exchanges
-        buffers, and ranks may evaluate different numbers of batches.
+        The step gets the user's own module, with all methods and attributes, and runs within the forward of
+        the wrapper. Without gradients the wrapper is left out: DDP's forward broadcasts buffers, and ranks
+        that evaluate different numbers of batches would wait for each other without an end.
+
+        Collective: in forward DDP's broadcast of buffers, with gradients only; in backward its all-reduces.
         """
         if not torch.is_grad_enabled():
             return step(self.unwrap(model), batch)
@@ -196,7 +199,10 @@ class ProcessGroupSession(Session):
     def run_several(
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
     ) -> StepOutput:
-        """Run ``step(*models, batch)`` with the user's own modules, each within its own wrapper's forward."""
+        """Run ``step(*models, batch)`` with the user's own modules, each within its own wrapper's forward.
+
+        Collective: those of :meth:`run`, for each model.
+        """
 
         def enter(entered: list[nn.Module]) -> StepOutput:
             if len(entered) == len(models):
@@ -213,13 +219,13 @@ class ProcessGroupSession(Session):
     def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of the loss over the whole global batch.
 
-        DDP averages over the ranks; each rank's mean loss counts as much as it has samples. That of a
-        stand-in counts as nothing, even if it is NaN.
+        DDP averages over the ranks, and each rank's mean loss counts by its samples. The loss of a stand-in
+        counts nothing, even if it is NaN.
 
         Raises:
-            StepError: A second backward pass of one step came to a parameter.
+            StepError: A second backward pass of one step reached a parameter.
 
-        Collectives: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
+        Collective: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
         factor, retain_graph = self._factor, retain_graph or create_graph
 
@@ -232,7 +238,7 @@ class ProcessGroupSession(Session):
         self._reductions.go_back(go_back)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's own context that leaves the gradients on the ranks."""
+        """Return DDP's own context, in which gradients stay on the ranks."""
         if isinstance(model, DistributedDataParallel):
             context: AbstractContextManager[None] = model.no_sync()
             return context
@@ -243,12 +249,12 @@ class ProcessGroupSession(Session):
     def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return ``value`` reduced over the data group, on all ranks; the argument is kept.
 
-        Collectives: one all-reduce.
+        Collective: one all-reduce; no gradients.
         """
         result = value.detach().to(self.device, copy=True)
         if self._data_size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-            # On a copy that every rank of the group has on its device: NCCL reduces no CPU tensors.
+            # On a copy on the device: NCCL reduces no CPU tensors.
             dist.all_reduce(result, kinds.get(op, dist.ReduceOp.SUM), group=self._data_group)
             if op == "mean":
                 result = result / self._data_size  # gloo has no average
@@ -257,7 +263,7 @@ class ProcessGroupSession(Session):
     def gather(self, value: Tensor) -> Tensor:
         """Return the data group's tensors concatenated along dim 0; their lengths may differ.
 
-        Collectives: an all-gather of the lengths, an all-gather of the padded tensors.
+        Collective: an all-gather of the lengths, an all-gather of the padded tensors; no gradients.
         """
         mine = value.detach().to(self.device)
         mine = mine.reshape(1) if mine.dim() == 0 else mine.contiguous()
@@ -275,16 +281,25 @@ class ProcessGroupSession(Session):
         return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]).to(value.device)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return every rank's object, in the order of the ranks."""
+        """Return every rank's object, in the order of the ranks.
+
+        Collective: one all-gather of pickled objects.
+        """
         return gather_objects(value, self._world_size)
 
     def broadcast(self, value: T, *, src: int = 0) -> T:
-        """Return the object of rank ``src``, on all ranks."""
+        """Return the object of rank ``src``, on all ranks.
+
+        Collective: one broadcast of a pickled object.
+        """
         return broadcast_object(value, src=src)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        # NCCL's barrier is an all-reduce on a device, which torch would otherwise choose by itself.
+        """Wait until every rank has called this.
+
+        Collective: one barrier over all ranks.
+        """
+        # NCCL's barrier is an all-reduce on a device: named here, or torch would choose one by itself.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     # -- state --------------------------------------------------------------------------------
@@ -295,36 +310,38 @@ class ProcessGroupSession(Session):
         return inner
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Give the data group its first rank's buffers, such as batch norm's running statistics.
+        """Give the data group its first rank's buffers, for example batch norm's running statistics.
 
-        Collectives: one broadcast for each buffer.
+        Collective: one broadcast for each buffer.
         """
         if self._data_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer.data, group_src=0, group=self._data_group)
 
     def close(self) -> None:
-        """Leave the process group, if it is for this session to do."""
+        """Leave the process group, if this session has joined it."""
         self._reductions.close()
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()
 
 
-# -- Objects exchanged between ranks, each with the place in the code that exchanges it -------------
-# A rank that calls `evaluate` where another one calls `fit` would otherwise get what it did not ask for, and
-# fail because of it, or continue with wrong values.
+# -- Exchange of objects --------------------------------------------------------------------------
+# Each object travels with the place in the code that sends it. A rank that calls `evaluate` where another
+# one calls `fit` would otherwise get the other's object, and fail or continue with wrong values.
 
 
 def gather_objects(value: T, size: int) -> list[T]:
     """Return every rank's object, in the order of the ranks.
 
     Args:
-        value: This rank's.
-        size: How many ranks there are.
+        value: This rank's object.
+        size: The number of ranks.
 
     Raises:
         DisagreementError: On every rank, if one is at another place of these packages.
+
+    Collective: one all-gather of pickled objects; a second one where the places differ.
     """
     found: list[Any] = [None] * size
     dist.all_gather_object(found, (_place(), value))
@@ -340,6 +357,8 @@ def broadcast_object(value: T, *, src: int) -> T:
 
     Raises:
         DisagreementError: On each rank that is at another place of these packages than ``src``.
+
+    Collective: one broadcast of a pickled object.
     """
     place, line = _place(), _users_line()
     sent: list[Any] = [(place, line, value)]
@@ -351,8 +370,9 @@ def broadcast_object(value: T, *, src: int) -> T:
 
 
 def _place() -> str | None:
-    """Return the function of these packages that exchanges objects; ``None`` for other code's."""
-    frame = sys._getframe(3)  # this one, the exchange, and the session's method stand above it
+    """Return the function of these packages that exchanges objects; ``None`` for other code."""
+    # Three frames up: past this function, the exchange, and the session's method.
+    frame = sys._getframe(3)
     module = frame.f_globals.get("__name__", "")
     return f"{module}.{frame.f_code.co_qualname}" if module.startswith("tp_") else None
 
@@ -362,7 +382,7 @@ def _differ(one: str | None, other: str | None) -> bool:
 
 
 def _users_line() -> str:
-    """Return the line of the program that led here."""
+    """Return the line of the user's program that led here."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")

@@ -24,38 +24,38 @@ from tp_core.errors import DisagreementError, ModelError, StepError
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
-"""How the tensors of several ranks become one, element by element."""
+"""The element-wise reduction of several ranks' tensors."""
 
 StepOutput = Tensor | Mapping[str, Any]
-"""What a step returns: the loss, a scalar tensor, or a dict of values by name with it as "loss"."""
+"""The output of a step: the loss, a scalar tensor, or a dict of values by name with the loss as "loss"."""
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Session:
-    """A job that runs. Every method has a correct default for one device in one process.
+    """A running job. Every method has a correct default for one device in one process.
 
     A backend overrides only what differs. A session is a context manager; leaving it closes it.
 
-    *Rank and world size* count processes. *Data rank and data size* tell which share of the data
-    is this process's: the ranks of one tensor-parallel group read the same samples.
+    *Rank and world size* count processes. *Data rank and data size* number the shares of the data:
+    the ranks of one tensor-parallel group read the same samples.
 
     Args:
-        job: What is to be done.
-        device: Where this process computes; the job's first device by default.
+        job: The job.
+        device: The device of this process; the job's first device by default.
 
     Attributes:
-        job: What is to be done.
-        device: Where this process computes.
-        share: How many samples of the current global batch this process has, as the prepared
-            loader reported last; ``None`` before the first batch and where it is not known.
+        job: The job.
+        device: The device of this process.
+        share: This process's share of the current global batch, as the prepared loader reported it last;
+            ``None`` before the first batch and where it is not known.
         runs_step_in_parts: Whether :meth:`run` calls the step on several parts of the batch, which do
             not see each other.
-        evaluates_together: Whether ranks exchange something in a step without gradients, such as parts of
-            parameters. Then all data ranks have to evaluate as many batches: loaders that are prepared for
-            evaluation give a rank that has none a stand-in, whose share has no samples.
+        evaluates_together: Whether ranks exchange something in a step without gradients, for example
+            parts of parameters. Then all data ranks must evaluate the same number of batches: loaders that
+            are prepared for evaluation give a rank without one a stand-in, with a share of 0 samples.
         takes_deferred_models: Whether :meth:`prepare_model` takes a model that was built without memory
-            (`tp_core.plugins.build_deferred`), and gives its parameters and buffers theirs, or a rank's part.
+            (`tp_core.plugins.build_deferred`), and allocates its parameters and buffers, or a rank's part.
     """
 
     runs_step_in_parts: bool = False
@@ -78,7 +78,7 @@ class Session:
         """Release what the session started; calling it again does nothing."""
         self.closed = True
 
-    # -- which rank this is -------------------------------------------------------------------------
+    # -- ranks --------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many processes run the job."""
+        """The number of processes that run the job."""
         return 1
 
     @property
@@ -97,23 +97,23 @@ class Session:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data is this process's, from 0."""
+        """The number of this process's share of the data, from 0."""
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the data is split."""
+        """The number of shares that the data is split into."""
         return self.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and speaks to the terminal."""
+        """Whether this process writes the files and prints to the terminal."""
         return self.rank == 0
 
     # -- preparing ----------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the device and wrap it in what the backend needs.
+        """Move ``model`` to the device and wrap it as the backend needs.
 
         Raises:
             ModelError: ``model`` is not a module, or it is wrapped already.
@@ -123,10 +123,10 @@ class Session:
 
     @staticmethod
     def check_plain(model: object, *, may_be_split: bool = False) -> None:
-        """Make sure that ``model`` is a module that is not wrapped, with whole parameters.
+        """Check that ``model`` is a module without a wrapper, with whole parameters.
 
         Args:
-            model: What is to be prepared.
+            model: The model to prepare.
             may_be_split: Whether parameters may be marked as shards; DTensors never pass.
 
         Raises:
@@ -161,15 +161,14 @@ class Session:
     def compile_model(self, model: nn.Module) -> None:
         """Compile a prepared model in place, where the backend gains most from it.
 
-        In place, because names in the state and the identity of the module then stay.
+        In place, so that names in the state and the identity of the module stay.
         """
         model.compile()
 
     def refresh(self, model: nn.Module) -> None:
-        """Copy a prepared model again, where the backend keeps copies of it.
+        """Update a backend's copies of a prepared model; without copies, do nothing.
 
         For changes that cannot be noticed: writes through ``parameter.data`` without an optimizer's step.
-        Without copies there is nothing to do.
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -177,7 +176,7 @@ class Session:
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Make sure that an optimizer, prepared or not, can step what it has; by default any can.
+        """Check that an optimizer, prepared or not, can step its parameters; by default any can.
 
         Raises:
             ConfigError: It has parameters that the backend has replaced, or is of a kind that it cannot use.
@@ -188,19 +187,21 @@ class Session:
     ) -> PreparedLoader:
         """Return a loader of this process's share of every batch, on its device.
 
-        The batch size of ``loader`` is that of the whole job: each data rank gets its share of
-        every batch, so that the same script takes the same steps on any number of devices.
+        The batch size of ``loader`` is the whole job's: each data rank gets its share of every batch.
+        So the same script takes the same steps on any number of devices.
 
         Args:
             loader: A ``DataLoader``; where the data is not split, any iterable of batches.
             training: Whether every rank must take the steps of one device, with a stand-in sample
-                where it has none. In evaluation each sample is met once: a last batch with fewer
+                where it has none. In evaluation each sample occurs once: a last batch with fewer
                 samples than ranks is joined to the one before it; see ``evaluates_together``.
             shard: Whether to split the batches over the data ranks. With ``False`` the loader
                 already gives each rank its own samples.
 
         Raises:
             LoaderError: The loader cannot be split over the data ranks.
+
+        Collective: with several data ranks, those of :meth:`check_agreement`.
         """
         return PreparedLoader(
             loader,
@@ -220,20 +221,20 @@ class Session:
     def _any_rank(self, mine: bool) -> bool:
         """Return whether something holds on any data rank.
 
-        Collectives: one all-reduce of a number.
+        Collective: one all-reduce of a number.
         """
         return bool(self.reduce(torch.tensor(float(mine), device=self.device), "max"))
 
     def move_batch(self, batch: Any) -> Any:
-        """Move a batch to where the step will run."""
+        """Move a batch to the device of the step."""
         return recursive_to(batch, self.device, non_blocking=True)
 
     def take_share(self, share: Share | None) -> None:
-        """Take the share of the batch whose loss :meth:`backward` gets next; it is then :attr:`share`.
+        """Set :attr:`share` to the share of the batch with the next loss of :meth:`backward`.
 
-        A prepared loader calls it before it yields a batch (``on_share=``), and a loop whose batches do not
-        come in the order of their losses calls it before each :meth:`backward`. A backend that weighs losses
-        by samples computes the weight here, and not once for each loss.
+        A prepared loader calls it before it yields a batch (``on_share=``). A loop with losses in another
+        order than its batches calls it before each :meth:`backward`. A backend that weighs losses by
+        samples computes the weight here, once for a batch.
         """
         self.share = share
 
@@ -242,9 +243,9 @@ class Session:
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run ``step(model, batch)`` on every device of this process and return one output.
 
-        A backend that runs it on several parts of the batch combines their outputs: each part counts as
-        much as the "weight" that it returned (`read_weight`), else as many as it has samples; a metric
-        may be a pair ``(mean, weight)`` (`split_weight`). Weights of ranks are not its concern.
+        A backend that runs the step on several parts of the batch combines their outputs. Each part counts
+        by the "weight" that it returned (`read_weight`), else by its number of samples. A metric may be a
+        pair ``(mean, weight)`` (`split_weight`). This method does not weigh ranks.
         """
         return step(model, batch)
 
@@ -254,7 +255,7 @@ class Session:
         """Run ``step(*models, batch)`` as :meth:`run` does with one model.
 
         Raises:
-            StepError: The backend runs the step on parts of the batch, and knows how for one model alone.
+            StepError: The backend runs the step on parts of the batch, and supports that for one model.
         """
         if len(models) == 1:
             return self.run(step, models[0], batch)
@@ -269,16 +270,16 @@ class Session:
     def gather_parts(self, rows: Tensor) -> Tensor:  # noqa: ARG002 - for those that can
         """Return the rows of all parts of the batch, with gradients, in a step that runs on each of them.
 
-        For backends whose ``runs_step_in_parts``: those that cannot bring the parts together leave it.
+        Only backends with ``runs_step_in_parts`` override it, where they can gather the parts.
 
         Args:
-            rows: Of the part at hand, (samples, ...).
+            rows: The rows of the present part, (samples, ...).
 
         Returns:
             The rows of all parts in the order of the batch, on the device of ``rows``.
 
         Raises:
-            StepError: No such step is under way, or the backend does not bring its parts together.
+            StepError: No such step runs, or the backend cannot gather its parts.
         """
         msg = (
             f"{type(self).__name__} runs the step on each device's part of the batch, and here the parts do "
@@ -288,15 +289,14 @@ class Session:
         raise StepError(msg)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
-        """Make sure that the caller sees the whole batch, and not what one device has of it.
+        """Check that the caller sees the whole batch, and not one device's part.
 
         Args:
-            what: What is called, for the message.
-            may_meet: Whether a step that runs on parts may call it, as they meet in `gather_parts`.
+            what: The name of the caller's function, for the message.
+            may_meet: Whether a step on parts may call that function, as it uses `gather_parts`.
 
         Raises:
-            StepError: The backend runs the model's forward, or the step, on parts, and one is under way, in
-                whatever thread.
+            StepError: The backend runs the model's forward, or the step, on parts at present, in any thread.
         """
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -304,21 +304,20 @@ class Session:
     def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradients of ``loss``, over all data ranks, to the parameters.
 
-        The gradient is that of the loss over the whole global batch, however unevenly its samples
-        lie on the ranks: the loss counts as much as the samples of :attr:`share`, which :meth:`take_share`
-        was given last.
+        The result is the gradient of the loss over the whole global batch, however unevenly the ranks
+        share its samples: the loss counts by the samples of :attr:`share`, as :meth:`take_share` set it.
 
         Args:
             loss: This rank's loss: a scalar tensor.
             retain_graph: Whether a further backward pass through the same graph follows.
-            create_graph: Whether gradients are to be differentiated in turn.
+            create_graph: Whether to build a graph of the gradients, to differentiate them.
 
-        Collectives: the backend's gradient reduction, unless inside :meth:`no_sync`.
+        Collective: the backend's gradient reduction, unless inside :meth:`no_sync`.
         """
         loss.backward(retain_graph=retain_graph or create_graph, create_graph=create_graph)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
-        """Return a context in which gradients are added up locally and not reduced over ranks."""
+        """Return a context in which gradients accumulate locally and are not reduced over ranks."""
         return nullcontext()
 
     def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
@@ -328,14 +327,14 @@ class Session:
 
         Args:
             model: The prepared model.
-            norm_type: Which norm; ``inf`` for the largest absolute value.
+            norm_type: The order of the norm; ``inf`` for the largest absolute value.
 
-        Collectives: none where each rank has all of the gradient; else a backend says which.
+        Collective: none where each rank has all of the gradient; a backend with shards states its own.
         """
         grads = [g for p in model.parameters() if (g := p.grad) is not None and g.numel()]
         if not all(type(g) is Tensor and g.is_cpu for g in grads) or not grads:
             return nn.utils.get_total_norm(grads, norm_type)
-        # What that one comes to on the CPU, at a third of its cost in a small model.
+        # The same value as get_total_norm's on the CPU, at a third of its cost in a small model.
         vector_norm = torch.linalg.vector_norm
         with torch.no_grad():
             norm: Tensor = vector_norm(torch.stack([vector_norm(g, norm_type) for g in grads]), norm_type)
@@ -352,7 +351,7 @@ class Session:
         Returns:
             The norm before scaling, a scalar tensor that is equal on all ranks.
 
-        Collectives: those of :meth:`grad_norm`.
+        Collective: those of :meth:`grad_norm`.
 
         Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
         """
@@ -362,21 +361,21 @@ class Session:
         return norm
 
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
-        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+        """Clamp every element of the gradients between ``-limit`` and ``limit``."""
         nn.utils.clip_grad_value_(model.parameters(), limit)
 
     @torch.no_grad()
     def scale_gradients(self, model: nn.Module, factor: float) -> None:
-        """Multiply the gradients: to take back the scale of a loss, or to weigh several batches."""
+        """Multiply the gradients, to undo the scale of a loss or to weigh several batches."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def find_nonfinite(self, model: nn.Module) -> str | None:
-        """Return a parameter that is trained and holds NaN or infinity on this rank, or ``None``.
+        """Return the name of a trained parameter that holds NaN or infinity on this rank, or ``None``.
 
-        Its name is that in the user's own module. It is a question to one rank: no collectives.
+        The name is the one in the user's own module. Collective: none, as one rank alone may call it.
         """
         named = self.unwrap(model).named_parameters()
         trained = [(n, _local_part(p)) for n, p in named if p.requires_grad]
@@ -394,9 +393,9 @@ class Session:
 
         Args:
             value: A tensor, of one shape and type on all data ranks.
-            op: How its elements are reduced: "sum", "mean", "min" or "max".
+            op: The reduction of its elements: "sum", "mean", "min" or "max".
 
-        Collectives: one all-reduce over the data ranks.
+        Collective: one all-reduce over the data ranks.
         """
         return value
 
@@ -409,45 +408,46 @@ class Session:
         Returns:
             The rows of all data ranks in their order, (rows of all, ...), on each of them.
 
-        Collectives: all-gathers over the data ranks.
+        Collective: all-gathers over the data ranks.
         """
         return value
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's object, in the order of the ranks.
 
-        Collectives: one all-gather of pickled objects over all ranks.
+        Collective: one all-gather of pickled objects over all ranks.
         """
         return [value]
 
     def broadcast(self, value: T, *, src: int = 0) -> T:  # noqa: ARG002 - contract
         """Return the object of rank ``src``, on all ranks.
 
-        Collectives: one broadcast of a pickled object over all ranks.
+        Collective: one broadcast of a pickled object over all ranks.
         """
         return value
 
     def barrier(self) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
-        Collectives: one barrier over all ranks.
+        Collective: one barrier over all ranks.
         """
 
     def check_agreement(
         self, what: str, value: object, *, remedy: str = "start every rank with the same script and arguments"
     ) -> None:
-        """Make sure that all ranks have the same ``value``.
+        """Check that all ranks have the same ``value``.
 
         Args:
             what: The words for it in the message.
-            value: Something small that pickles and compares.
-            remedy: What to do where ranks disagree.
+            value: Something small that can be pickled and compared.
+            remedy: The advice where ranks disagree.
 
         Raises:
-            DisagreementError: On every rank, if they differ.
+            DisagreementError: On every rank, if the values differ.
 
-        Collectives: those of :meth:`gather_objects`.
+        Collective: those of :meth:`gather_objects`.
         """
+        # With the question, so that ranks at different calls do not compare unrelated values.
         questions, values = zip(*self.gather_objects((what, value)), strict=True)
         other = _first_other(questions)
         if other is not None:
@@ -471,15 +471,18 @@ class Session:
         return model
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Give all data ranks the same buffers, before an evaluation or a save."""
+        """Give all data ranks the same buffers, before an evaluation or a save.
+
+        Collective: none here; a backend with copies of buffers broadcasts them.
+        """
 
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:  # noqa: ARG002 - contract
-        """Return which part of a whole tensor ``value`` is, for a checkpoint.
+        """Return ``value`` with its place in the whole tensor, for a checkpoint.
 
         Args:
             parameter: A parameter or buffer of the model.
             value: A tensor of its shape: its own values, or a part of the optimizer's state. Where the
-                parameter is a DTensor, what this rank holds of such a tensor.
+                parameter is a DTensor, this rank's local part of such a tensor.
 
         Returns:
             ``value`` itself where each rank has the whole, or a slice around it.
@@ -489,20 +492,20 @@ class Session:
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state, with the user's own module's names, on every rank.
 
-        Collectives: where parameters are DTensors, those that put them together.
+        Collective: where parameters are DTensors, one all-gather for each.
         """
         from tp_core.state import plain_state, whole
 
         return {n: whole(v) for n, v in plain_state(self.unwrap(model).state_dict()).items()}
 
     def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole model's state, with the user's own module's names, not put together yet.
+        """Return the whole model's state, with the user's own module's names, not gathered yet.
 
-        A tensor has its whole shape. Where it is a DTensor, or has a ``full_tensor()`` of its own as a tensor
-        on the meta device may, every rank gives it to `tp_core.state.whole`, which puts it together. So a
-        state is written of which no device could hold all.
+        A tensor has its whole shape. Where it is a DTensor, or has a ``full_tensor()`` of its own, every
+        rank passes it to `tp_core.state.whole`, which gathers it. So a state can be written that no device
+        could hold as a whole.
 
-        Collectives: those of :meth:`model_state`, where a backend has its own and not this one.
+        Collective: none here; those of :meth:`model_state` where a backend overrides that method only.
         """
         from tp_core.state import plain_state
 
@@ -511,7 +514,7 @@ class Session:
         return plain_state(self.unwrap(model).state_dict())
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load a state that :meth:`model_state` of any backend returned.
+        """Load a state of :meth:`model_state`, of any backend.
 
         Raises:
             RuntimeError: Names or shapes do not fit the model (torch's own error).
@@ -527,7 +530,7 @@ def _first_other(values: Sequence[object]) -> int | None:
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor; another tensor as it is."""
-    # Not by its class, whose import costs most of a second.
+    """Return the local part of a DTensor; another tensor as it is."""
+    # By its method and not by its class: importing that costs most of a second.
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
