@@ -24,7 +24,6 @@ SIZES = {
     "eos_token_id": 2,
 }
 SHARED = {"num_key_value_heads": 2}
-BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "rotary_dim": 4, "bos_token_id": 1}
 FAMILIES = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, **SHARED}),

@@ -20,7 +20,6 @@ from tp_runner import (
     Pipeline,
     RunCancelledError,
     RunnerClosedError,
-    UnorderedRunner,
     WorkerDiedError,
     WorkerError,
 )
@@ -80,10 +79,6 @@ class Worker(OrderedRunner):
                         path.touch()
                     _write_to_every_pipe(data, spared)
         return 2 * item if isinstance(item, int) else item[0]
-
-
-class AsTheyCome(UnorderedRunner):
-    producer_work = staticmethod(lambda device, cfg, item: 2 * item)
 
 
 def _write_to_every_pipe(data, spared):

@@ -161,12 +161,6 @@ def with_depth_in_place(m, x):
     return m.down(h * m.see(h.new_empty((h.shape[0], 1, 1)).bernoulli_(0.5)))
 
 
-def with_dropped_channels(m, x):
-    h = F.dropout1d(m.up(x).transpose(1, 2)).transpose(1, 2)
-    m.see((h == 0).all(1).float().mean())
-    return m.down(h)
-
-
 DRAWS_APART = {
     "F.dropout": lambda m, x: m.down(m.see(F.dropout(m.up(x)))),
     "alpha_dropout": lambda m, x: m.down(m.see(F.alpha_dropout(m.up(x), training=True))),

@@ -47,7 +47,7 @@ from tp_trainer._checks import (
     check_seed,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
-from tp_trainer._steps._loaders import BatchShares, Epochs
+from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients, has_nothing
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
 from tp_trainer._steps._step import (
     LossScaler,
@@ -55,8 +55,10 @@ from tp_trainer._steps._step import (
     Step,
     autocast,
     check_precision,
+    guard_stop_iteration,
     in_precision,
     loss_of,
+    warn_evaluation_mode,
     warn_no_gradients,
 )
 
@@ -515,7 +517,6 @@ class Trainer:
         """
         from tp_trainer._metrics._metric import check_metrics
         from tp_trainer._running._settings import FitSettings, Limits, check_state
-        from tp_trainer._steps._step import guard_stop_iteration, warn_evaluation_mode
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
@@ -1191,8 +1192,6 @@ class Trainer:
         session, shares = self._open(by="gather_for_metrics()"), self._shares
         session.check_in_step("gather_for_metrics()")
         is_nothing = shares is not None and shares.holds_nothing(batch)
-        from tp_trainer._steps._loaders import gather_rows
-
         return gather_rows(session, value, is_nothing=is_nothing)
 
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
@@ -1218,8 +1217,6 @@ class Trainer:
         """
         session = self.session
         session.check_in_step("all_gather()", may_meet=True)
-        from tp_trainer._steps._loaders import gather_with_gradients, has_nothing
-
         return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))
 
     # -- models in files ------------------------------------------------------------------------

@@ -211,9 +211,6 @@ _TO_CONTAINERS = containers(stop=_is_movable)
 _PIN_CONTAINERS = containers(stop=_has_pin_memory)
 
 
-# -- Move a module to a device, and keep its parameters the objects that they are -----------------
-
-
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module to a device in place, and return what its ``.to`` returns.
 

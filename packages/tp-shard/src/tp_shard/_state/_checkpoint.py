@@ -140,9 +140,6 @@ def _share(names: set[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-# -- Sharded checkpoints: each rank writes its own, and any number of ranks reads them again ------
-
-
 def save_sharded(
     model: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:

@@ -13,7 +13,7 @@ from tp_core.internal import free_nbytes
 from tp_core.plugins import Backend, Contribution, Footprint, Job, Selection, Verdict
 
 from tp_trainer._checkpoint import _generators as generators
-from tp_trainer._memory._footprint import parse_nbytes
+from tp_trainer._memory._footprint import measure_footprint, parse_nbytes
 from tp_trainer._opening._agreement import agree_at_start
 
 
@@ -210,8 +210,6 @@ def estimate_job(
     memory: int | str | None,
 ) -> MemoryTable:
     """Return what a job would need; see :meth:`tp_trainer.Trainer.estimate`."""
-    from tp_trainer._memory._footprint import measure_footprint
-
     count = devices or job.environment.world_size * len(job.devices)
     job = replace(job, model=model)
     free = parse_nbytes(memory) if isinstance(memory, str) else memory
@@ -241,8 +239,6 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
 
 
 def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
-    from tp_trainer._memory._footprint import measure_footprint  # seldom needed, and torch's part is large
-
     traits = job.traits
     # DTensors exchange values in a step in ways of their own, and here is one rank alone.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)

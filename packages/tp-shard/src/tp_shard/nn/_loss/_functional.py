@@ -204,9 +204,6 @@ def read_options(options: LossOptions, input: Tensor) -> LossOptions:
     return replace(options, weight=weight.detach().to(computed_in(input.dtype)))
 
 
-# -- Functional forms of the losses over class shards: what their arguments mean, and what is refused
-
-
 def parallel_cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -293,9 +293,6 @@ class MarginHead:
         return self._weight.index_select(0, self._sampled[start:stop]).to(self._dtype)
 
 
-# -- Functional form of the loss with margins over class centers that are split over ranks --------
-
-
 def parallel_margin_cross_entropy(
     input: Tensor,
     weight: Tensor,
