@@ -37,7 +37,7 @@ The way of an item, and the files that it passes::
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _async_stream
 
 Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
-(``tp run``) by public names, and ``_ray``, whose ``RayFleet`` stands beside those above, by
+(``tp run``) by public names, and ``_ray``, with its ``RayFleet``, by
 :mod:`tp_runner.internal`. easycore's spellings are in ``tp_runner.compat``.
 """
 

@@ -1,4 +1,4 @@
-"""Asynchronous streams over the results of a pool; apart from the others, which need no asyncio."""
+"""Asynchronous streams over the results of a pool; in a module apart, as the others need no asyncio."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ class _OpenStream(NamedTuple):
 class AsyncResultStream(AsyncIterator[Any]):
     """The results of one run of a pool, for ``async for``.
 
-    The run begins when the first result is asked for. It has ended as soon as the stream is exhausted,
-    closed or dropped, or the task that waits for a result is cancelled. (An
-    asynchronous generator that is left early ends at a moment of the event loop's choice, or never.)
+    The run begins with the first request for a result. It ends as soon as the stream is exhausted, closed or
+    dropped, or the waiting task is cancelled. It is no asynchronous generator: one that is left early ends
+    when the event loop chooses, or never.
 
     Args:
-        pool: Works on the items.
-        items: What to work on.
+        pool: The pool of workers.
+        items: The items.
         progress: Whether to show a progress bar.
     """
 
@@ -57,7 +57,7 @@ class AsyncResultStream(AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         while not self._ready:
-            # Tasks may share it, as threads share a stream: one fetches, and all of them take.
+            # Tasks may share the stream: one of them fetches, and all of them take.
             async with self._fetching:
                 if self._ready:
                     break
@@ -75,7 +75,7 @@ class AsyncResultStream(AsyncIterator[Any]):
         return self._ready.popleft()
 
     async def aclose(self) -> None:
-        """End the call; what was not asked for yet is dropped."""
+        """End the run; drop results that were not taken yet."""
         self._end()
 
     def __del__(self) -> None:
@@ -100,7 +100,7 @@ class AsyncResultStream(AsyncIterator[Any]):
             raise
 
     def _end_with(self, error: BaseException) -> None:
-        """End; no other task must take the end of a stream that failed for that of its results."""
+        """End with an error, so that no other task takes the failure for the end of the results."""
         self._error = error
         self._raised_in.add(asyncio.current_task())
         self._end()
@@ -124,24 +124,24 @@ class AsyncResultStream(AsyncIterator[Any]):
             return
         try:
             begun.chunks.close()
-        except ValueError:  # an event loop that was closed has left the thread in it
+        except ValueError:  # the thread still runs in it, after the end of the event loop
             begun.cancel(None)
             begun.executor.submit(begun.chunks.close)
         begun.executor.shutdown(wait=False)
 
 
 def _forget_error(result: "asyncio.Future[Any]") -> None:
-    """Look at the error of a call that was cancelled, which asyncio would report otherwise."""
+    """Retrieve the error of a cancelled call, or asyncio would log it as never retrieved."""
     if not result.cancelled():
         result.exception()
 
 
 async def _await_step(step: "Future[Any]", result: "asyncio.Future[Any]") -> None:
-    """Wait until a call that was cancelled has noticed it, whatever else is cancelled meanwhile."""
+    """Wait until a cancelled call has ended, also through further cancellations."""
     with contextlib.suppress(TpError):
         try:
             await asyncio.shield(result)
-        except asyncio.CancelledError:  # the event loop is about to end; whoever comes next needs the pool
+        except asyncio.CancelledError:  # the event loop is about to end; the next user needs the pool
             wait([step], _END_S)
 
 

@@ -1,4 +1,4 @@
-"""Handing several items to a worker's function at once, and taking its answer apart again."""
+"""Batches of items for a worker's function, and the results of each item in its answer."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ NOT_AWAITED = (
 
 
 def refuse_async(function: Any) -> None:
-    """Refuse ``async def`` work by its name, whatever the engine.
+    """Refuse ``async def`` work by its name, on every engine.
 
     Raises:
         ConfigError: The function, or what a callable object calls, is asynchronous.
@@ -78,7 +78,7 @@ class Batching:
 
 
 class _PickledFunction:
-    """A pickled function, loaded by its first call: a failure to load it is then a failure of an item."""
+    """A pickled function, loaded by its first call: so a failure to load it is an item's failure."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

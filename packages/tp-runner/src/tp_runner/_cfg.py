@@ -58,7 +58,7 @@ def _to_node(value: Any) -> Any:
 
 
 def copy_cfg(cfg: Any) -> Any:
-    """Return a copy of a configuration with attributes that can be read, and new ones be set.
+    """Return a copy of a configuration that has attributes and takes new ones.
 
     An object that takes new attributes is copied as it is; a mapping, a frozen or slotted
     dataclass and a named tuple become a :class:`CfgNode`.
@@ -99,7 +99,7 @@ def _is_namespace(value: Any) -> bool:
 
 
 def _deep_copy(value: Any) -> Any:
-    """Copy a value deeply, save for what processes can only inherit, such as multiprocessing's locks."""
+    """Copy a value deeply, except objects that processes can only inherit: multiprocessing's locks, say."""
     try:
         return copy.deepcopy(value)
     except RuntimeError:  # what such objects raise; it may be a part of the value alone

@@ -18,7 +18,7 @@ def resolve(devices: Any, *, n_workers: int | None = None, elsewhere: bool = Fal
         devices: A number of CPU workers; ``None`` for one on each core; a device or a sequence of
             them; ``"auto"`` for whatever accelerators there are.
         n_workers: A number of CPU workers, in place of ``devices``.
-        elsewhere: Whether the workers are on other machines, whose devices nobody can see here.
+        elsewhere: Whether the workers are on other machines, with devices that are not visible here.
 
     Raises:
         DeviceError: No device is named, or one does not exist here.
@@ -114,7 +114,7 @@ _ON_WINDOWS = (
 
 
 def warn_of_platform() -> None:
-    """Warn at import of what does not work on this platform."""
+    """Warn at import that this platform has no worker processes."""
     if sys.platform == "win32":
         warnings.warn(_ON_WINDOWS, RuntimeWarning, stacklevel=3)
 

@@ -1,4 +1,4 @@
-"""The engines of this package, finding those of others, and opening a pool on one of them."""
+"""The engines of this package, the search for other engines, and the opening of a pool."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ if TYPE_CHECKING:  # nothing here imports torch: runners on the CPU need none
 
 
 class FleetEngine(Engine):
-    """An engine whose workers are a :class:`Fleet`: scheduling, retries and statistics are this package's.
+    """An engine with a :class:`Fleet` of workers: this package schedules, retries and counts.
 
     Attributes:
-        score: How well it fits, from 0 to 100, where nobody has asked for one.
-        summary: What its workers are, in a sentence.
-        remedy: What fits better, if something does.
+        score: How well it fits, from 0 to 100, where no engine is named.
+        summary: A sentence on its workers.
+        remedy: A better choice, if there is one.
         unfit: The options that mean nothing to it, and why.
-        is_remote: Whether its workers may be on other machines, whose devices nobody can see here.
-        copies_work: Whether each worker has a copy of what the work refers to.
+        is_remote: Whether its workers may be on other machines, with devices that are not visible here.
+        copies_work: Whether each worker has a copy of the objects that the work refers to.
         start_timeout_s: How many seconds a start may take by default; ``None`` for any number.
     """
 
@@ -45,7 +45,7 @@ class FleetEngine(Engine):
 
     @abstractmethod
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return the workers, which are not started yet; what they need is imported here."""
+        """Return the workers, not started yet; modules that they need are imported here."""
 
     def assess(self, devices: "Sequence[torch.device]") -> Verdict:
         """Fit for any devices, better or worse."""
@@ -83,7 +83,7 @@ _SURROUNDINGS = ("cpus", "env")
 
 
 class InlineEngine(FleetEngine):
-    """The caller's own thread."""
+    """The engine of the caller's own thread."""
 
     name = "inline"
     score = 10
@@ -107,7 +107,7 @@ class InlineEngine(FleetEngine):
 
 
 class ThreadEngine(FleetEngine):
-    """Worker threads of this process."""
+    """The engine of worker threads of this process."""
 
     name = "thread"
     score = 40
@@ -133,7 +133,7 @@ class ThreadEngine(FleetEngine):
 
 
 class ProcessEngine(FleetEngine):
-    """Worker processes on this machine."""
+    """The engine of worker processes on this machine."""
 
     name = "process"
     score = 80
@@ -159,7 +159,7 @@ ENGINES: dict[str, FleetEngine] = {
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of a name: one of this package, or what the registry knows.
+    """Return the engine of a name, of this package or of the registry.
 
     Raises:
         ConfigError: No engine is called so.
@@ -185,16 +185,16 @@ def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> t
 
 
 class PoolFactory:
-    """Everything that is needed to open a pool, checked.
+    """The checked arguments of a pool, which it opens any number of times.
 
     Args:
         engine: The name of an engine, ours or a plugin's.
-        program: What the workers run; called with its device in each of them.
+        program: The program of the workers; each one calls it with its device.
         devices: One for each worker.
-        options: What was given by name.
+        options: The options by name.
 
     Attributes:
-        has_copies: Whether there are several workers, each with a copy of what the work refers to.
+        has_copies: Whether there are several workers, each with a copy of the work's objects.
 
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
@@ -230,7 +230,7 @@ class PoolFactory:
 
 
 class PluginPoolAdapter:
-    """A plugin's pool, used as one of our own as far as the contract goes: it has ``run`` and ``close``.
+    """A plugin's pool behind the methods of our own pools: by contract it has ``run`` and ``close``.
 
     Args:
         pool: The pool of an engine that a plugin brings.
@@ -249,14 +249,14 @@ class PluginPoolAdapter:
         return ResultStream(self.open_run(items))
 
     def open_run(self, items: Iterable[Any]) -> OpenRun:
-        """Return the results as lists of one, and what ends them."""
+        """Return the results as lists of one, with functions that end them."""
 
         def steps() -> Generator[list[Any], None, None]:
             for result in self._pool.run(items, ordered=self._ordered):
                 yield [result]
 
         def stats() -> Any:
-            return self.stats()  # which such a pool does not have
+            return self.stats()  # __getattr__ below refuses it
 
         generator = steps()
 
@@ -286,6 +286,6 @@ class PluginPoolAdapter:
     drop = stop
 
     def __getattr__(self, name: str) -> Any:
-        # What remains is what our own pools have beyond the contract.
+        # Only names beyond the contract come here, which our own pools have.
         msg = f"engine {self._engine!r} cannot do {name!r}; the engines of tp-runner can"
         raise ConfigError(msg)

@@ -1,4 +1,4 @@
-"""Any function on the workers of a runner: an executor of ``concurrent.futures``."""
+"""An executor of ``concurrent.futures`` on the workers of a runner."""
 
 import concurrent.futures
 from collections.abc import Callable, Iterable, Iterator
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_RESTARTS = 1000
+MAX_RESTARTS = 1000  # one call that kills its worker must not break the executor for the others
 
 
 class Executor(concurrent.futures.Executor):
-    """Calls functions on the workers of a runner.
+    """Executor of functions on the workers of a runner.
 
-    It stands wherever ``concurrent.futures.ProcessPoolExecutor`` does: asyncio's ``run_in_executor``,
+    It takes the place of ``concurrent.futures.ProcessPoolExecutor``: in asyncio's ``run_in_executor``,
     ``as_completed``, ``map`` over several iterables. Arrays and tensors travel through shared memory, as
     out-of-band buffers of pickle's protocol 5 (PEP 574);
     functions and classes of ``__main__``, lambdas and closures travel too. A future raises what the
     function raised, with the worker's traceback in its ``__cause__``. A worker that dies is started
-    again, and so is what it was working on; a call with which three workers died raises
-    ``WorkerDiedError``, which is a ``BrokenProcessPool`` here, and the others go on.
+    again, and so is its call. A call with which three workers died raises ``WorkerDiedError``, here also a
+    ``BrokenProcessPool``; the other calls are not affected.
 
     Args:
         max_workers: How many CPU workers; by default one on each core.
@@ -92,7 +92,7 @@ class Executor(concurrent.futures.Executor):
             ConfigError: ``fn`` is an ``async def``, which no worker awaits.
         """
         code = getattr(fn, "__code__", fn)
-        if code is not self._checked_code:  # it is one for many calls, as a rule
+        if code is not self._checked_code:  # as a rule many calls have one function
             self._checked_code = code
             refuse_async(fn)
             if self._has_copies:
@@ -129,11 +129,11 @@ class Executor(concurrent.futures.Executor):
         return super().map(fn, *(as_iterable(items) for items in iterables), timeout=timeout)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the workers when everything that was submitted is done.
+        """End the workers after all submitted calls.
 
         Args:
             wait: Whether to return only then.
-            cancel_futures: Whether to cancel what no worker has been given yet.
+            cancel_futures: Whether to cancel calls that no worker has yet.
         """
         if cancel_futures:
             self._pool.cancel_submitted()

@@ -1,4 +1,4 @@
-"""Offering our workers to joblib, where it is installed."""
+"""The registration of our workers as a backend of joblib, where it is installed."""
 
 from tp_core.errors import ConfigError
 

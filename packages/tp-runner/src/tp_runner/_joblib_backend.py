@@ -15,13 +15,13 @@ from tp_core.internal import available_cores
 
 from tp_runner._executor import Executor
 
-# What joblib hands to every backend: how to map large arguments, which travel through shared memory here,
-# and what it looks at itself.
+# Options that joblib hands to every backend: for memory maps of large arguments, which travel through shared
+# memory here, and for joblib itself.
 _JOBLIB_OPTIONS = {"context", "max_nbytes", "mmap_mode", "prefer", "require", "temp_folder", "verbose"}
 
 
 class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
-    """Runs joblib's batches of calls on an :class:`Executor`.
+    """Backend that runs joblib's batches of calls on an :class:`Executor`.
 
     Its options are given to ``Parallel`` or to ``parallel_config``.
     """
@@ -70,7 +70,7 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
         return future
 
     def retrieve_result_callback(self, out: "concurrent.futures.Future[Any]") -> Any:
-        """Return what a batch came to, or raise what it raised."""
+        """Return the result of a batch, or raise its error."""
         return out.result()
 
     def terminate(self) -> None:
@@ -90,6 +90,6 @@ class TpBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  
 
 
 def _call(func: Callable[[], Any]) -> Any:
-    """Make a batch of calls in a worker, where calls of joblib may name the backend, too."""
+    """Run a batch of calls in a worker; register the backend there, as nested calls may name it."""
     register_parallel_backend("tp", TpBackend)
     return func()

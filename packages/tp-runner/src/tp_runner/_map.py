@@ -164,7 +164,7 @@ def map(
         try:
             run = _open_run(pool, items, progress=shows_bar)
             opened.append(run)
-            if is_cancelled:  # while the workers were starting, in another thread
+            if is_cancelled:  # by another thread, while the workers were starting
                 run.cancel(None)
             yield from run.chunks
             timeout_s = None

@@ -22,7 +22,7 @@ START_METHODS = ("forkserver", "spawn", "fork")
 
 
 class ItemOptions(TypedDict, total=False):
-    """What :class:`RunnerOptions` lists, but for batches and ``on_error``, which give other types."""
+    """The options of :class:`RunnerOptions` without batches and ``on_error``, which change result types."""
 
     cpus: Literal["split"] | Sequence[int | Collection[int]] | None
     end_timeout_s: float | None
@@ -47,7 +47,7 @@ class ItemOptions(TypedDict, total=False):
 
 
 class RunnerOptions(ItemOptions, total=False):
-    """What runners and ``map`` take by name beyond their own arguments.
+    """The options of runners and ``map`` beyond their own arguments.
 
     Attributes:
         batch: How many items the work gets at once; the last batch may be smaller.
@@ -77,7 +77,7 @@ class RunnerOptions(ItemOptions, total=False):
             none that starts threads or touches a CUDA device when it is imported.
         resources: What one Ray actor takes of its cluster, by Ray's names.
         retry_delay_s: After how many seconds a failed item is tried again, twice as many each time up to
-            16 times as many; others go on meanwhile. By default at once.
+            16 times as many; other items do not wait for it. By default at once.
         seed: Makes the random numbers of each item depend on it and the item's place alone, whatever worker
             takes it; of each batch, on its first item's place. Those are ``tp_runner.item().rng``, and but
             on threads the global generators of Python, numpy and torch. By default no two workers have the
@@ -111,7 +111,7 @@ OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that is decided before the first worker starts: what :class:`RunnerOptions` lists, checked.
+    """The checked options of :class:`RunnerOptions`, complete before the first worker starts.
 
     Attributes:
         ordered: Whether results come in the order of the items.
@@ -119,7 +119,7 @@ class Settings:
         batching: How items are put together: ``batch`` and ``collate``.
         cpus: The cores of each worker.
         threads: How many threads each worker may compute with; ``None`` for as many as it has of ``cpus``.
-        entropy: What the seeds of items depend on without ``seed``: another number for each set of workers.
+        entropy: The base of items' seeds without ``seed``: another number for each set of workers.
     """
 
     start_method: str = "forkserver"
@@ -163,7 +163,7 @@ def make_settings(
     Args:
         engine: The name of the engine, for messages.
         n_workers: How many workers there are.
-        options: What was given.
+        options: The given options.
         unfit: Which options mean nothing to this engine, and why.
         start_timeout_s: How many seconds a start may take where nothing else is given.
 
@@ -219,7 +219,7 @@ def make_settings(
 
 
 def _default_threads(n_workers: int, given: Mapping[str, Any]) -> int | None:
-    """Return what the user has set for every process, or a worker's share of the cores."""
+    """Return the user's ``OMP_NUM_THREADS``, or a worker's share of the cores."""
     env = given.get("env")
     own = {**os.environ, **(env if isinstance(env, Mapping) else {})}.get("OMP_NUM_THREADS")
     if isinstance(own, str) and own.isdigit() and int(own):

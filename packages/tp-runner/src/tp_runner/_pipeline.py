@@ -1,4 +1,4 @@
-"""Stages that pass items to each other, each on workers that they share or have for themselves."""
+"""Pipelines: stages that pass items to each other, on shared workers or workers of their own."""
 
 import contextlib
 import copy
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Stages in a row: what one gives is what the next one takes, while all of them work.
+    """Stages in a row, which work at the same time: each one takes the results of the one before.
 
-    Every stage reads only so far ahead as its workers need, so that a slow one holds up those before it,
-    down to the input. Stages that name no devices share one set of workers and take turns on it. A stage with
-    ``devices`` or ``n_workers`` has workers of its own. A pipeline is not changed by adding a stage: a longer
-    one is returned. The workers start with the first stream and end with :meth:`close`.
+    Every stage reads only so far ahead as its workers need. So a slow one holds up those before it, down to
+    the input. Stages that name no devices share one set of workers and take turns on it. A stage with
+    ``devices`` or ``n_workers`` has workers of its own. Adding a stage returns a longer pipeline, and leaves
+    this one unchanged. The workers start with the first stream and end with :meth:`close`.
 
     Args:
-        devices: Those of the workers that stages share, as for a runner.
+        devices: The devices of the shared workers, as for a runner.
         n_workers: How many CPU workers, in place of ``devices``.
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"`` or ``"ray"``.
         ordered: Whether results come in the order of the items or as they come.
-        progress: Whether streams show a table of what is where; "auto" on a terminal or in a notebook.
+        progress: Whether streams show a table of the stages; "auto" on a terminal or in a notebook.
         options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
             ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
 
@@ -77,6 +77,7 @@ class Pipeline:
         self._stages: list[Stage] = []
         self._stats: list[StageStats] = []
         self._pools: dict[int, RunnerPool] = {}  # of each stage
+        # Streams of several threads must not each start the workers.
         self._lock = threading.Lock()
 
     # -- stages --------------------------------------------------------------------------------
@@ -100,9 +101,9 @@ class Pipeline:
             init: Makes the state of a worker, given its device as a string.
             batch: How many items the function gets at once; the last batch may be smaller.
             collate: Makes a batch of a list of items.
-            devices: Those of workers of its own.
+            devices: The devices of workers of its own.
             n_workers: How many CPU workers of its own, in place of ``devices``.
-            name: What it is called; by default like the function.
+            name: Its name; by default the function's.
         """
         return self._add_stage(MAP, function, init, Batching.of(batch, collate), devices, n_workers, name)
 
@@ -154,7 +155,7 @@ class Pipeline:
     # -- streams -------------------------------------------------------------------------------
 
     def stream(self, items: Iterable[Any] | MapStyle[Any]) -> ResultStream[Any]:
-        """Return an iterator over what the last stage gives; closing it early ends all stages.
+        """Return an iterator over the results of the last stage; closing it early ends all stages.
 
         Raises:
             ConfigError: The pipeline has no stage.
@@ -212,7 +213,7 @@ class Pipeline:
     def _results(
         self, place: int, stage: Stage, items: Iterable[Any], runs: list[OpenRun], stats: StageStats
     ) -> Generator[list[Any], None, None]:
-        """Yield lists of what one stage gives, which starts to work when it is first asked."""
+        """Yield lists of the results of one stage, which starts with the first request."""
         run = self._pools[place].open_run(_payloads(place, stage, items, stats), ordered=self._ordered)
         runs.append(run)
         try:
@@ -238,7 +239,7 @@ class Pipeline:
     # -- life ----------------------------------------------------------------------------------
 
     def stats(self) -> tuple[StageStats, ...]:
-        """Return what has gone through each stage of the newest stream so far."""
+        """Return the statistics of each stage of the newest stream so far."""
         return tuple(copy.copy(entry) for entry in self._stats)
 
     def _open(self) -> None:
@@ -246,7 +247,7 @@ class Pipeline:
             if self._pools:
                 return
             numbered = dict(enumerate(self._stages))
-            # Whoever asks does the work, where there are no workers: stages cannot take turns on one pool.
+            # Inline, the thread that asks does the work, and stages cannot take turns on one pool.
             own = {p: s for p, s in numbered.items() if s.devices is not None or self._engine == "inline"}
             shared = {place: stage for place, stage in numbered.items() if place not in own}
             try:
@@ -284,7 +285,7 @@ class Pipeline:
 
 
 def _payloads(place: int, stage: Stage, items: Iterable[Any], stats: StageStats) -> Iterator[tuple[int, Any]]:
-    """Yield what travels to the workers of a stage."""
+    """Yield the items for the workers of a stage, with its place."""
     iterator = iter(as_iterable(items))
     if stage.batching is None:
         for item in iterator:

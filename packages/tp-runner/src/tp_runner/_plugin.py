@@ -1,4 +1,4 @@
-"""Bring the engines and the ``run`` command of this package to the registry."""
+"""The hooks of tp-runner for the registry: its engines and the command ``tp run``."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_engines() -> Iterable[Any]:
-    """Bring ``process``, ``thread``, ``inline`` and ``ray``."""
+    """Return ``process``, ``thread``, ``inline`` and ``ray``."""
     from tp_runner._engines import ENGINES
     from tp_runner._ray import RayEngine
 
@@ -19,7 +19,7 @@ def tp_engines() -> Iterable[Any]:
 
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """Bring ``tp run``."""
+    """Return ``tp run``."""
     return [Command("run", "Run a batch of items through a runner, with resume.", _load_run)]
 
 

@@ -89,7 +89,7 @@ def _terminal_bar(total: int | None) -> Iterator[Show]:
 
 @contextlib.contextmanager
 def _notebook_bar(total: int | None) -> Iterator[Show]:
-    """Show a bar while it moves, and then, whatever has ended it, a line in its place."""
+    """Show a bar while it moves, and after its end, also by an error, a line in its place."""
     output = NotebookOutput()
     move = output.bar("", total)
     words = ""
@@ -109,7 +109,7 @@ def _notebook_bar(total: int | None) -> Iterator[Show]:
 def with_table(
     chunks: Iterator[list[Any]], stages: "Sequence[StageStats]"
 ) -> Generator[list[Any], None, None]:
-    """Yield lists of results, showing what has gone through each stage of a pipeline so far."""
+    """Yield lists of results, showing the statistics of each stage of a pipeline."""
     began = time.monotonic()
 
     def table() -> Table:

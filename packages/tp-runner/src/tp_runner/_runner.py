@@ -85,7 +85,7 @@ class _Runner:
 
     @staticmethod
     def producer_init(device: str, cfg: Any) -> None:
-        """Prepare a worker; what is set on ``cfg`` stays there for the other two."""
+        """Prepare a worker; attributes set on ``cfg`` are there for the other two."""
 
     @staticmethod
     def producer_work(device: str, cfg: Any, data: Any) -> Any:
@@ -95,7 +95,7 @@ class _Runner:
 
     @staticmethod
     def producer_end(device: str, cfg: Any) -> Any:
-        """Finish a worker, before its process ends; what it returns is in :attr:`exit_results`."""
+        """Finish a worker, before its process ends; :attr:`exit_results` has the returned value."""
 
     @staticmethod
     def consumer_init(cfg: Any) -> None:
@@ -170,7 +170,7 @@ class _Runner:
         return self._running().submit(item)
 
     def pause(self) -> None:
-        """Hand out no more items until :meth:`resume`; what workers have already goes on.
+        """Hand out no more items until :meth:`resume`; workers finish the items that they have.
 
         Raises:
             RunnerClosedError: The runner is closed.
@@ -186,7 +186,7 @@ class _Runner:
         self._running().resume()
 
     def cancel(self, *, kill_after_s: float | None = None) -> None:
-        """End every stream: whoever waits for its results gets ``RunCancelledError``.
+        """End every stream: a thread that waits for its results gets ``RunCancelledError``.
 
         Args:
             kill_after_s: Wait so many seconds for workers that are busy with items of those streams, then
@@ -199,7 +199,7 @@ class _Runner:
         self._running().cancel(kill_after_s)
 
     def stats(self) -> RunnerStats:
-        """Return what the workers have done so far.
+        """Return the workers' statistics so far.
 
         Raises:
             RunnerClosedError: The runner is closed.
@@ -208,7 +208,7 @@ class _Runner:
 
     @property
     def exit_results(self) -> list[Any]:
-        """What ``producer_end`` returned in each worker that has ended: after :meth:`close`, in all of them.
+        """The value of ``producer_end`` in each worker that has ended: after :meth:`close`, in all of them.
 
         They are in the order of the workers' numbers; of a worker that was replaced there is one for each
         that took its place, oldest first. One that was killed or stopped has ``None``, as ``producer_end``
@@ -249,7 +249,7 @@ class _Runner:
             self._pool = self._factory.open()
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Finish what was submitted and end the workers with ``producer_end``; again, it does nothing.
+        """Finish the submitted items and end the workers with ``producer_end``; a second call does nothing.
 
         Args:
             timeout_s: Seconds that the workers may take over their end, by default ``end_timeout_s``; those

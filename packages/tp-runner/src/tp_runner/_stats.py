@@ -10,13 +10,13 @@ from typing import Any
 
 from tp_runner._workers._fleet import Timing
 
-MOST_EVENTS = 200_000
+MOST_EVENTS = 200_000  # of a timeline: a long run keeps the newest
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What one worker did since it was started first.
+    """The statistics of one worker since its first start.
 
     Attributes:
         worker: Its number.
@@ -49,7 +49,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class RunnerStats:
-    """What a runner did since its workers were started first.
+    """The statistics of a runner since the first start of its workers.
 
     Attributes:
         delivered: How many results the caller was given.
@@ -80,7 +80,7 @@ class RunnerStats:
 
 @dataclass(slots=True)
 class StageStats:
-    """What went through one stage of a pipeline's newest stream.
+    """The statistics of one stage in a pipeline's newest stream.
 
     Attributes:
         name: Its name.
@@ -109,7 +109,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class StatsCollector:
-    """Adds up what happens.
+    """Collector of the statistics of a pool.
 
     Attributes:
         devices: The workers' devices.

@@ -1,4 +1,4 @@
-"""The iterator of results that callers get, and that their threads may share."""
+"""The iterator of results that callers get and may share between threads."""
 
 import contextlib
 import copy
@@ -27,10 +27,10 @@ class OpenRun(NamedTuple):
 
     Attributes:
         chunks: Neighboring results, list by list.
-        end: Stops their coming; for any thread.
-        cancel: The same, and whoever waits for them gets ``RunCancelledError``; given the seconds after which
+        end: Ends them, from any thread.
+        cancel: Does the same, and waiting threads get ``RunCancelledError``. It takes the seconds after which
             workers that are still busy with them are killed, or ``None``.
-        stats: Returns what the workers did so far.
+        stats: Returns the workers' statistics so far.
     """
 
     chunks: Generator[list[Any], None, None]
@@ -40,10 +40,10 @@ class OpenRun(NamedTuple):
 
 
 class Interruption(list[Any]):
-    """No results, but what a signal handler raised in the wait for some.
+    """The error of a signal handler, in place of a list of results.
 
-    It passes through generators as a list, for an exception would end them; whoever takes results from it
-    gets the exception.
+    It passes through generators as a list, as an exception would end them. Taking results from it raises
+    the error.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -69,14 +69,15 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         # A list's iterator gives each item once to any number of threads. All of them take from this one.
         self._piece: Iterator[Any] = iter(())
         self._fetched: list[Any] | None = None
-        self._lock = threading.RLock()  # who holds it waits for the next list; the same thread may close it
+        # Held in the wait for the next list. Reentrant: a signal handler of that thread may close the stream.
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
-        # In which threads that error was raised. A set of identifiers would do wrong by a thread that
-        # begins when another one has ended: it has the same.
+        # The threads that have raised the error. Not a set of identifiers: a thread that begins after the end
+        # of another one may get the same, and would miss the error.
         self._here = threading.local()
 
     def __iter__(self) -> Iterator[R_co]:  # noqa: PYI034 - each loop gets its own
-        # A chain of its own for each loop: a small result costs next to nothing on its last step.
+        # A chain for each loop: in C, so that small results cost next to nothing here.
         return itertools.chain.from_iterable(_Pieces(self._next_piece))
 
     def __next__(self) -> R_co:
@@ -94,25 +95,26 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         if self._owner != os.getpid():  # before the lock, which a thread of the other process may hold
             raise RunnerClosedError(FORKED.format(owner=self._owner))
         with self._lock:
-            if operator.length_hint(self._piece):  # another thread has brought them
+            if operator.length_hint(self._piece):  # another thread has fetched them
                 return self._piece
             if self._fetched is None:
                 self._fetch()
             if isinstance(self._fetched, Interruption):
                 interruption, self._fetched = self._fetched, None
                 raise interruption.error
-            # Both at once: between two statements a signal handler may raise.
+            # In one statement: between two, a signal handler may raise, and results would be doubled.
             self._piece, self._fetched = iter(self._fetched or ()), None
             return self._piece
 
     def _fetch(self) -> None:
         chunks = self._run.chunks
         try:
-            # A loop stores what it gets before any signal handler can run; an assignment of a call does not.
+            # A loop stores its value before a signal handler can run; the assignment of a call does not, and
+            # a handler that raises would lose the list.
             for self._fetched in chunks:
                 return
         except BaseException as error:
-            if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised out here
+            if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised here
                 self._error, self._here.is_raised = error, True
             raise
         ended_by = self._error
@@ -121,15 +123,15 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
             # Each thread gets a copy where it can: raising an exception writes on it.
             raise copy.copy(ended_by) if isinstance(ended_by, TpError) else ended_by
         if ended_by is not None and not isinstance(ended_by, TpError):
-            # Who has caught what a signal handler raised must not take this for the end of all results.
+            # Where the error of a signal handler was caught, StopIteration would look like a regular end.
             msg = f"this stream has ended with {ended_by!r}"
             raise RunCancelledError(msg)
         raise StopIteration
 
     def close(self) -> None:
-        """Stop; nothing more comes, and the runner can be used further."""
+        """Stop the stream; the runner stays usable."""
         self._run.end()
-        # Another thread that waits for a result holds the lock; it notices, and ends the rest.
+        # Without a wait: a thread that waits for a result holds the lock, and does the rest itself.
         if self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(ValueError):  # called from within, by a signal handler
@@ -138,7 +140,7 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
                 self._lock.release()
 
     def cancel(self, *, kill_after_s: float | None = None) -> None:
-        """Stop, from any thread: whoever waits for a result gets ``RunCancelledError``.
+        """Stop, from any thread: a thread that waits for a result gets ``RunCancelledError``.
 
         Args:
             kill_after_s: Wait so many seconds for workers that are busy with items of this stream, then kill
@@ -150,7 +152,7 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         self._run.cancel(kill_after_s)
 
     def stats(self) -> Any:
-        """Return what the workers have done so far, as ``stats()`` of the runner or the pipeline does.
+        """Return the workers' statistics so far, as ``stats()`` of the runner or the pipeline does.
 
         Raises:
             RunnerClosedError: This is a stream of ``map``, and no result was asked for yet.
@@ -165,7 +167,7 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
 
 
 class _Pieces:
-    """The lists of a stream for a loop's chain, which must see no exception: it would forget the rest."""
+    """The lists of a stream for a loop's chain, without exceptions: after one, a chain forgets the rest."""
 
     def __init__(self, next_piece: Callable[[], Iterator[Any]]) -> None:
         self._next_piece = next_piece

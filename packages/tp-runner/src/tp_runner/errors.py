@@ -43,11 +43,11 @@ class ItemError(TpError):
         worker: The number of the worker, from 0.
         remote_traceback: The traceback in the worker with the chain of its causes, as Python prints it;
             may be empty.
-        type_name: The full name of the type of what was raised there; empty when nothing was.
+        type_name: The full name of the original exception's type; empty when there was none.
     """
 
     original_type: ClassVar[type[Exception] | None] = None
-    """The type of what was raised, where this class is a subclass of it too."""
+    """The type of the original exception, where this class is a subclass of it, too."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ItemError(TpError):
         self.type_name = type_name
 
     def __str__(self) -> str:
-        # Those of KeyError, OSError and others, which an error may be too, say something else.
+        # Not the `__str__` of KeyError or OSError, which an error may be, too: they print other text.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ class RunCancelledError(TpError, CancelledError):
 def make_error(
     kind: type[ItemError], original_type: type[BaseException] | None, message: str, **details: Any
 ) -> ItemError:
-    """Make an error of a kind that is of the type of what was raised too, where that can be."""
+    """Make an error of a kind, and of the type of the original exception, too, where Python allows it."""
     if (
         original_type is not None
         and issubclass(original_type, Exception)
@@ -157,7 +157,7 @@ _combined_class: Callable[..., Any] = functools.lru_cache(maxsize=256)(_make_com
 
 
 def copy_attributes(original: BaseException, error: ItemError) -> None:
-    """Give an error the attributes of what was raised, such as ``errno``; its own stay."""
+    """Copy attributes of the original exception, such as ``errno``, to an error; its own stay."""
     for base in type(original).__mro__:
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
@@ -171,7 +171,7 @@ def copy_attributes(original: BaseException, error: ItemError) -> None:
 def rebuild_error(
     kind: type[ItemError], original_type: type[Exception] | None, args: tuple[Any, ...], state: dict[str, Any]
 ) -> ItemError:
-    """Make an error again, or one of another type too, from what it is made of."""
+    """Make an error again from its parts, also with another original type."""
     error = make_error(kind, original_type, *args)
     error.__dict__.update(state)
     return error

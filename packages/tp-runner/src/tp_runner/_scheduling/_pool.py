@@ -1,7 +1,7 @@
-"""Workers that are running, and what is asked of them: streams, submitted items, pauses, the end.
+"""The pool of running workers: streams, submitted items, pauses, the end.
 
-Any number of runs are open at a time: streams, asynchronous streams, and one for everything that is
-submitted. How they take turns is in :mod:`._scheduler`.
+Any number of runs are open at a time: streams, asynchronous streams, and one for all submitted items.
+They take turns in :mod:`._scheduler`.
 """
 
 import collections
@@ -27,22 +27,22 @@ from tp_runner._stream import FORKED, OpenRun, ResultStream
 from tp_runner._workers._fleet import Fleet, watch
 from tp_runner.errors import RunCancelledError, RunnerClosedError, WorkerDiedError, rebuild_error
 
-# -- Submitted items, each with a future of its result ----------------------------------------
+# -- Submitted items and their futures --------------------------------------------------------
 
 
 class Ticket(NamedTuple):
-    """A future, and whether it raises what the work raised instead of an error about it."""
+    """A future; with ``raise_original`` it raises the work's own error, with ours as its cause."""
 
     future: "Future[Any]"
     raise_original: bool = False
 
 
 def settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
-    """Give a future its result, or the error that stands in its place."""
+    """Give a future its result, or its error."""
     future = ticket.future
     if error is not None and ticket.raise_original and error.__cause__ is not None:
         original, error.__cause__ = error.__cause__, None
-        original.__cause__ = error  # the text has the chain below it
+        original.__cause__ = error  # its text has the chain of causes
         future.set_exception(original)
     elif error is not None:
         fail(ticket, error)
@@ -51,7 +51,7 @@ def settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
 
 
 def fail(ticket: Ticket, error: BaseException) -> None:
-    """Give a future our own error; a death is what those of ``concurrent.futures`` raise, too."""
+    """Give a future our own error; a death is also the error of ``concurrent.futures`` for it."""
     if ticket.raise_original and isinstance(error, WorkerDiedError):
         from concurrent.futures.process import BrokenProcessPool
 
@@ -60,9 +60,9 @@ def fail(ticket: Ticket, error: BaseException) -> None:
 
 
 class Submissions(Source):
-    """The input of a run whose items are submitted one by one, until somebody ends it.
+    """The input of the run of submitted items, until somebody ends it.
 
-    Items are put in line and taken by those who hold the pool's lock.
+    Items are put in line and taken under the pool's lock.
 
     Args:
         max_wait_s: How long an incomplete batch waits for more items; by default it goes at once.
@@ -70,7 +70,7 @@ class Submissions(Source):
     Attributes:
         is_finishing: Whether nothing more may be submitted.
         on_end: Called in its thread when the last future is done.
-        hurry: Has what rests before it is tried again go at once.
+        hurry: Hands out resting items at once, before their delay is over.
     """
 
     def __init__(self, max_wait_s: float | None) -> None:
@@ -132,11 +132,11 @@ class Submissions(Source):
         try:
             for outcomes in steps:
                 outcomes.reverse()
-                while outcomes:  # nothing here may keep a result that its receiver has dropped
+                while outcomes:  # one by one: no variable may keep a result that its receiver has dropped
                     index, result, error = outcomes.pop()
                     settle(self._open.pop(index), result, error)
                     del result, error
-        except BaseException as error:  # noqa: BLE001 - it belongs to those who wait
+        except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.abandon(error)
         else:
             self.abandon(RunnerClosedError("the runner was closed before this item was done"))
@@ -144,7 +144,7 @@ class Submissions(Source):
             self.on_end()
 
     def abandon(self, error: BaseException) -> None:
-        """End; who waits gets ``error``, each a copy: raising an exception writes on it."""
+        """End; each open future gets a copy of ``error``, as raising an exception writes on it."""
         self.is_finishing = self.exhausted = True
         while self._pending:
             _, ticket = self._pending.popleft()
@@ -155,7 +155,7 @@ class Submissions(Source):
             fail(ticket, _copy_of(error))
 
     def cancel_pending(self) -> None:
-        """Cancel what no worker has been given yet."""
+        """Cancel the items that no worker has yet."""
         for _, ticket in self._pending:
             ticket.future.cancel()
 
@@ -211,7 +211,7 @@ class RunnerPool(Pool):
         return ResultStream(self.open_run(items, ordered=ordered))
 
     def open_run(self, items: Iterable[Any], *, ordered: bool | None = None) -> OpenRun:
-        """Return what :meth:`run` does as lists of neighboring results, and what ends them.
+        """Return the run of :meth:`run` as lists of neighboring results, with functions that end it.
 
         Raises:
             RunnerClosedError: The pool is closed.
@@ -219,7 +219,7 @@ class RunnerPool(Pool):
         self._require_open()
         settings = self.settings
         opened: list[Run] = []
-        ended: list[str] = []  # maybe before anybody has asked for the first result
+        ended: list[str] = []  # perhaps before the run is opened, by the first result
 
         def open_one() -> Run:
             source = open_source(
@@ -248,7 +248,7 @@ class RunnerPool(Pool):
     def _end_runs(self, runs: list[Run], reason: str, kill_after_s: float | None = None) -> None:
         self._require_killable(kill_after_s)
         if self._owner != os.getpid():
-            return  # they are another process's, and so is the lock
+            return  # the runs and the lock belong to another process
         with self._lock:
             for run in runs:
                 self._scheduler.end_run(run, RunCancelledError(reason))
@@ -298,16 +298,16 @@ class RunnerPool(Pool):
                 submissions = Submissions(self.settings.max_wait_s)
                 run = self._new_run(submissions, ordered=False, numbered=True, on_error="return")
                 submissions.hurry = run.again.hurry
-                self._submissions = submissions  # now that somebody will settle its futures
+                self._submissions = submissions  # not before: a failed start must leave no future open
                 submissions.serve(self._scheduler.steps(lambda: run))
             future = submissions.submit(item, raise_original=raise_original)
             self._scheduler.dispatch()
             if self.settings.timeout_s is not None or self.settings.max_wait_s is not None:
-                self._scheduler.wake_all()  # there may be something to look at earlier than was known
+                self._scheduler.wake_all()  # the waiting thread may have to wake up earlier now
             return future
 
     def cancel_submitted(self) -> None:
-        """Cancel the futures of items that no worker has been given yet."""
+        """Cancel the futures of items that no worker has yet."""
         with self._lock:
             if self._submissions is not None:
                 self._submissions.cancel_pending()
@@ -323,11 +323,11 @@ class RunnerPool(Pool):
         return future
 
     def pause(self) -> None:
-        """Hand out no more items until :meth:`resume`; results of those on their way still come."""
+        """Hand out no more items until :meth:`resume`; items on their way still give results."""
         self._scheduler.is_paused = True
 
     def resume(self) -> None:
-        """Go on handing out items."""
+        """Hand out items again."""
         self._require_owner()
         with self._lock:
             self._scheduler.is_paused = False
@@ -341,11 +341,11 @@ class RunnerPool(Pool):
         self._end_runs(runs, "the call was cancelled", kill_after_s)
 
     def stats(self) -> RunnerStats:
-        """Return what the workers did so far."""
+        """Return the workers' statistics so far."""
         return self._scheduler.collector.snapshot(self.fleet.where)
 
     def exit_results(self) -> list[Any]:
-        """Return what the ends of the workers returned that have ended so far, by worker."""
+        """Return the values of the workers' ends so far, by worker."""
         return self.fleet.exit_results()
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
@@ -373,7 +373,7 @@ class RunnerPool(Pool):
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Finish what was submitted, end all streams and the workers; again, it does nothing.
+        """Finish the submitted items, end all streams and the workers; a second call does nothing.
 
         Args:
             timeout_s: How long the workers may take over their end, by default ``end_timeout_s``; 0 ends
@@ -399,8 +399,8 @@ class RunnerPool(Pool):
         self.close(timeout_s=0.0)
 
     def drop(self) -> None:
-        """End the workers when what was submitted is done; nobody else will use the pool."""
-        # Closed first: a runner may be collected when the program has ended and this module's names are gone.
+        """End the workers after the submitted items; nobody else will use the pool."""
+        # `_is_closing` first: a runner may be collected after the program's end, when `os` has no names.
         if self._is_closing or self._owner != os.getpid():
             return
         with self._lock:
@@ -414,7 +414,7 @@ class RunnerPool(Pool):
             self._finish(submissions)
 
     def at_exit(self) -> None:
-        """Finish what was submitted, as ``concurrent.futures`` does at the end of a program."""
+        """Finish the submitted items, as ``concurrent.futures`` does at the end of a program."""
         try:
             if self._owner == os.getpid() and self._submissions is not None:
                 self._finish(self._submissions)
@@ -433,11 +433,11 @@ class RunnerPool(Pool):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` or :meth:`drop` was called."""
+        """``True`` after :meth:`close` or :meth:`drop`."""
         return self._is_closing or self._is_dropped
 
     def _require_owner(self) -> None:
-        # Before the lock: a thread that is not in this copy of the process may have held it.
+        # Before the lock: a thread that this forked copy lacks may have held it, and nobody would release it.
         if self._owner != os.getpid() and not self.fleet.direct:
             raise RunnerClosedError(FORKED.format(owner=self._owner))
 

@@ -1,4 +1,4 @@
-"""The policy for chunks that did not come back whole: facts in, a decision out; and the queue of retries."""
+"""The retry policy for failed chunks, a pure function of facts; and the queue of retries."""
 
 import collections
 import heapq
@@ -18,13 +18,13 @@ from tp_runner._workers._fleet import Chunk, Died, failure_of_death
 from tp_runner._workers._pickling import explain_not_picklable, short_repr
 
 MOST_DEATHS = 3
-"""An item that was being worked on in so many deaths is not tried again."""
+"""After so many deaths of workers at work on it, an item is not tried again."""
 
 MOST_DELAYS = 16
-"""An item rests so many times as long as ``retry_delay_s`` says, at most."""
+"""The longest rest of an item, in multiples of ``retry_delay_s``."""
 
 MOST_FAILED_STARTS = 3
-"""A worker that ended so often in a row before it was ready is not started again."""
+"""After so many ends in a row before it was ready, a worker is not started again."""
 
 
 class Part(NamedTuple):
@@ -48,30 +48,30 @@ class Part(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The chunk is done; some of its results are failures."""
+    """Decision: the chunk is done; some of its results are failures."""
 
     results: list[Any]
 
 
 class Split(NamedTuple):
-    """Parts of the chunk are handled on their own; ``results`` has those of the other items."""
+    """Decision: parts of the chunk are handled alone; ``results`` has the results of the other items."""
 
     parts: list[Part]
     results: list[Any] | None = None
 
 
 class Resend(NamedTuple):
-    """The chunk goes out again as it is."""
+    """Decision: the chunk is sent again, unchanged."""
 
 
 Decision = Finish | Split | Resend
 
 
 class Death(NamedTuple):
-    """The end of a worker, as the policy sees it.
+    """The facts of a worker's end.
 
     Attributes:
-        event: What the fleet reported.
+        event: The fleet's event.
         current: The number of the chunk to blame and the place in it; ``None`` for none.
         is_timeout: Whether the worker was killed because an item took too long.
         is_revived: Whether it was started again.
@@ -165,11 +165,11 @@ def death_failure(death: Death) -> Failure:
 def outcome_of(
     chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
 ) -> tuple[list[Any], BaseException | None]:
-    """Return what to give for a finished chunk, and what to raise after it.
+    """Return the results of a finished chunk, and the error to raise after them.
 
     Args:
         chunk: The chunk.
-        devices: Those of the workers.
+        devices: The workers' devices.
         raises: Whether its first failure is raised, or each one given in its item's place.
         numbered: Whether to give each result as the place of its item, the result and its error.
     """
@@ -203,7 +203,7 @@ def _delay_s(chunk: Chunk, settings: Settings) -> float:
 
 
 class RetryQueue:
-    """Chunks that are to be handed out again: some at once, others when they have rested.
+    """Chunks to hand out again: some at once, others after a rest.
 
     Args:
         clock: Returns the time in seconds.
@@ -223,17 +223,17 @@ class RetryQueue:
             self._ready.append(chunk)
 
     def take(self) -> Chunk | None:
-        """Return the next one that is ready."""
+        """Return the next chunk that is ready."""
         while self._resting and (self._is_hurried or self._resting[0][0] <= self._clock()):
             self._ready.append(heapq.heappop(self._resting)[2])
         return self._ready.popleft() if self._ready else None
 
     def seconds_until_due(self) -> float | None:
-        """Return in how many seconds the next one has rested; ``None`` if none does."""
+        """Return in how many seconds the next chunk has rested; ``None`` if none rests."""
         return max(0.0, self._resting[0][0] - self._clock()) if self._resting else None
 
     def hurry(self) -> None:
-        """Let none rest any more."""
+        """End all rests, and allow no more: a runner that closes does not wait for them."""
         self._is_hurried = True
 
     def clear(self) -> None:

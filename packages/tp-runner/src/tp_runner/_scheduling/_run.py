@@ -26,22 +26,22 @@ from tp_runner._scheduling._source import Source
 from tp_runner._workers._failure import Failure, failure_to_error
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
 
-# -- How many items travel together, and how much of one run may be on its way ----------------
+# -- Sizes of chunks, and bounds of what is on its way ----------------------------------------
 
 TARGET_S = 2e-3
-"""Work aimed at in one chunk: some tens of times what the journey costs."""
+"""Target for the work of one chunk: some tens of times the cost of its journey."""
 FLOOR_S = 2e-4
 """At the end of the input chunks shrink, so that workers end together, but not below this."""
 MOST_BYTES = 1 << 20
 """With more, a chunk would no longer stay in the caches of the processor that works on it."""
 FEW = 3
-"""So many large items travel together all the same, if they have no more than four times as much: what the
-journey costs beyond the copying is worth sharing."""
+"""So many large items still travel together, if they have no more than four times as many bytes: they share
+the cost of the journey beyond the copying."""
 MOST_ITEMS = 8192
 LONG_S = 5e-3
 """A chunk with more work than this is handed to an idle worker only, or while the end is far."""
 JOURNEY_MATTERS_S = 50e-3
-"""Beyond this, half a millisecond of waiting for the next chunk does not matter."""
+"""With more work, half a millisecond of waiting for the next chunk does not matter."""
 FAR_FROM_END = 8
 """With so many chunks left for each worker, one behind a slow item is done before the others end."""
 SLOW_CONSUMER = 0.9
@@ -49,7 +49,7 @@ SLOW_CONSUMER = 0.9
 
 
 class Chunking:
-    """Follows the measured time and size of the items.
+    """The sizes of a run's chunks, by the measured time and size of its items.
 
     Attributes:
         size: How many items the next chunk should have.
@@ -66,17 +66,17 @@ class Chunking:
         self._since = time.monotonic()
 
     def consumed(self, seconds: float) -> None:
-        """Note how long the consumer took over what it was given."""
+        """Note how long the consumer took for its results."""
         if not self._consumer_s:
             self._since = time.monotonic() - seconds
         self._consumer_s += seconds
 
     def waits_for_consumer(self) -> bool:
-        """Return whether most of the time goes by in the consumer, so that workers have time to spare."""
+        """Return whether the consumer takes most of the time, so that workers have time to spare."""
         return self._consumer_s > 0.5 * (time.monotonic() - self._since)
 
     def learn(self, n_items: int, worked_s: float, nbytes: int) -> None:
-        """Note what a finished chunk took."""
+        """Note the time and bytes of a finished chunk."""
         item_s = worked_s / n_items
         self._item_s = item_s if not self._item_s else 0.7 * self._item_s + 0.3 * item_s
         self.bytes_per_item = max(nbytes / n_items, 0.9 * self.bytes_per_item)
@@ -111,35 +111,35 @@ class Chunking:
         return min(self.size, self._round_size(fair))
 
     def is_long(self) -> bool:
-        """Return whether a chunk takes long, or nobody knows yet."""
+        """Return whether a chunk takes long, or is not measured yet."""
         expected_s = self._item_s * self.size
         return not expected_s or expected_s > LONG_S
 
     def credits(self, remaining: int | None, n_workers: int) -> int:
         """Return how many chunks one worker may have been given at a time, given how many items are left."""
         if self.is_long():
-            # Unless the caller comes by so rarely that workers would wait for it.
+            # Two where the caller asks so rarely that workers would wait for it.
             return 2 if self.waits_for_consumer() or self._may_wait(remaining, n_workers) else 1
         # Chunks on their way should fit into the processors' caches.
         is_large = self.bytes_per_item * self.size > MOST_BYTES / 2
         return 2 if is_large or self._item_s * self.size > TARGET_S / 4 else 3
 
     def _may_wait(self, remaining: int | None, n_workers: int) -> bool:
-        """Return whether a chunk may wait behind one that takes long, and nobody ends later for it."""
+        """Return whether a chunk may wait behind a long one without a later end of the run."""
         if remaining is None or remaining < FAR_FROM_END * n_workers * self.size:
             return False
         return 0 < self._item_s * self.size < JOURNEY_MATTERS_S
 
 
 CHUNKS_PER_WORKER = 16
-"""So many chunks may be on their way or waiting for their turn, for each worker: enough for the
-workers to go on while a slow item holds up those behind it."""
+"""So many chunks may be on their way or waiting for their turn, for each worker: enough to keep the
+workers busy while a slow item holds up the results behind it."""
 FEW_CHUNKS = 4
-"""The same while it is the consumer that everybody waits for."""
+"""The same while everybody waits for the consumer."""
 
 
 class Bounds:
-    """Counts what is on its way, and says how large the next chunk may be.
+    """The bounds of a run: its chunks on their way, and the size of the next one.
 
     Args:
         settings: How the runner is run.
@@ -147,7 +147,7 @@ class Bounds:
 
     Attributes:
         n_chunks: How many chunks are on their way, or wait for their turn.
-        nbytes: What they take.
+        nbytes: Their bytes.
         whole: Items travel in multiples of so many: in batches, where there are some.
         chunking: How many items travel together.
     """
@@ -167,7 +167,7 @@ class Bounds:
         self.chunking = Chunking(whole=self.whole, most=max(most, self.whole))
 
     def add(self, chunk: Chunk) -> None:
-        """Count a new chunk, whose size in bytes nobody knows yet, as a rule."""
+        """Count a new chunk; its size in bytes is unknown before it is sent, as a rule."""
         self._n_items += len(chunk.items)
         self.nbytes += chunk.nbytes
         self.n_chunks += 1
@@ -205,16 +205,16 @@ class Bounds:
         return n_items if n_items >= self.whole else 0
 
 
-# -- Which worker has been given what ---------------------------------------------------------
+# -- Chunks with the workers ------------------------------------------------------------------
 
 LATE_S = 0.01
-"""After so long without a word a worker is not as quick as it was thought to be."""
+"""After so long without an answer a worker's chunks are not as short as expected."""
 
 _NONE = (0, 0)
 
 
 class Assignments:
-    """The chunks that workers have been given and not answered yet, of every run.
+    """The chunks of all runs that are with workers.
 
     Args:
         fleet: The workers.
@@ -251,14 +251,15 @@ class Assignments:
         own, own_long = self._counts.get((worker, run), _NONE)
         if own == self._loads[worker]:
             return own < most
-        # Behind chunks of other runs only where those are short, and as good as their word: who waits
-        # for a result must not wait for somebody else's long item while another worker is free.
+        # Behind chunks of other runs only where those are short, and were so far: a stream must not wait for
+        # another stream's long item while a worker is free
+        # (test_a_long_stream_does_not_keep_a_short_one_waiting).
         is_late = time.monotonic() - self._since[worker] > LATE_S
         return own < most and own_long == self._n_long[worker] and not is_late
 
     def send(self, worker: int, chunk: Chunk) -> None:
         """Hand a chunk to a worker."""
-        chunk.sent += 1  # before a thread can look at it
+        chunk.sent += 1  # before the send: a thread worker reads it at once
         try:
             self._fleet.send(worker, chunk)
         except BaseException:
@@ -294,7 +295,7 @@ class Assignments:
         key = worker, chunk.run
         n_chunks, n_long = self._counts.pop(key, _NONE)
         n_chunks, n_long = n_chunks + by, n_long + by * chunk.is_long
-        if n_chunks:  # runs come and go: nothing is kept of those that have none here
+        if n_chunks:  # runs come and go: no entry stays of those without chunks here
             self._counts[key] = n_chunks, n_long
         self._loads[worker] += by
         self._n_long[worker] += by * chunk.is_long
@@ -308,7 +309,7 @@ class Assignments:
         return [worker for worker in range(len(self._loads)) if (worker, run) in self._counts]
 
     def busy_with(self, runs: Container[int]) -> set[int]:
-        """Return the workers that are at work on one of some runs: each does first what it got first."""
+        """Return the workers at work on one of some runs: each works on its oldest chunk first."""
         first: dict[int, int] = {}
         for worker, chunk in self._inflight.values():
             first.setdefault(worker, chunk.run)
@@ -320,11 +321,11 @@ class Assignments:
 
 
 PERIOD_S = 0.1
-"""How often the memory of a worker is looked at, at most."""
+"""The shortest time between two checks of a worker's memory."""
 
 
 class Recycling:
-    """Counts what each worker was given since it was started, and has it retire in time.
+    """The limits of each worker's life: its items and memory since its start; it retires in time.
 
     Args:
         fleet: The workers.
@@ -343,14 +344,14 @@ class Recycling:
         return None if self._most_items is None else self._most_items - self._n_items[worker]
 
     def on_sent(self, worker: int, n_items: int) -> None:
-        """Note what a worker was given."""
+        """Note the items that a worker was given."""
         if self._most_items is not None:
             self._n_items[worker] += n_items
             if self._n_items[worker] >= self._most_items:
                 self._fleet.retire(worker)
 
     def on_done(self, worker: int) -> None:
-        """Look at a worker that has done something."""
+        """Check the memory of a worker that has finished a chunk."""
         if self._most_bytes is None or time.monotonic() - self._looked[worker] < PERIOD_S:
             return
         self._looked[worker] = time.monotonic()
@@ -364,12 +365,12 @@ class Recycling:
 
 
 class Run:
-    """The state of one pass. It waits for nothing and locks nothing: the pool does.
+    """The state of one pass. It waits for nothing and locks nothing: the scheduler does both.
 
     Args:
         source: The input.
         fleet: The workers.
-        assignments: What they have been given.
+        assignments: Their chunks.
         settings: How the runner is run.
         number: This run's number.
         ordered: Whether results come in the order of the items.
@@ -377,7 +378,7 @@ class Run:
         on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
 
     Attributes:
-        again: What is to be handed out again.
+        again: Chunks to hand out again.
     """
 
     def __init__(
@@ -412,15 +413,15 @@ class Run:
     # -- the consumer's side -------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise why this run was ended from outside, if it was."""
+        """Raise the reason why this run was ended from outside, if it was."""
         if self._ended_by is not None:
             raise self._ended_by
 
     def is_over(self) -> bool:
-        """Return whether everything was given; raises what ended the run otherwise.
+        """Return whether all results were given.
 
         Raises:
-            Exception: What the input raised, or why no worker is left.
+            Exception: The input raised it, or no worker is left.
         """
         if self._fatal is not None and (not self._bounds.n_chunks or not self._ordered):
             raise self._fatal
@@ -437,7 +438,7 @@ class Run:
         return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
 
     def awaits_results(self) -> bool:
-        """Return whether something is on its way, or may still come from the input."""
+        """Return whether chunks are on their way, or items may still come from the input."""
         return bool(self._bounds.n_chunks or not self.source.exhausted)
 
     def next_finished(self) -> Chunk | None:
@@ -459,12 +460,12 @@ class Run:
         return self._bounds.remove(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
-        """Return what to give for a finished chunk, and what to raise after it."""
+        """Return the results of a finished chunk, and the error to raise after them."""
         raises = self._on_error == "raise"
         return outcome_of(chunk, self._fleet.devices, raises=raises, numbered=self._numbered)
 
     def end(self, reason: TpError | None = None) -> None:
-        """Stop; what the workers still do is thrown away when it comes."""
+        """Stop; later results of the workers are dropped."""
         if reason is not None and self._ended_by is None:
             self._ended_by = reason
         self.is_stopping = True
@@ -479,7 +480,7 @@ class Run:
         return self._bounds.credits(self.source.remaining)
 
     def next_chunk(self, most: int | None = None) -> Chunk | None:
-        """Return what goes to a worker next, if this run's bounds allow it.
+        """Return the next chunk for a worker, if this run's bounds allow one.
 
         Args:
             most: How many items it should have at most, if they have not been sent before.
@@ -540,7 +541,7 @@ class Run:
             self._fail(failure, index=held[0] if held else None)
 
     def on_failed_start(self, chunks: list[Chunk], died: Died, failure: Failure) -> None:
-        """Note that a worker could not be started again: the run cannot go on as it was meant to."""
+        """Fail the run: a worker could not be started again, and the run has lost what it asked for."""
         failure.worker = died.worker
         for chunk in chunks:
             self._apply(chunk, Finish([failure] * len(chunk.items)))
@@ -563,7 +564,7 @@ class Run:
             self.again.append(chunk)
 
     def _split(self, chunk: Chunk, split: Split) -> None:
-        """Put parts of a chunk in line again; parts of parts belong to the whole chunk."""
+        """Queue parts of a chunk again; parts of parts belong to the whole chunk."""
         if not self._ordered:
             self._scatter(chunk, split)
             return
@@ -585,7 +586,7 @@ class Run:
             )
 
     def _scatter(self, chunk: Chunk, split: Split) -> None:
-        """Make chunks of their own of all parts: where there is no order, none waits for another one."""
+        """Make a chunk of each part: without an order, no result waits for another one."""
         self._bounds.remove(chunk)
         at = 0
         for part in (*split.parts, Part(len(chunk.items), len(chunk.items))):
@@ -627,7 +628,7 @@ class Run:
         if not self._ordered:
             self._queue.append(whole)
         if whole.failed and self._on_error == "raise":
-            # Nothing beyond a failure is asked for; what is before it still is.
+            # No new items after a failure; results before it still come.
             self.source.close()
             self.source.exhausted = True
             if not self._ordered:

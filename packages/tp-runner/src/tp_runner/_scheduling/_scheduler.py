@@ -1,7 +1,7 @@
-"""Hand out chunks and take in answers, for all runs of a pool: done by the threads that wait for results.
+"""The scheduler of all runs of a pool: the threads that wait for results hand out chunks and take in answers.
 
-There is no thread that schedules. One of those who wait sleeps on the workers' pipes, with the lock open; the
-others wait for its notice.
+There is no thread of its own. One of the waiting threads sleeps on the workers' pipes, without the lock; the
+others sleep on a condition, until it notifies them.
 """
 
 import collections
@@ -27,9 +27,9 @@ class Scheduler:
     """Runs that take turns on a fleet of workers.
 
     Attributes:
-        lock: Guards everything here. Waiting for the workers happens outside of it, in one thread.
+        lock: Guards everything here. One thread waits for the workers, without it.
         runs: Those that are open.
-        collector: What the workers did.
+        collector: The workers' statistics.
         is_paused: Whether no more items are handed out.
     """
 
@@ -39,9 +39,8 @@ class Scheduler:
         self.is_paused = False
         self.collector = StatsCollector(fleet.devices, settings.timeline)
         self.runs: collections.deque[Run] = collections.deque()
-        self.lock = (
-            threading.RLock()
-        )  # reentrant: a signal handler of the thread that has it may close a stream
+        # Reentrant: a signal handler may close a stream in the thread that holds it.
+        self.lock = threading.RLock()
         self._assignments = Assignments(fleet)
         self._recycling = Recycling(fleet, settings)
         self._restarts_left = settings.max_restarts
@@ -99,16 +98,17 @@ class Scheduler:
         except BaseException as error:
             if isinstance(error, TpError | GeneratorExit) or error is run.source.error:
                 raise
-            # A signal handler has raised, maybe between reading a message and acting on it.
+            # A signal handler has raised, perhaps between reading a message and acting on it: other runs send
+            # their items again (test_an_interrupt_of_one_stream_loses_nothing_of_another).
             self.reset()
             raise
         finally:
-            given.clear()  # whoever holds a list that was not read to its end reads no further
-            if self._owner == os.getpid():  # in a copy of this process the lock and the pipes are not ours
+            given.clear()  # the receiver of a list reads no further after the end
+            if self._owner == os.getpid():  # a forked copy must not touch the lock and the pipes
                 self.end_run(run)
 
     def end_run(self, run: Run, reason: TpError | None = None) -> None:
-        """Stop a run; what its items at work see is that they are cancelled."""
+        """Stop a run; its items at work become cancelled."""
         with self.lock:
             run.end(reason)
             if run in self.runs:
@@ -118,7 +118,7 @@ class Scheduler:
             self.wake_all()
 
     def kill_busy(self, runs: list[Run], kill_after_s: float) -> None:
-        """Wait until no worker is busy with items of runs that have ended; kill those that are in the end."""
+        """Wait until no worker is busy with items of ended runs; kill those that still are after the wait."""
         numbers = {run.number for run in runs}
         deadline = time.monotonic() + kill_after_s
         with self.lock:
@@ -127,7 +127,7 @@ class Scheduler:
                 if left_s <= 0:
                     for worker in busy.difference(self._late):
                         started = self.fleet.started(worker)
-                        # As with a timeout: not counted among the restarts, and nobody else's fault.
+                        # As with a timeout: it takes none of max_restarts, and blames no item of another run.
                         self._late[worker] = 0.0 if started is None else started[1]
                         self.fleet.kill(worker)
                 interrupted = self._wait(left_s if left_s > 0 else None)
@@ -135,7 +135,7 @@ class Scheduler:
                     raise interrupted
 
     def _step(self, run: Run) -> tuple[list[Any], BaseException | None] | None:
-        """Return the next results of a run, and what to raise after them; ``None`` at its end."""
+        """Return the next results of a run, and the error to raise after them; ``None`` at its end."""
         with self.lock:
             while True:
                 run.check()
@@ -163,7 +163,7 @@ class Scheduler:
         fleet, assignments, runs = self.fleet, self._assignments, self.runs
         most = fleet.most_credits
         idle = 0  # so many runs in a row had nothing to hand out
-        is_news = False  # another thread may wait for what becomes of a run here
+        is_news = False  # a run changes here, and another thread may wait for it
         while idle < len(runs) and not self.is_paused:
             run = runs[0]
             runs.rotate(-1)
@@ -184,7 +184,7 @@ class Scheduler:
                 run.on_pickling_error(chunk, error)
                 is_news = True
             except BaseException:
-                run.again.append(chunk)  # an interrupt, which must not lose it
+                run.again.append(chunk)  # an interrupt must not lose the chunk
                 raise
             else:
                 run.on_sent(chunk, before)
@@ -196,7 +196,7 @@ class Scheduler:
         """Wait until something may have happened, with the lock open; at most ``most_s`` seconds.
 
         Returns:
-            What a signal handler raised meanwhile, which has disturbed nothing.
+            The error of a signal handler meanwhile, which has disturbed nothing.
         """
         timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
         interrupted: BaseException | None = None
@@ -209,9 +209,10 @@ class Scheduler:
                 self.fleet.wait(timeout_s)
             else:
                 self._changed.wait(timeout_s)
-        except BaseException as error:  # noqa: BLE001 - whatever a handler raised
+        except BaseException as error:  # noqa: BLE001 - a handler may raise anything
             interrupted = error
-        # Handlers may raise here, and where a condition takes the lock back; without it nothing may end.
+        # Handlers may raise here, and where Condition.wait takes the lock back. The callers' `with` blocks
+        # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills).
         while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
             try:
                 self.lock.acquire()
@@ -220,10 +221,10 @@ class Scheduler:
         if is_waiter:
             self._waiter = others
             self._changed.notify_all()
-            if others is not None:  # the wait below must see what this one has taken
+            if others is not None:  # the interrupted wait of this thread must see the events of this one
                 self.fleet.wake()
         if interrupted is not None:
-            # An interrupt ends the stream; and where the wait is the work, it was disturbed.
+            # An interrupt ends the stream. Inline, the wait is the work, and was disturbed by any error.
             if self.fleet.direct or not isinstance(interrupted, Exception):
                 raise interrupted
             return interrupted
@@ -232,7 +233,7 @@ class Scheduler:
         return None
 
     def wake_all(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all waiting threads."""
         self._changed.notify_all()
         if self._waiter is not None:
             self.fleet.wake()
@@ -247,7 +248,7 @@ class Scheduler:
                 if chunk is not None:
                     self._recycling.on_done(event.worker)
                     self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
-                    if chunk.run in runs:  # or it was ended, and nobody wants this any more
+                    if chunk.run in runs:  # or the run has ended
                         runs[chunk.run].on_done(chunk, event)
             elif isinstance(event, Died):
                 self._on_death(event)
@@ -270,7 +271,7 @@ class Scheduler:
         is_revived = began is not None or self._takes_restart(died)
         if is_revived:
             self.fleet.revive(worker)
-        # The item for which a late worker was killed may just have ended: nobody is to blame then.
+        # The late item may have ended just before the kill: then no item is to blame.
         is_blameless = began is not None and died.began != began
         death = Death(
             died,
@@ -283,11 +284,11 @@ class Scheduler:
         for run in self.runs:
             run.on_worker_death(_chunks_of(run, chunks), death)
             if not died.was_ready and death.any_alive and not self.settings.max_restarts:
-                # Maybe it held nothing; but no run may lose workers that were asked for unnoticed.
+                # Perhaps it held nothing; but no run may lose a worker unnoticed.
                 run.on_failed_start([], died, failure_of_death(died))
 
     def _takes_restart(self, died: Died) -> bool:
-        """Return whether a dead worker may be started again, which is one restart less then."""
+        """Return whether a dead worker may be started again, and count the restart."""
         worker = died.worker
         self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
         may = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
@@ -295,7 +296,7 @@ class Scheduler:
         return may
 
     def _seconds_until_due(self) -> float | None:
-        """Return in how many seconds somebody must look, whatever happens."""
+        """Return after how many seconds a wait must end, without any event."""
         waits = [
             wait
             for run in self.runs
@@ -312,7 +313,7 @@ class Scheduler:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _check_timeouts(self) -> None:
-        """Kill workers whose item has taken too long."""
+        """Kill workers with an item that has taken too long."""
         limit = self.settings.timeout_s
         if limit is None:
             return
@@ -324,7 +325,7 @@ class Scheduler:
                 self.fleet.kill(worker)
 
     def reset(self) -> None:
-        """Throw away what is on its way; runs other than the interrupted one start over with it."""
+        """Drop all chunks on their way; runs other than the interrupted one send theirs again."""
         with self.lock:
             self.fleet.reset()
             self._late.clear()
@@ -340,6 +341,7 @@ class Scheduler:
         with self.lock:
             for run in [*self.runs]:
                 self.end_run(run, reason())
+            # Not under the feet of a thread that sleeps on the workers' pipes: they are closed below.
             while self._waiter not in {None, threading.get_ident()}:
                 self.wake_all()
                 self._changed.wait(0.1)

@@ -1,4 +1,4 @@
-"""Reading the input: at once where that cannot block, in a thread of its own where it can."""
+"""The input: read in the caller's thread where reading cannot block, in a thread of its own elsewhere."""
 
 import abc
 import collections
@@ -13,7 +13,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class MapStyle(Protocol[T_co]):
-    """A dataset that has a length and places, as those of torch: it need not be iterable."""
+    """A dataset with a length and places, as in torch: it need not be iterable."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, place: int, /) -> T_co: ...
@@ -30,7 +30,7 @@ _INSTANT = (
     itertools.count,
 )
 _INSTANT_OF_OTHERS = {("numpy", "ndarray"), ("sqlite3", "Cursor")}
-"""Types that nobody need import: arrays, and what only the thread that made it may read."""
+"""Types of packages that are not imported here: arrays, and cursors, which only their own thread may read."""
 
 OTHER_THREAD = (
     "the input is read in a thread of its own, so that results flow while it waits: open what belongs to one "
@@ -44,7 +44,7 @@ class Source(abc.ABC):
     Attributes:
         remaining: How many are left; ``None`` when nobody knows.
         exhausted: Whether there will be no more.
-        error: What reading them raised; there are no more after it.
+        error: The error of reading them; there are no more after it.
     """
 
     remaining: int | None = None
@@ -55,7 +55,7 @@ class Source(abc.ABC):
     def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
         """Return up to ``n_items`` that are there now; as many as a multiple of ``whole`` allows.
 
-        What does not make up a whole is returned when no more will come, or in good time.
+        An incomplete batch is returned when no more items will come, or after ``max_wait_s``.
         """
 
     def seconds_until_due(self) -> float | None:
@@ -67,7 +67,7 @@ class Source(abc.ABC):
 
 
 class Direct(Source):
-    """Reads in the caller's thread."""
+    """Input that is read in the caller's thread."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._iterator = iter(items)
@@ -89,11 +89,11 @@ class Direct(Source):
 
 
 class Feeder(Source):
-    """Reads in a thread, so that results flow while the input blocks.
+    """Input that is read in a thread, so that results flow while it blocks.
 
     Args:
         items: What to read.
-        wake: Called when items have come that were waited for.
+        wake: Called when the awaited items have come.
         max_wait_s: How long an incomplete batch waits.
     """
 
@@ -119,7 +119,7 @@ class Feeder(Source):
     def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
         self._want(max(2 * n_items, whole))
         buffer = self._buffer
-        ended = self._ended  # before the buffer is looked at: the last item comes before the end
+        ended = self._ended  # read before the buffer: the reader sets it after the last item
         n_there = min(len(buffer), n_items)
         n_taken = n_there - n_there % whole
         if n_taken < n_there and (ended or self._overdue()):
@@ -129,7 +129,7 @@ class Feeder(Source):
             if ended and not buffer:
                 self.exhausted = True
             elif len(buffer) >= max(whole, 1) or (self._ended and buffer):
-                return self.take(n_items, whole=whole)  # they came in this moment
+                return self.take(n_items, whole=whole)  # they came meanwhile, without a wake
             return []
         pop = buffer.popleft
         items = [pop() for _ in range(n_taken)]
@@ -141,7 +141,7 @@ class Feeder(Source):
     def seconds_until_due(self) -> float | None:
         if self._max_wait_s is None or not self._buffer:
             return None
-        if self._oldest is None:  # one came just when the last one was taken, and nobody noted it
+        if self._oldest is None:  # an item came while the last one was taken, and its time was not noted
             self._oldest = time.monotonic()
         return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
 
@@ -204,9 +204,9 @@ def open_source(
 
 
 def as_iterable(items: Any) -> Iterable[Any]:
-    """Return an iterable over items; a dataset without an iterator of its own is gone through by its length.
+    """Return an iterable over items; a dataset without an iterator is read by its length.
 
-    Python would ask such a one for items until it raises IndexError, which most never do.
+    Python would read such a dataset until it raises IndexError, which most never do.
     """
     if hasattr(items, "__iter__") or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         return items  # type: ignore[no-any-return]  # whatever it is: iter() says it if it is none
@@ -229,7 +229,7 @@ def _name(items: Any) -> tuple[str, str]:
 
 
 def length_of(items: Any) -> int | None:
-    """Return how many items there are, where that is known beforehand."""
+    """Return how many items there are, where it is known beforehand."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
