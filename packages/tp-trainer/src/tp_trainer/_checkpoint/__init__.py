@@ -1,4 +1,4 @@
-"""Checkpoints: what a run is made of, in folders that are whole or not there."""
+"""Checkpoints: the whole state of a run, in folders that exist completely or not at all."""
 
 import os
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from tp_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Where, when and how many checkpoints of a run are kept.
+    """The folder, the times and the number of a run's checkpoints.
 
-    A checkpoint holds all that the run is made of: model, optimizer, scheduler, loss scaler, position
-    in the data, random generators of every rank, metrics. A run that is resumed from it goes on as if
-    it had never ended, bit for bit, on the same machine with the same number of ranks.
+    A checkpoint holds the whole state of the run: model, optimizer, scheduler, loss scaler, position in the
+    data, random generators of every rank, metrics. A resumed run continues bit for bit as if it had never
+    stopped, on the same machine with the same number of ranks.
 
     Attributes:
-        folder: Holds one folder for each checkpoint; all ranks must see it, and one run at a time writes
-            there. A relative one is taken from where the process stands when `fit` is called.
-        every_steps: Save after so many optimizer steps.
-        every_s: Save when the last one is so many seconds old.
-        every_epochs: Save after so many epochs; ``None`` for never. The end is always saved.
-        keep: How many of the newest are kept; damaged ones do not count.
-        best: A metric of validation or training, such as "val_loss" or "accuracy"; the checkpoint
-            where it was best is kept beside the newest.
+        folder: Holds one folder for each checkpoint. All ranks must see it, and one run at a time writes
+            there. A relative path starts at the working folder of the call of `fit`.
+        every_steps: Save after every so many optimizer steps.
+        every_s: Save when the last checkpoint is so many seconds old.
+        every_epochs: Save after every so many epochs; ``None`` for never. The end is always saved.
+        keep: How many of the newest checkpoints to keep; damaged ones do not count.
+        best: A metric of validation or training, such as "val_loss" or "accuracy". The checkpoint with its
+            best value is kept beside the newest.
         mode: Whether "min" or "max" of that metric is the best.
-        background: Write in a thread, of each rank where the state is split over them: training waits
+        background: Write in a thread; if the state is sharded, in a thread of each rank. Training waits
             only until the state is copied.
-        replay: Let a loader that cannot be put at a position read what is before it again.
+        replay: Let a loader without positions read the batches before the checkpoint's position again.
 
     Raises:
         ConfigError: A number is out of its range.

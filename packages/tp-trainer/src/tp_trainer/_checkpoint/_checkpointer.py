@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run when they are due, in a thread or not, and finds the one to resume from."""
+"""The writer of a run's checkpoints, in a thread or not, and the search for the one to resume from."""
 
 import logging
 import math
@@ -26,18 +26,18 @@ log = logging.getLogger("tp_trainer")
 STATE = "state.json"
 RANKS = "ranks.json"
 
-_DELETING_S = 5.0  # a network's folder with large checkpoints takes seconds
+_DELETING_S = 5.0  # deleting large checkpoints on a network file system takes seconds
 _RETRY_S = 0.05
-_WRITES = 5  # of one checkpoint, while the folder is deleted each time
-_LOOK_S = 0.5  # between looks at what a thread has written
-_GRACE_S = 15.0  # without a byte, after which a thread counts as stuck
+_WRITES = 5  # attempts at one checkpoint, if the folder is deleted during each
+_LOOK_S = 0.5  # between two looks at the bytes that a thread has written
+_GRACE_S = 15.0  # a thread that has written no byte for so long counts as stuck
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run when they are due, and finds the one to go on from.
+    """Writes the checkpoints of a run when they are due, and finds the one to resume from.
 
     Args:
-        settings: What the user wants.
+        settings: The user's settings.
         session: The session of the run; every method is called on all of its ranks.
     """
 
@@ -49,39 +49,39 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._writing: threading.Thread | None = None
-        self._written_into: Path | None = None  # if all ranks write there together
+        self._written_into: Path | None = None  # the folder, if all ranks write there together
 
     @property
     def last(self) -> Path | None:
-        """The newest checkpoint of the run."""
+        """The newest complete checkpoint of the run."""
         return self._writer.last
 
-    # -- when -----------------------------------------------------------------------------------
+    # -- times ----------------------------------------------------------------------------------
 
     def steps_left(self, step: int) -> int | None:
-        """Return how many optimizer steps after ``step`` the next checkpoint is due, if at a step."""
+        """Return the number of optimizer steps from ``step`` to the next checkpoint of ``every_steps``."""
         every = self.settings.every_steps
         return None if every is None else every - step % every
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due at ``step`` because of its number."""
+        """Return whether a checkpoint of ``every_steps`` is due at ``step``."""
         every = self.settings.every_steps
         return every is not None and step > 0 and step % every == 0 and not self.has_saved(step)
 
     def has_saved(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` has been written, or begun."""
+        """Return whether the checkpoint of ``step`` is written, or under way."""
         return step == self._saved_step
 
     @property
     def due_at(self) -> float:
-        """When the last checkpoint is as old as one may be, by `time.monotonic`."""
+        """The time of the next checkpoint of ``every_s``, by `time.monotonic`."""
         age = self.settings.every_s
         return math.inf if age is None else self._saved_at + age
 
     # -- writing --------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the folder for this run, before anything is read or written there, and make it if needed.
+        """Lock the folder for this run, before anything is read or written there; make it if needed.
 
         Raises:
             ConfigError: Another run uses the folder; on all ranks.
@@ -94,9 +94,9 @@ class Checkpointer:
         self._exchange()
 
     def close(self) -> None:
-        """Wait for a thread that writes, and release the folder for other runs.
+        """Wait for the writing thread, and release the folder for other runs.
 
-        After an error of the run nobody asks any more how the writing went: the log says it.
+        After an error of the run nothing else reports a failure of the write, so it is logged here.
         """
         if self._writing is not None:
             self._end_of_writing(self._writing)
@@ -117,19 +117,19 @@ class Checkpointer:
         """Write a checkpoint.
 
         Args:
-            step: The optimizer step it stands at.
-            tensors: What `collect_state` returned.
-            state: Plain values, the same on all ranks.
+            step: The optimizer step.
+            tensors: The tensors of `collect_state`.
+            state: Plain values, equal on all ranks.
             mine: Plain values of this rank.
-            facts: What the manifest says; its "metrics" decide which one is the best.
+            facts: Values for the manifest; its "metrics" decide which checkpoint is the best.
 
         Raises:
-            OSError: The disk is full, or writing is not allowed; the checkpoints before are as they
-                were. With ``background`` it may be that of the last time.
-            StateError: A value is none that can be written.
+            OSError: The disk is full, or writing is not allowed; earlier checkpoints are unchanged. With
+                ``background`` it may be the error of the previous write.
+            StateError: A value cannot be written.
 
-        Collectives: a gather of ``mine`` and a broadcast of how it went; with slices, those of
-        writing together, which with ``background`` are the threads' own.
+        Collectives: a gather of ``mine`` and a gather of the outcomes. With slices also a broadcast, and the
+        collectives of `Writer.write`; with ``background`` the threads make these over their own group.
         """
         self._join()
         ranks = self._session.gather_objects(dict(mine))
@@ -142,7 +142,7 @@ class Checkpointer:
                 if is_split:
                     self._writer.join_group()
                 copies = self._writer.copied(tensors)
-                # A daemon: one that waits for ranks that never come must not hold up the process's end.
+                # A daemon: a thread that waits for ranks that are gone must not keep the process alive.
                 self._writing = threading.Thread(
                     target=write, args=(copies,), name="tp-checkpoint", daemon=True
                 )
@@ -155,23 +155,24 @@ class Checkpointer:
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def finish(self) -> None:
-        """Wait until what was begun is written, and keep no more than that.
+        """Wait until the checkpoint under way is written, and delete surplus ones.
 
         Raises:
             OSError: The last checkpoint could not be written.
+
+        Collectives: with ``background`` as in :meth:`_exchange`.
         """
         self._join()
         if self._session.is_main and self.last is not None and self.last.parent == self._folder.path:
-            self._writer.prune(
-                self.last
-            )  # which a run that was killed right after its last save has not done
+            # A run that was killed between its last save and the deletions has left surplus ones.
+            self._writer.prune(self.last)
         self._writer.leave_group()
 
     def _end_of_writing(self, thread: threading.Thread) -> None:
-        """Wait for a thread that writes, after an error of the run.
+        """Wait for the writing thread, after an error of the run.
 
-        Where all ranks write together it may wait for one that waits for this one elsewhere, in a
-        step: after a while in which no rank has written anything it is left to itself.
+        If all ranks write together, it may wait for a rank that waits for this rank in a step: a deadlock.
+        So once no rank has written a byte for 15 seconds, it is abandoned.
         """
         size, left_s = -1, _GRACE_S
         while thread.is_alive():
@@ -196,12 +197,12 @@ class Checkpointer:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange over all ranks how the writing went, and where the last checkpoint is.
+        """Exchange the outcome of the write over all ranks, and rank 0's path of the last checkpoint.
 
         Raises:
             ConfigError: Another run has taken the folder.
             OSError: A rank could not write.
-            StateError: Something that no checkpoint holds was to be written, or a thread failed otherwise.
+            StateError: A value cannot be stored in a checkpoint, or the thread failed otherwise.
 
         Collectives: as in :meth:`Session.gather_objects`.
         """
@@ -219,15 +220,15 @@ class Checkpointer:
     # -- reading --------------------------------------------------------------------------------
 
     def find(self, resume: str | Path) -> Path | None:
-        """Return the checkpoint to go on from, the same on all ranks.
+        """Return the checkpoint to resume from, the same on all ranks.
 
         Args:
-            resume: A checkpoint, or "auto" for the newest that is whole, if there is one.
+            resume: A checkpoint, or "auto" for the newest whole one, if any.
 
         Raises:
-            StateError: The checkpoint that was named is not whole.
+            StateError: The given checkpoint is not whole.
 
-        Collectives: a broadcast, and those of :func:`verify` for each checkpoint that is looked at.
+        Collectives: a broadcast, then as in :func:`verify` for each checkpoint that is checked.
         """
         if resume == "auto":
             return self._folder.newest_whole(self._session)
@@ -236,10 +237,10 @@ class Checkpointer:
         return path
 
     def check_free(self, step: int) -> None:
-        """Make sure that the folder has no checkpoint after ``step``, where the run begins.
+        """Make sure that the folder has no checkpoint of a step after ``step``, where the run begins.
 
-        One of another run would be taken for the newest: kept instead of those of this run, and the
-        one to go on from later.
+        A later one, of another run, would count as the newest: it would be kept instead of this run's own,
+        and a later resume would start from it.
 
         Raises:
             ConfigError: There is a checkpoint after ``step``; on all ranks.
@@ -258,12 +259,12 @@ class Checkpointer:
             raise ConfigError(msg)
 
     def continues(self, path: Path, step: int) -> None:
-        """Note that the run goes on from ``path``, which stands at ``step``."""
+        """Note that the run has resumed from ``path``, at ``step``."""
         self._writer.last, self._saved_step, self._saved_at = path, step, time.monotonic()
 
     @staticmethod
     def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
-        """Return the tensors, the plain values, and those of each rank.
+        """Return the tensors, the common plain values, and the plain values of each rank.
 
         Raises:
             StateError: A file of the checkpoint cannot be read here.
@@ -272,7 +273,7 @@ class Checkpointer:
 
 
 def _described(failure: BaseException | None) -> tuple[type[Exception], str] | None:
-    """Return what other ranks are told of a failure: which kind they raise, and its words."""
+    """Return the class and the text of the exception that the other ranks raise for a failure."""
     if failure is None:
         return None
     kind = next((kind for kind in (OSError, ConfigError) if isinstance(failure, kind)), StateError)
@@ -284,7 +285,7 @@ def _described(failure: BaseException | None) -> tuple[type[Exception], str] | N
 
 
 class Values(NamedTuple):
-    """What a checkpoint holds besides tensors."""
+    """The contents of a checkpoint besides tensors."""
 
     step: int
     state: Mapping[str, Any]
@@ -293,20 +294,20 @@ class Values(NamedTuple):
 
 
 class _LostRankError(StateError):
-    """A rank that writes together with this one has gone: there is nobody to exchange anything with."""
+    """Raised when a rank is gone that writes together with this one: no further collective can work."""
 
 
 class Writer:
-    """Writes into the folder of a run, and keeps a failure until all ranks have learned of it.
+    """Writes into the folder of a run, and keeps a failure until the next exchange between ranks.
 
     Args:
-        settings: What the user wants.
+        settings: The user's settings.
         session: The session of the run.
 
     Attributes:
         folder: The folder of the run.
         last: The newest checkpoint that was written, on rank 0.
-        failure: What went wrong since the ranks were told last.
+        failure: The failure since the last exchange.
     """
 
     def __init__(self, settings: Checkpoints, session: Session) -> None:
@@ -318,11 +319,12 @@ class Writer:
         self._lock: Ownership | None = None
         self._host: dict[tuple[Any, ...], Tensor] = {}
         self._group: dist.ProcessGroup | None = None  # of the threads that write state together
+        # Between `give_up` and `_complete`: an abandoned thread must not commit into another run's folder.
         self._committing = threading.Lock()
         self._given_up = False
 
     def open(self) -> None:
-        """Take the folder for this run, on rank 0, and try whether it can be written to."""
+        """Lock the folder for this run, on rank 0, and check that it is writable."""
         path = self.folder.path
         try:
             self._lock = Ownership(path, is_folder=True)
@@ -339,15 +341,15 @@ class Writer:
             self._lock = None
 
     def give_up(self) -> None:
-        """Leave a thread that still writes to itself: from now on it gives no checkpoint its name.
+        """Abandon the writing thread: from now on it commits no checkpoint.
 
-        The folder may be another run's by the time at which it goes on.
+        When it continues, the folder may belong to another run.
         """
         with self._committing:
             self._given_up = True
 
     def begin(self, step: int, *, together: bool) -> Path | None:
-        """Return the folder that this rank writes into, if it writes.
+        """Return the folder that this rank writes into, or ``None``.
 
         Collectives: one broadcast, if all ranks write.
         """
@@ -360,7 +362,7 @@ class Writer:
         return self._session.broadcast(folder) if together else folder
 
     def _new_scratch(self, step: int) -> Path:
-        """Return a new folder to write into, after a look whether the run still has its own.
+        """Return a new folder to write into; lock the run's folder again if it was deleted.
 
         Raises:
             ConfigError: The folder was deleted, and another run has made it again.
@@ -381,26 +383,28 @@ class Writer:
                 if is_lost:
                     self._lock.renew()
                 return self.folder.scratch(step)
-            except FileNotFoundError:  # whoever deletes it has not come to its end
+            except FileNotFoundError:  # the deletion is still going on
                 if time.monotonic() > deadline:
                     raise
             is_lost = True
             time.sleep(_RETRY_S)
 
     def _was_deleted(self, error: Exception | None) -> bool:
-        """Whether the folder was deleted while something was written there; waits for the end of that."""
+        """Return whether the folder was deleted during a write; wait for the end of the deletion."""
         if self._lock is None or not isinstance(error, OSError):
             return False
         if self._lock.is_held() and not isinstance(error, FileNotFoundError):
             return False
-        # Whoever deletes the folder may not have come to the lock yet, and would delete the new one, too.
+        # As long as the lock is there the deletion may go on, and would take the new folder, too.
         deadline = time.monotonic() + _DELETING_S
         while self._lock.is_held() and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
         return True
 
     def join_group(self) -> None:
-        """Form the group of the threads that write together: their collectives must not meet training's.
+        """Form the process group of the threads that write together.
+
+        In the main thread's group, their collectives would pair with those of the training.
 
         Collectives: torch makes a new group, once.
         """
@@ -408,13 +412,13 @@ class Writer:
             self._group = new_process_group(backend="gloo")
 
     def leave_group(self) -> None:
-        """Leave the group of the threads, if it was formed."""
+        """Destroy the group of the threads, if there is one."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
 
     def copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
-        """Copy to the host, into the memory of the last time: new pages cost more than the copy."""
+        """Copy tensors to the host, into the buffers of the last copy: new pages cost more than the copy."""
         copies: dict[str, Tensor | TensorSlice] = {}
         for name, value in tensors.items():
             if isinstance(value, TensorSlice):
@@ -439,9 +443,11 @@ class Writer:
         *,
         together: bool,
     ) -> None:
-        """Write the tensors, on all ranks or by rank 0, and the rest by rank 0.
+        """Write the tensors, on all ranks or on rank 0, and the rest on rank 0.
 
-        A failure is kept for all ranks to learn: whatever it is, where a thread writes.
+        A failure is kept for the next exchange between ranks. In a thread, that is every exception.
+
+        Collectives: as in :meth:`_write_together`, if all ranks write.
         """
         try:
             if together:
@@ -454,7 +460,7 @@ class Writer:
             self.fail(error, folder)
 
     def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
-        """Write what rank 0 has whole; anew if the folder is deleted meanwhile."""
+        """Write the whole state on rank 0; write it again if the folder is deleted meanwhile."""
         for writes_left in reversed(range(_WRITES)):
             try:
                 written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
@@ -468,10 +474,10 @@ class Writer:
     def _write_together(
         self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path, values: Values
     ) -> None:
-        """Write this rank's part, and on rank 0 the rest; all ranks anew if the folder is deleted meanwhile.
+        """Write this rank's part, and on rank 0 the rest; all ranks again if the folder is deleted meanwhile.
 
-        Collectives: each time those of :meth:`_write_parts`, and one broadcast over the group of the writing
-        threads.
+        Collectives, over the group of the threads: for each attempt as in :meth:`_write_parts`, and one
+        broadcast.
         """
         for writes_left in reversed(range(_WRITES)):
             failure: Exception | None = None
@@ -502,9 +508,9 @@ class Writer:
         """Write this rank's part, and raise here and on rank 0 if it could not.
 
         Returns:
-            What all ranks have written and brought onto the disk, each with the digests of its own files.
+            The files of all ranks, synced to the disk, with their digests.
 
-        Collectives: as in writing together, one gather; over the group of the writing threads.
+        Collectives, over the group of the threads: as in `write_tensors`, then one gather.
         """
         from tp_core.state import write_tensors
 
@@ -523,8 +529,8 @@ class Writer:
         except RuntimeError as error:  # a rank has gone
             for lost in (failure, error):
                 if lost is not None:
-                    traceback.clear_frames(lost.__traceback__)  # they hold the group
-            self.leave_group()  # by its end the ranks that wait for this one learn of it
+                    traceback.clear_frames(lost.__traceback__)  # the frames hold the group
+            self.leave_group()  # closes its connections: ranks that wait for this one get an error
             msg = f"the ranks that write a checkpoint together lost one: {error}"
             raise _LostRankError(msg) from error
         if failure is not None:
@@ -548,12 +554,12 @@ class Writer:
             self.prune(self.last)
 
     def prune(self, last: Path) -> None:
-        """Delete what is not to be kept beside ``last``."""
+        """Delete the checkpoints that the settings do not keep beside ``last``."""
         settings = self._settings
         self.folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
 
     def fail(self, error: BaseException, folder: Path | None = None) -> None:
-        """Keep a failure for the ranks to learn of, and delete what was half written."""
+        """Keep a failure for the next exchange, and delete the incomplete folder."""
         self.failure, before = error, ""
         if self._session.is_main:
             if folder is not None:

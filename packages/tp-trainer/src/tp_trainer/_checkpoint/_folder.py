@@ -1,12 +1,11 @@
-"""The folder of a run with its checkpoints: each is whole or not there, and known to be what was written.
+"""The folder of a run's checkpoints: each one is complete or absent, and verified before use.
 
-A checkpoint is written into a folder with another name, brought onto the disk, and renamed. Its
-manifest has the size and the digest of every file, so that what was cut off or changed later
-is found before anything of it is used::
+A checkpoint is written into a folder with a temporary name, synced to the disk, and renamed. Its manifest has
+the size and the digest of every file, so truncation and changes are found before anything is used::
 
     run/.step-0000000010.1f3a9c07.tmp   being written, under a name of its own
     run/step-0000000010                 a checkpoint
-    run/step-0000000010.damaged         one that is not what was written; nothing deletes it
+    run/step-0000000010.damaged         one that failed its verification; nothing deletes it
     run/.step-0000000010.old            being deleted
 """
 
@@ -31,10 +30,10 @@ from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_
 log = logging.getLogger("tp_trainer")
 
 MANIFEST = "manifest.json"
-FORMAT = 3  # of the manifest; files of another one are refused
+FORMAT = 3  # of the manifest; other formats are refused
 
 PREFIX = "step-"
-DIGITS = 10  # so that names sort as their steps do
+DIGITS = 10  # a fixed width: names sort in the order of steps
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
 
@@ -43,8 +42,7 @@ class RunFolder:
     """The folder with the checkpoints of one run.
 
     Args:
-        path: Where it is; it need not be there yet. A relative one is taken from where the process
-            stands now.
+        path: The folder, which need not exist yet. A relative path starts at the current working folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,14 +50,14 @@ class RunFolder:
         self._seen_whole: dict[Path, Signature] = {}
 
     def committed(self) -> list[Path]:
-        """Return the checkpoints, the newest first."""
+        """Return the committed checkpoints, newest first."""
         pattern = f"{PREFIX}{'[0-9]' * DIGITS}"
         return sorted(self.path.glob(pattern), reverse=True) if self.path.is_dir() else []
 
     # -- writing --------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Delete what runs have left that ended while they wrote or deleted."""
+        """Delete the leftovers of runs that were killed during a write or a deletion."""
         for ending in ("tmp", "old"):
             for path in self.path.glob(f".{PREFIX}*.{ending}"):
                 delete(path)
@@ -73,12 +71,12 @@ class RunFolder:
     def commit(
         self, written: Path, facts: Mapping[str, Any], known: Mapping[str, FileRecord] | None = None
     ) -> Path:
-        """Add the manifest to a written folder, bring all of it onto the disk, give it its name.
+        """Add the manifest to a written folder, sync all of it to the disk, and rename it.
 
         Args:
-            written: What :meth:`scratch` returned, with the files in it.
-            facts: What the manifest says besides the files.
-            known: The files that are on the disk already, with their digests.
+            written: The folder of :meth:`scratch`, with the files in it.
+            facts: Values for the manifest, besides the files.
+            known: The files that are synced already, with their digests.
 
         Raises:
             OSError: The disk is full, or writing is not allowed.
@@ -86,7 +84,7 @@ class RunFolder:
         files = dict(known or {})
         found = sorted(written.rglob("*"))
         paths = [p for p in found if not p.is_dir() and str(p.relative_to(written)) not in files]
-        with ThreadPoolExecutor(1) as beside:  # the disk has its time while the processors have theirs
+        with ThreadPoolExecutor(1) as beside:  # the disk syncs while the processor computes digests
             syncing = [beside.submit(sync_file, path) for path in paths]
             files |= {str(path.relative_to(written)): record_of(path) for path in paths}
             for sync in syncing:
@@ -94,8 +92,8 @@ class RunFolder:
         final = self.path / written.name.removeprefix(".").split(".")[0]
         sync_file(write_manifest(written, step_of(final), facts, files))
         for path in (written, *(path for path in found if path.is_dir())):
-            sync_folder(path)
-        if os.path.lexists(final):  # this run has not written it
+            sync_folder(path)  # before the rename: after a power loss a name must not precede its contents
+        if os.path.lexists(final):  # not of this run
             log.warning("%s is in the way of a checkpoint; it is now %s", final, self._set_aside(final))
         written.rename(final)
         sync_folder(self.path)
@@ -105,14 +103,14 @@ class RunFolder:
     def prune(
         self, written: Path, *, keep: int, best: str | None = None, mode: Literal["min", "max"] = "min"
     ) -> None:
-        """Delete all checkpoints but the newest ones that are whole, and the best.
+        """Delete all checkpoints but the newest whole ones, and the best.
 
-        Damaged ones that are met are set aside: none of them is kept in the place of a good one.
+        Damaged ones are set aside, so that none takes the place of a whole one.
 
         Args:
-            written: The one that was just written, which is kept.
-            keep: How many of the newest are kept.
-            best: The metric that decides which one is the best, if one is kept.
+            written: The checkpoint just written, which is kept.
+            keep: How many of the newest to keep.
+            best: The metric of the best one, if that is kept.
             mode: Whether its "min" or its "max" is the best.
         """
         kept = [written]
@@ -128,7 +126,7 @@ class RunFolder:
                 self._remove(path)
 
     def _best(self, metric: str, sign: float) -> list[Path]:
-        """Return the whole checkpoint whose metric is the best, the newest of equals, if there is one."""
+        """Return the whole checkpoint with the best value of a metric, the newest of equals, if any."""
         found: list[tuple[float, Path]] = []
         for path in self.committed():
             try:
@@ -142,7 +140,7 @@ class RunFolder:
         return next(([path] for _, path in found if self._is_whole(path)), [])
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether a checkpoint is what was written; one that is not is set aside."""
+        """Return whether a checkpoint passes verification; set it aside if not."""
         try:
             self._check(path)
         except StateError as error:
@@ -151,7 +149,7 @@ class RunFolder:
         return True
 
     def _check(self, path: Path) -> None:
-        """Verify a checkpoint, once: later, files with the same sizes and times are taken for the same.
+        """Verify a checkpoint once; later, files with unchanged sizes and times count as verified.
 
         Raises:
             StateError: The checkpoint is not what was written.
@@ -162,14 +160,14 @@ class RunFolder:
             self._seen_whole[path] = now
 
     def _on_damage(self, path: Path, error: StateError) -> None:
-        """Set a damaged checkpoint aside, and name it in the log."""
+        """Set a damaged checkpoint aside, and log it."""
         try:
             log.warning("%s; it does not count any more and is now %s", error, self._set_aside(path))
         except OSError as failure:
             log.warning("%s; it could not be moved aside: %s", error, failure)
 
     def _set_aside(self, path: Path) -> Path:
-        """Give another name to what is in the place of a checkpoint, and return it."""
+        """Rename whatever has the name of a checkpoint, and return the new path."""
         self._seen_whole.pop(path, None)
         aside, number = path.with_name(f"{path.name}.damaged"), 1
         while os.path.lexists(aside):
@@ -179,7 +177,7 @@ class RunFolder:
         return aside
 
     def _remove(self, path: Path) -> None:
-        """Delete a checkpoint; a process that is killed meanwhile leaves none that is half there."""
+        """Delete a checkpoint: rename it first, so that a kill in between leaves no incomplete one."""
         self._seen_whole.pop(path, None)
         old = path.with_name(f".{path.name}.old")
         delete(old)
@@ -193,15 +191,15 @@ class RunFolder:
     # -- reading --------------------------------------------------------------------------------
 
     def newest_whole(self, session: Session | None = None) -> Path | None:
-        """Return the newest checkpoint that is whole; the damaged ones are set aside, and named in the log.
+        """Return the newest whole checkpoint; set damaged ones aside, and log them.
 
         Args:
-            session: Whose ranks share the work, if all of them call this.
+            session: Shares the work over its ranks, which must all call this.
 
         Raises:
-            FormatError: The newest one is of a format that this version does not read.
+            FormatError: The newest one has a format that this version does not read.
 
-        Collectives: with a session one broadcast, and for each checkpoint those of :func:`verify`.
+        Collectives: with a session one broadcast, then as in :func:`verify` for each checkpoint.
         """
         found = self.committed()
         if session is not None:
@@ -233,15 +231,15 @@ class RunFolder:
 
 
 def _signature(path: Path) -> Signature:
-    """Return what the system says of each file: another one after every change."""
+    """Return inode, size and times of each file, which differ after every change."""
     found = [(file, file.lstat()) for file in sorted(path.rglob("*"))]
     return tuple((str(f), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in found)
 
 
-# -- Verifying: names of folders, manifest, and the digest of every file --------------------------
+# -- Verification: names of folders, manifest, and the digest of every file -----------------------
 
 
-_READERS = 4  # files that are checked at one time
+_READERS = 4  # files that are checked at the same time
 _NAME = re.compile(rf"{PREFIX}[0-9]{{{DIGITS}}}")
 _OF_RANK = re.compile(r"__([0-9]+)_[^/]*")
 
@@ -252,20 +250,20 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a checkpoint stands at."""
+    """Return the step of a checkpoint."""
     return int(path.name.removeprefix(PREFIX))
 
 
 def verify(path: Path, session: Session | None = None) -> None:
-    """Make sure that a checkpoint is what was written.
+    """Make sure that a checkpoint is unchanged since it was written.
 
     Args:
         path: The checkpoint of a run, or a folder of ``tp_shard.save_sharded``.
-        session: Whose ranks share the work, if all of them call this: rank 0 reads the manifest, and each
-            rank that sees the folder digests the files that were written by the rank of its number.
+        session: Shares the work over its ranks, which must all call this. Rank 0 reads the manifest; each
+            rank that sees the folder digests the files that its rank number has written.
 
     Raises:
-        FormatError: The checkpoint is of another version's format; on all ranks.
+        FormatError: The checkpoint has another version's format; on all ranks.
         StateError: A file is missing, cut off or changed, or it has the name of another checkpoint; on all
             ranks.
 
@@ -292,7 +290,7 @@ def _problem_of_all(path: Path, session: Session) -> str | None:
     if failure is not None:
         kind, text = failure
         raise kind(text)
-    # A host without the folder, or without xxhash, has nothing to say of it; reading will tell.
+    # A host without the folder, or without xxhash, checks nothing; if it must read the folder, that raises.
     can_read = path.is_dir() and all(file.can_be_checked for file in files.values())
     seen = session.gather_objects(session.is_main or can_read)
     readers = [rank for rank, sees in enumerate(seen) if sees]
@@ -301,7 +299,7 @@ def _problem_of_all(path: Path, session: Session) -> str | None:
 
 
 def _writer_of(name: str) -> int:
-    """Return the rank that has written a file: the one of its number reads it, and finds it in memory."""
+    """Return the rank that wrote a file. The same rank checks it, as its host may have it in page cache."""
     found = _OF_RANK.fullmatch(name.rpartition("/")[2])
     return 0 if found is None else int(found[1])
 
@@ -310,8 +308,8 @@ def _files_of(path: Path) -> Mapping[str, FileRecord]:
     """Return the files of a checkpoint.
 
     Raises:
-        FormatError: The checkpoint is of another version's format.
-        StateError: The manifest is not what was written, or that of another checkpoint.
+        FormatError: The checkpoint has another version's format.
+        StateError: The manifest was changed, or belongs to another checkpoint.
     """
     if (path / INDEX).is_file():
         return read_digests(path)
@@ -323,8 +321,8 @@ def _files_of(path: Path) -> Mapping[str, FileRecord]:
 
 
 def _problem_in(path: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """Return which of the files is not what was written, and how it differs."""
-    # Digests are made outside of the interpreter's lock.
+    """Return the first file that differs from its record, and how."""
+    # Threads are enough: digests are computed without the GIL.
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(lambda name: files[name].difference(path / name), files)
         found = dict(zip(files, problems, strict=True))
@@ -333,9 +331,8 @@ def _problem_in(path: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 # -- The manifest: the step, the files with their digests, and the digest of the manifest itself --
 #
-# Its first key is the digest of the whole text, computed with zeros in its place, so that no byte of it
-# can change unnoticed: what decides which checkpoint is the best, or the newest, is known to be what was
-# written.
+# Its first key is the digest of the whole text, computed with zeros in its place. So no byte of it can change
+# unnoticed, not even the metric that decides which checkpoint is the best.
 
 
 _ZEROS = b"0" * (2 * DIGEST_SIZE)
@@ -343,7 +340,7 @@ _HEAD = re.compile(rb'\{\n "blake2b": "([0-9a-f]{%d})",\n' % len(_ZEROS))
 
 
 class FormatError(StateError):
-    """A checkpoint that is whole, and of a format that this version does not read."""
+    """Raised for a whole checkpoint in a format that this version does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +348,8 @@ class Manifest:
     """The contents of a manifest.
 
     Attributes:
-        step: The optimizer step it stands at.
-        metrics: What decides which checkpoint is the best, by name.
+        step: The optimizer step.
+        metrics: The metrics at that step, by name, to find the best checkpoint.
         files: Its files, by their path in it.
     """
 
@@ -367,9 +364,9 @@ def write_manifest(
     """Write the manifest of the checkpoint in ``folder``, and return its path.
 
     Args:
-        folder: Where the checkpoint is written.
-        step: The optimizer step it stands at.
-        facts: What it says besides, for people and for "metrics".
+        folder: The folder of the checkpoint.
+        step: The optimizer step.
+        facts: Further values for people, and "metrics".
         files: Its files, by their path in it.
 
     Raises:
@@ -388,13 +385,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in ``folder``.
 
     Raises:
-        FormatError: The checkpoint is of another version's format, or this process lacks what its digests
-            are made by.
-        StateError: The manifest is missing, or is not what was written.
+        FormatError: The checkpoint has another version's format, or this process lacks the package for its
+            digests.
+        StateError: The manifest is missing, or was changed.
     """
     path = folder / MANIFEST
     try:
-        if not path.is_file():  # a link to nowhere, a pipe that would never end
+        if not path.is_file():  # also refuses a dangling link, and a pipe, which would block
             lack = f"has no {MANIFEST}" if folder.exists() else "is not there"
             msg = f"{folder} is not a checkpoint: it {lack}"
             raise StateError(msg)
@@ -420,16 +417,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except StateError as error:
         raise FormatError(str(error)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # somebody made it himself
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # not written by this package
         msg = f"{path} is not a manifest: {error!r}"
         raise StateError(msg) from error
 
 
-# -- Files: plain values as JSON, bytes brought onto the disk, things deleted ---------------------
+# -- Files: JSON, syncs and deletions -------------------------------------------------------------
 
 
 def bytes_in(folder: Path) -> int:
-    """Return how many bytes the files of a folder have now, while others write, rename and delete there."""
+    """Return the bytes of a folder's files, while others may write, rename and delete there."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -461,22 +458,22 @@ def read_json(path: Path) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the bytes of a file onto the disk."""
+    """Sync the bytes of a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, or whatever else has its name, if there is something.
+    """Delete a folder, or whatever else has its name, if it exists.
 
-    What cannot be deleted is named in the log: it costs room on the disk, and the run goes on.
+    A failure is logged and not raised: it costs disk space, and need not end the run.
     """
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif os.path.lexists(path):
             path.unlink()
-    except FileNotFoundError:  # somebody else has deleted it
+    except FileNotFoundError:  # another process has deleted it
         return
     except OSError as error:
         log.warning("%s could not be deleted: %s", path, error)

@@ -24,13 +24,13 @@ def capture(devices: tuple[torch.device, ...]) -> dict[str, Any]:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
     for device in devices:
-        if device.type != "cpu" and device in available_devices():  # jobs are planned without them, too
+        if device.type != "cpu" and device in available_devices():  # a planned job's devices may not exist
             state["devices"][str(device)] = _as_text(device_rng_state(device))
     return state
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Put the generators where :func:`capture` found them, those of devices that are here."""
+    """Restore the states of :func:`capture`; devices that do not exist here are skipped."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(_as_tensor(state["torch"]))
@@ -38,14 +38,14 @@ def restore(state: Mapping[str, Any]) -> None:
     if numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    kept = state["devices"] if "devices" in state else state["cuda"]  # as files of before name them
+    kept = state["devices"] if "devices" in state else state["cuda"]  # the key in older files
     for device in available_devices() if kept else ():
         if str(device) in kept:
             set_device_rng_state(device, _as_tensor(kept[str(device)]))
 
 
 def reseed(*key: int) -> None:
-    """Seed all generators from numbers that say when and where: the same again for the same ones."""
+    """Seed all generators from a key of numbers; the same key gives the same states."""
     seed_everything(seed_of(key))
 
 

@@ -1,4 +1,4 @@
-"""Models on the disk that are not whole checkpoints, under the names that checkpoints have."""
+"""Model files that are not whole checkpoints, with the tensor names of checkpoints."""
 
 import os
 import tempfile
@@ -36,11 +36,11 @@ from tp_trainer._checkpoint._weights_files import (
 )
 
 MODEL = "model."
-"""What is put before the names of a model's tensors."""
+"""The prefix of a model's tensor names in checkpoints."""
 
 
 class StateInAFile(StoredTensors):
-    """A state under plain names, mapped: of each tensor a rank reads what it holds."""
+    """A memory-mapped state with plain names; a rank reads only its slices of each tensor."""
 
     def __init__(self, path: Path, state: Mapping[str, Tensor]) -> None:
         self.path, self._state = path, state
@@ -53,7 +53,7 @@ class StateInAFile(StoredTensors):
 
 
 class OneOfSeveral(StoredTensors):
-    """The model of one name in the checkpoint of several, under its own names.
+    """One model of a checkpoint of several, with the names of a checkpoint of one.
 
     Raises:
         ConfigError: There is no model of that name.
@@ -75,11 +75,11 @@ class OneOfSeveral(StoredTensors):
         self._whole.fill({self._prefix + n.removeprefix(MODEL): target for n, target in targets.items()})
 
 
-# -- A model's state in one file, for every backend to load ---------------------------------------
+# -- A model's state in one file, which every backend loads ---------------------------------------
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file as it was.
+    """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file unchanged.
 
     Raises:
         OSError: The folder does not exist, the disk is full, or writing is not allowed.
@@ -94,12 +94,12 @@ def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def own_place(session: Session, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make sure, before training costs anything, that a file can be written there, by this run alone.
+    """Lock the place of a model file for this run, after a check that it is writable, before training.
 
     Raises:
         ConfigError: ``path`` is not a path; or another run writes its model there, on every rank.
-        OSError: The folder does not exist, or is not to be written to, or ``path`` is itself a folder;
-            on every rank.
+        OSError: The folder does not exist or is not writable, or ``path`` is itself a folder; on every
+            rank.
 
     Collectives: one broadcast.
     """
@@ -131,7 +131,7 @@ def own_place(session: Session, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the state of a prepared model, with the plain model's names; called on every rank.
+    """Write the state of a prepared model, with the plain model's names; call it on every rank.
 
     Raises:
         OSError: The file cannot be written; on every rank.
@@ -140,22 +140,22 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     """
     state: dict[str, Any] = {}
     for name, part in session.state_parts(model).items():
-        value = whole(part)  # on all ranks, and one keeps it
+        value = whole(part)  # a collective: on all ranks, though only rank 0 keeps the value
         if session.is_main:
-            state[name] = value if value is part else value.cpu()  # what was put together is on the device
+            state[name] = value if value is part else value.cpu()  # a gathered tensor is on the device
     write_on_main(session, path, partial(save_atomically, state, path))
 
 
 def export_model(
     session: Session, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
 ) -> None:
-    """Write the weights of a prepared model as safetensors files, tensor by tensor; called on every rank.
+    """Write the weights of a prepared model as safetensors files, tensor by tensor; call it on every rank.
 
     Raises:
         ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or another process
             writes there; on every rank.
         OSError: A file cannot be written; on every rank.
-        StateError: The state holds something that is not a tensor, or of a type that such files lack; on
+        StateError: The state holds something that is not a tensor, or of a type that the format lacks; on
             every rank.
 
     Collectives: the backend's gathering of each tensor, one broadcast.
@@ -181,13 +181,13 @@ def export_model(
         except (OSError, ConfigError) as error:
             failure = error
     for tensors in streams:
-        for _ in tensors:  # the other ranks, and rank 0 after a failure, take part in each exchange
+        for _ in tensors:  # the other ranks, and rank 0 after a failure, must take part in each gather
             pass
     _share_failure(session, path, failure)
 
 
 def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
-    """Write a file on rank 0, and raise on every rank if that fails.
+    """Write a file on rank 0; raise on every rank if that fails.
 
     Collectives: one broadcast.
     """
@@ -207,7 +207,7 @@ def _share_failure(
 
     Collectives: one broadcast.
     """
-    # Every rank learns how it went: the others must not run on into the next collective.
+    # To every rank: the others must not run on into the next collective, which rank 0 would not join.
     message, is_use = session.broadcast((failure and str(failure), isinstance(failure, ConfigError)))
     if failure is not None:
         raise failure
@@ -219,15 +219,17 @@ def _share_failure(
 def load_model(
     session: Session, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None
 ) -> None:
-    """Load what :func:`save_model` or :func:`export_model` wrote into a prepared model; called on every rank.
+    """Load a file of :func:`save_model` or :func:`export_model` into a prepared model; call it on every rank.
 
-    Each rank reads what it holds. A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``, whose
-    model is loaded, that of a name where it has several; or it has an index of weights.
+    Each rank reads only its slices. A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``, or it
+    has an index of weights. ``name`` chooses one of a checkpoint's several models.
 
     Raises:
-        ConfigError: A name is given for what is not the checkpoint of several models.
+        ConfigError: A name is given, and ``path`` is not a checkpoint of several models.
         FileNotFoundError: The file does not exist.
-        StateError: The file is damaged, or is of another model; the model is untouched.
+        StateError: The file is damaged, or is of another model; the model is unchanged.
+
+    Collectives: for a checkpoint as in :func:`verify`.
     """
     if Path(path).is_dir() and not is_weights(Path(path)):
         verify(Path(path), session)
@@ -255,10 +257,10 @@ def load_model(
 def _check_fits(
     path: str | os.PathLike[str], expected: Mapping[str, Tensor | TensorSlice], stored: StoredTensors
 ) -> None:
-    """Make sure that a file is of this model.
+    """Make sure that a file fits this model.
 
     Raises:
-        StateError: Names or shapes differ; the first of them are told.
+        StateError: Names or shapes differ; the message has the first three.
     """
     found = {name: info.shape for name, info in stored.infos.items()}
     problems = [f"lacks {_plain(name)}" for name in expected.keys() - found.keys()]

@@ -1,7 +1,7 @@
 """Weights in the safetensors format, in one file or several with an index, tensor by tensor.
 
 https://github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
-tensors, little end first. The format's own library writes what is in memory all at once; here one tensor is.
+tensors in little-endian order. The format's own library needs all tensors in memory; here one tensor is.
 """
 
 import json
@@ -26,12 +26,12 @@ _SUFFIX = ".safetensors"
 def split_over_files(
     state: Mapping[str, Tensor], path: Path, max_file_nbytes: int | None
 ) -> dict[Path, list[str]]:
-    """Return which tensors go into which file: one, or several named as Hugging Face's libraries do.
+    """Return the names of each file's tensors: one file, or several with the names of Hugging Face.
 
     Args:
-        state: The tensors, of which the shapes and types alone are looked at.
+        state: The tensors; only their shapes and types are used.
         path: The one file.
-        max_file_nbytes: The largest size of a file, but for a tensor that is larger itself; ``None`` for one
+        max_file_nbytes: The largest size of a file, unless a single tensor is larger; ``None`` for one
             file.
 
     Raises:
@@ -60,22 +60,22 @@ def split_over_files(
 
 @cache
 def type_name(dtype: torch.dtype) -> str | None:
-    """Return what the format calls a type; ``None`` for one that it lacks."""
+    """Return the format's name of a type; ``None`` for a type that it lacks."""
     from safetensors.torch import save
 
     try:
         file = save({"": torch.empty(0, dtype=dtype)})
-    except KeyError:  # all that the library says of a type that it lacks
+    except KeyError:  # how the library reports a type that it lacks
         return None
     name: str = json.loads(file[8:])[""]["dtype"]
     return name
 
 
 def write_weights(infos: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], part: Path) -> None:
-    """Write tensors one after the other, as they come.
+    """Write tensors one after the other, in the order of their arrival.
 
     Args:
-        infos: Tensors of the shapes and types that are to be written, by name.
+        infos: Tensors with the shapes and types of the written ones, by name.
         tensors: The tensors, in any order.
         part: The file.
 
@@ -86,7 +86,7 @@ def write_weights(infos: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tens
         "__metadata__": {"format": "pt", "torch": torch.__version__, "tp-trainer": version("tp-trainer")}
     }
     end = 0
-    # Large elements first: then each tensor begins at a multiple of its element's size, as readers need it.
+    # Large elements first: then each tensor begins at a multiple of its element size, which readers need.
     for name in sorted(infos, key=lambda name: -infos[name].element_size()):
         tensor = infos[name]
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -111,13 +111,13 @@ def write_files(
     infos: Mapping[str, Tensor],
     streams: Iterable[Iterable[tuple[str, Tensor]]],
 ) -> list[Path]:
-    """Write weights into their files, and an index of several; what was there is replaced in the end.
+    """Write weights into their files, and an index of several; existing files are replaced at the end.
 
-    The caller owns ``path``: files of two processes would stand beside one another.
+    The caller must own ``path``: otherwise the files of two processes could be mixed.
 
     Args:
-        path: The one file, or the name that several are named after.
-        files: What :func:`split_over_files` returned.
+        path: The one file, or the name from which several names are made.
+        files: The names of :func:`split_over_files`.
         infos: As in :func:`write_weights`, of all files.
         streams: The tensors of each file.
 
@@ -133,7 +133,7 @@ def write_files(
         for (file, names), tensors in zip(files.items(), streams, strict=True):
             part = parts.enter_context(atomic_part(file))
             write_weights({name: infos[name] for name in names}, tensors, part)
-        if several:  # who is killed from here on leaves files without an index, and no mixture
+        if several:  # a kill from here on leaves files without an index, and no mixture of old and new
             index.unlink(missing_ok=True)
     if not several:
         return list(files)
@@ -141,7 +141,7 @@ def write_files(
     weight_map = {name: file.name for file, names in files.items() for name in names}
     text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
     write_atomically(partial(_write_text, text), index)
-    path.unlink(missing_ok=True)  # readers would take an older one before the index
+    path.unlink(missing_ok=True)  # readers would prefer an older single file to the index
     return [*files, index]
 
 
@@ -153,7 +153,7 @@ def _write_text(text: str, part: Path) -> None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a path is that of weights in this format: a file, an index, or a folder with an index."""
+    """Return whether a path has weights in this format: a file, an index, or a folder with an index."""
     return path.name.endswith((_SUFFIX, INDEX_SUFFIX)) or (path.is_dir() and _index_in(path) is not None)
 
 
@@ -162,11 +162,11 @@ def _index_in(folder: Path) -> Path | None:
 
 
 class WeightsFiles(StoredTensors):
-    """The tensors of one or several files, of which a rank reads what it holds.
+    """The tensors of one or several files; a rank reads only its slices.
 
     Args:
         path: A file, an index, or a folder with an index.
-        prefix: What is put before each name.
+        prefix: A prefix for each name.
 
     Raises:
         FileNotFoundError: The file does not exist, or one that the index names.
@@ -238,7 +238,7 @@ def _opened(file: Path) -> Any:
 
 
 def _type_of(tensors: Any, name: str) -> torch.dtype:
-    """Return the type of a tensor in an open file, for which its first row is read."""
+    """Return the type of a tensor in an open file, read from its first row."""
     found = tensors.get_slice(name)
     has_rows = math.prod(found.get_shape()) > 0 and len(found.get_shape()) > 0
     dtype: torch.dtype = (found[:1] if has_rows else tensors.get_tensor(name)).dtype

@@ -1,1 +1,1 @@
-"""From the installed backends to a session that all ranks agree on."""
+"""The choice of a backend, and the opening of a session that all ranks agree on."""

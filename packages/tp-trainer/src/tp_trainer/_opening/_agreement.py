@@ -1,4 +1,4 @@
-"""Comparisons between the ranks of a job, before anything is started that could hang."""
+"""Comparisons between the ranks of a job, before anything starts that could hang."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.internal import has_exited, rendezvous_store
 from tp_core.plugins import Session
 
-_MOST_SLEEP_S = 0.05  # between two looks at whether it has come; less at first, when most do
+_MOST_SLEEP_S = 0.05  # between two looks; less at first, when most ranks arrive
 
 _rounds = count()
 
@@ -30,14 +30,16 @@ def check_same_at_start(
     """Compare ``facts`` over all ranks and return rank 0's seed.
 
     Args:
-        environment: Who this rank is.
+        environment: The rank and its job.
         facts: As for :func:`agree_at_start`.
         seed: This rank's proposal for a seed.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
         DisagreementError: On every rank, if the facts differ.
-        RankFailedError: Ranks did not come in time.
+        RankFailedError: Ranks did not arrive in time.
+
+    Collectives: as in :func:`agree_at_start`.
     """
     return int(agree_at_start(environment, facts, told=None, decide=lambda _: seed, timeout_s=timeout_s))
 
@@ -50,21 +52,23 @@ def agree_at_start(
     decide: Callable[[list[Any]], Any],
     timeout_s: float = 300.0,
 ) -> Any:
-    """Compare ``facts`` over all ranks, and return what rank 0 decides, on every rank.
+    """Compare ``facts`` over all ranks, and return rank 0's decision on every rank.
 
-    It goes through the launcher's store, before any process group exists: ranks that chose
-    different backends would wait for each other forever in there.
+    The exchange goes through the launcher's store, before any process group exists. In a process group,
+    ranks that chose different backends would wait for each other forever.
 
     Args:
-        environment: Who this rank is.
-        facts: What must be the same everywhere: small, and JSON can say it.
-        told: What rank 0 is to know of this rank, as JSON can say it.
-        decide: Called on rank 0 with what the ranks told; returns what JSON can say.
+        environment: The rank and its job.
+        facts: Values that must be equal on all ranks: few, and representable in JSON.
+        told: This rank's message to rank 0, representable in JSON.
+        decide: Called on rank 0 with the messages of all ranks; returns a value representable in JSON.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
         DisagreementError: On every rank, if the facts differ.
-        RankFailedError: Ranks did not come in time.
+        RankFailedError: Ranks did not arrive in time.
+
+    Collectives: none; an exchange through the launcher's store.
     """
     round_ = next(_rounds)
     if environment.world_size == 1:
@@ -72,7 +76,7 @@ def agree_at_start(
     store = PrefixStore(f"tp/handshake/{round_}", rendezvous_store(environment, timeout_s=timeout_s))
     mine = {"facts": facts, "told": told}
     store.set(f"facts/{environment.rank}", json.dumps(mine, sort_keys=True, default=_plain))
-    # Rank 0 compares and tells: every rank reading every other's would be quadratic.
+    # Rank 0 compares for all: if every rank read every other's facts, the reads would be quadratic.
     if environment.rank == 0:
         missing = None
         everyones = []
@@ -91,7 +95,7 @@ def agree_at_start(
             if not verdict["difference"]:
                 verdict["decided"] = decide([each["told"] for each in everyones])
         store.set("verdict", json.dumps(verdict))
-    # Longer than rank 0 waits, so that its words arrive first.
+    # Longer than rank 0 waits for the others: its verdict, with the missing rank's name, must come first.
     _wait(store, "verdict", of=0, timeout_s=timeout_s + 10)
     verdict = json.loads(store.get("verdict"))
     if "missing" in verdict or verdict["difference"]:
@@ -117,9 +121,10 @@ def check_same(session: Session, facts: Mapping[str, Any]) -> None:
 
 
 def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer]) -> None:
-    """Make sure that data ranks step with the same settings, or their parameters part without a word.
+    """Make sure that all data ranks use the same optimizer settings.
 
-    Numbers may differ as far as two processors' do that compute the same schedule.
+    With different settings their parameters would diverge silently. A relative difference of 1e-6 is
+    allowed, for processors that round a schedule differently.
 
     Raises:
         DisagreementError: On every rank, with the first setting in which one differs.
@@ -147,7 +152,7 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
 
 
 def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the settings of a parameter group that are numbers, those in pairs such as betas one by one."""
+    """Return the numeric settings of a parameter group; those in tuples, such as betas, one by one."""
     found: dict[str, float] = {}
     for key, value in group.items():
         if key == "params":
@@ -160,22 +165,22 @@ def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two settings are equal, but for rounding."""
+    """Return whether two settings are equal up to rounding."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 
 
 def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:
-    """Wait for what a rank is to write, for as long as it is there.
+    """Wait until a rank has written a key, as long as that rank lives.
 
     Raises:
-        RankFailedError: The rank did not come in time, or has left.
+        RankFailedError: The rank did not arrive in time, or has exited.
     """
     began = time.monotonic()
     while True:
         try:
-            # Not store.wait() with a short limit: torch writes a warning each time that one is over.
+            # Not store.wait() with a short timeout: torch prints a warning at each timeout.
             if store.check([key]):
                 return
             is_gone = has_exited(store, of)
@@ -193,7 +198,10 @@ def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:
 
 
 def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> None:
-    """Keep rank 0, which may serve the store, alive until the others know why it stops."""
+    """Wait on rank 0, which may serve the store, until the others have read the verdict.
+
+    If it raised first, the store would end with it, and the others would report a lost store.
+    """
     store.set(f"read/{environment.rank}", "")
     if environment.rank == 0:
         with suppress(RuntimeError):  # a rank that never came does not read either
@@ -201,10 +209,10 @@ def _let_everyone_read(store: PrefixStore, environment: LaunchEnvironment) -> No
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can say of a value, the same on ranks that mean the same."""
+    """Return a value in a form that JSON can hold, equal on ranks with equal values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in fields(value)}
-    if callable(value) and hasattr(value, "__qualname__"):  # whose repr may have its address
+    if callable(value) and hasattr(value, "__qualname__"):  # its repr has an address, which differs by rank
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
 

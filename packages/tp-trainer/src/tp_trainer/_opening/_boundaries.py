@@ -1,4 +1,4 @@
-"""The boundary between two steps at which all ranks ask each other, agreed on beside the main threads.
+"""The agreement on a boundary between two steps, at which all ranks exchange their requests.
 
 ::
 
@@ -9,9 +9,10 @@
        v     that the main thread reaches    v     its main thread can still stop
     rank 0's thread: "3 0 118", the latest of all votes; each main thread waits at its own vote for it
        |                                     |
-       +------- one question, by all, at boundary 118 of phase 0
+       +------- one collective, of all ranks, at boundary 118 of phase 0
 
-No main thread exchanges anything until somebody has a reason, and the speed of steps plays no part.
+Threads vote through the store. No main thread makes a collective until a rank has a reason, and steps of any
+speed are as fast as without this.
 """
 
 import logging
@@ -27,33 +28,33 @@ from tp_core.plugins import Session
 
 log = logging.getLogger("tp_trainer")
 
-_LOOK_S = 0.1  # between two looks at whether another rank has a reason
-_RANKS_PER_LOOK_S = 10_000  # the store answers so many a second with a small part of one core
+_LOOK_S = 0.1  # between two looks at the store, for a reason of another rank
+_RANKS_PER_LOOK_S = 10_000  # queries per second that the store answers with a small part of one core
 _ANSWER_S = 0.005  # between two looks at an open round, for which main threads may wait
-_OPEN_S = 10.0  # how long a round is open; a rank that does not vote then is waited for in a collective
+_OPEN_S = 10.0  # how long a round stays open for all votes; then it is void
 _CLOSED = "closed"
 
 _runs = count()
 
 
 class StepBoundaries:
-    """Counts the boundaries between steps, and finds one at which all ranks ask each other.
+    """Counts the boundaries between steps, and finds the one at which all ranks exchange their requests.
 
-    In one process every boundary is such a one. On several ranks a thread beside the main one votes
-    for the next boundary that the main thread reaches, when a rank has a reason; all ask at the latest
-    boundary that was voted for. No rank has passed it, since each waits at its own vote until it knows.
+    In one process every boundary will do. With several ranks, each has a thread beside the main one. When a
+    rank has a reason, each thread votes for the next boundary that its main thread reaches. The ranks meet at
+    the latest boundary of all votes. No rank has passed it, since each waits at its own vote for the result.
 
-    Evaluations have boundaries between batches, of which ranks may have different numbers: each
-    evaluation is a phase of its own, and so is the training before and after it.
+    Evaluations have boundaries between batches, and ranks may have different numbers of batches. So each
+    evaluation is a phase, and so is the training before and after it.
 
     Args:
-        session: Whose ranks they are.
+        session: The session of the ranks.
 
     Attributes:
-        passed: How many boundaries of the phase the main thread has reached; it counts them.
-        calls: Whether the main thread is to look at :meth:`is_meeting`.
+        passed: The boundaries of the phase that the main thread has reached; the main thread counts them.
+        calls: Whether the main thread must call :meth:`is_meeting`.
         seen: The signal that this rank has seen, or 0.
-        seen_at: When it was seen, by `time.monotonic`.
+        seen_at: The time of that signal, by `time.monotonic`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -63,11 +64,12 @@ class StepBoundaries:
         self.calls = False
         self.seen, self.seen_at = 0, 0.0
         self._phase, self._evaluates = 0, False
+        # Guards the phase, the count and the vote together: a vote is for a boundary of one phase.
         self._lock = threading.Lock()
-        self._at: tuple[int, int] | None = None  # (phase, passed): where the main thread waits, or asks
+        self._at: tuple[int, int] | None = None  # (phase, passed): where the main thread waits, or meets
         self._is_decided = threading.Event()
-        # A signal handler may come while the main thread is anywhere, in a lock too: to put something into
-        # this queue is reentrant, which an Event and a Queue are not.
+        # A signal handler may run while the main thread holds any lock. SimpleQueue.put() is reentrant;
+        # Event.set() and Queue.put() are not, and would deadlock.
         self._reasons: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -76,9 +78,9 @@ class StepBoundaries:
         """Start the thread, if there are several ranks.
 
         Args:
-            wishes: Returns whether this rank has a reason besides a signal; asked in the thread, in training.
-                Not kept: it is the run's, which has this object and the loader, and in a cycle would keep
-                the loader's workers alive.
+            wishes: Returns whether this rank has a reason besides a signal; the thread calls it, in training.
+                Not stored: it refers to the run, which has this object and the loader, and the cycle would
+                keep the loader's workers alive.
 
         Collectives: one broadcast, if there are several ranks.
         """
@@ -86,13 +88,13 @@ class StepBoundaries:
             return
         environment = self._session.job.environment
         if environment.world_size != self._session.world_size or environment.master_address is None:
-            # A backend that found its ranks by itself: without a store they ask at every boundary.
+            # A backend that connects its ranks without the launcher: without a store they meet everywhere.
             self.calls = True
             return
-        # Rank 0's number: a run that failed on some ranks alone leaves their counts apart.
+        # Rank 0's number for all: after a run that failed on some ranks alone, their counts differ.
         name = f"tp/boundaries/{self._session.broadcast(next(_runs))}"
-        # A connection of its own: the main thread may wait in the other one, holding its lock, for a rank
-        # that waits for this one's vote.
+        # A second connection: the main thread may hold the lock of the first while it waits for a rank that
+        # waits for this rank's vote.
         store = PrefixStore(name, rendezvous_store(environment).clone())  # type: ignore[attr-defined]  # no stub
         self._thread = threading.Thread(
             target=self._run, args=(store, wishes), name="tp-step-boundaries", daemon=True
@@ -100,7 +102,7 @@ class StepBoundaries:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, which must not come back from the store into an interpreter that ends."""
+        """End the thread: it must not return from the store into an interpreter that is shutting down."""
         self._is_closing = True
         self._reasons.put(None)
         if self._thread is not None:
@@ -108,27 +110,27 @@ class StepBoundaries:
             self._thread = None
 
     def note(self, number: int) -> None:
-        """Note a signal; called from its handler."""
+        """Note a signal; called from the signal handler."""
         if not self.seen:
             self.seen, self.seen_at = number, time.monotonic()
         self.call()
 
     def call(self) -> None:
-        """Have the ranks ask each other soon, since this one has a reason."""
+        """Make the ranks meet soon, as this rank has a reason; may be called from a signal handler."""
         if self._is_alone:
             self.calls = True
         else:
             self._reasons.put(None)
 
     def begin_phase(self, *, evaluates: bool) -> None:
-        """Count from 0 again: what comes has other boundaries. To be called on all ranks alike."""
-        with self._lock:  # a vote is of one phase
+        """Start a new phase, and count its boundaries from 0. Call it on all ranks alike."""
+        with self._lock:  # the thread votes with both values
             self._phase, self.passed, self._evaluates = self._phase + 1, 0, evaluates
 
     def is_meeting(self) -> bool:
-        """Whether all ranks ask each other at the boundary that the main thread has reached.
+        """Return whether all ranks meet at the boundary that the main thread has reached.
 
-        It waits, if this rank has voted for this boundary, until the other ranks have voted too.
+        If this rank has voted for this boundary, waits until the round is decided.
         """
         if self._is_alone:
             self.calls = False
@@ -140,23 +142,23 @@ class StepBoundaries:
             if self._at is None or here < self._at:
                 return False
         while not self._is_decided.wait(_OPEN_S) and self._thread.is_alive():
-            pass
+            pass  # a thread that has lost the store decides nothing
         with self._lock:
             if self._at is None or here < self._at:
                 return False
             if self._at[0] == self._phase:
                 return True
-            # That phase ended before its boundary of this number, on all ranks.
+            # An earlier phase, which ended on all ranks before the boundary that was agreed on.
             self._at, self.calls = None, False
             return False
 
     def has_met(self) -> None:
-        """Note that all ranks have asked each other where :meth:`is_meeting` was true.
+        """Note that all ranks have met where :meth:`is_meeting` was true.
 
-        Not before: a rank that waits for the others there must open no round, in which they would vote
-        for another boundary.
+        Call it after the exchange. Earlier, this rank's thread could open a new round while the others still
+        wait here, and they would vote for another boundary.
         """
-        with self._lock:  # the thread may have voted since, for a later boundary
+        with self._lock:  # the thread may have voted since then, for a later boundary
             if self._at is not None and self._at <= (self._phase, self.passed):
                 self._at, self.calls = None, False
 
@@ -183,12 +185,12 @@ class StepBoundaries:
                 )
 
     def _take_part(self, store: Store, wishes: Callable[[], bool]) -> bool:
-        """Open a round if there is a reason, and take part in an open one; return whether all are over."""
+        """Open a round if there is a reason, and vote in an open one; return whether rounds have ended."""
         text = store.get("round").decode()
         number, state = text.split(" ", 1)
         if state == _CLOSED:
             return True
-        # No round before the last one's question was asked: each rank has then seen where that was.
+        # No new round before the meeting of the last one (_at is None after it): every rank knows its place.
         has_reason = self._at is None and (self.seen or (not self._evaluates and wishes()))
         if state != "open" and has_reason:
             text = store.compare_set("round", text, f"{int(number) + 1} open").decode()
@@ -197,12 +199,12 @@ class StepBoundaries:
         return False
 
     def _vote(self, store: Store, text: str) -> None:
-        """Vote in an open round, and let the main thread know its outcome."""
+        """Vote in an open round, and pass its outcome to the main thread."""
         number, _ = text.split(" ")
         with self._lock:
             self._is_decided.clear()
-            # First the flag, then the count, while the main thread first counts and then looks at the flag:
-            # one that has not seen the flag is counted, so it has not passed what is voted for here.
+            # This thread sets the flag and then reads the count; the main thread counts and then reads the
+            # flag. So a main thread that missed the flag is in the count, and has not passed this vote.
             self.calls = True
             self._at = phase, passed = self._phase, self.passed + 1
         decided: tuple[int, int] | None = None
@@ -218,7 +220,7 @@ class StepBoundaries:
                     outcome = self._outcome(store, number) if self._session.is_main else None
                 if outcome is None:
                     time.sleep(_ANSWER_S)
-                else:  # the first word on a round is the last one: it may be another rank's
+                else:  # compare_set: the first outcome of a round wins, and may be another rank's
                     store.compare_set("round", text, f"{number} {outcome}")
             about, *where = now.split(" ")
             if about == number and len(where) == 2:
@@ -229,9 +231,9 @@ class StepBoundaries:
             self._is_decided.set()
 
     def _outcome(self, store: Store, number: str) -> str | None:
-        """Return the latest boundary that was voted for, once all ranks have voted."""
+        """Return the latest boundary of all votes, once all ranks have voted."""
         names = [f"vote/{rank}" for rank in range(self._session.world_size)]
-        if not store.check(names):  # a rank whose run is about to begin
+        if not store.check(names):  # a rank's run has not begun yet
             return None
         votes = [vote.decode().split(" ") for vote in store.multi_get(names)]
         if [_CLOSED] in votes:

@@ -1,4 +1,4 @@
-"""From the installed backends to a session: options, the choice of a backend, and when it is opened."""
+"""The options of backends, the choice of one, and the opening of its session."""
 
 import atexit
 import os
@@ -21,11 +21,11 @@ from tp_core.plugins import Backend, Job, NoOptions, PluginRegistry, Selection, 
 from tp_trainer._opening._agreement import check_same_at_start
 
 Options = object | Sequence[object] | Mapping[str, object]
-"""An object of a backend's ``options_type``, several in a list, or either by the backends' names."""
+"""An object of a backend's ``options_type``, a list of them, or a dict by the backends' names."""
 
 
 def options_by_backend(given: Options | None, plugins: PluginRegistry) -> dict[str, Any]:
-    """Return the options by the names of the backends that they are for.
+    """Return the options by the names of their backends.
 
     Args:
         given: One object, such as ``DdpOptions(static_graph=True)``, several in a list or tuple, or a mapping
@@ -58,11 +58,11 @@ def options_by_backend(given: Options | None, plugins: PluginRegistry) -> dict[s
     return options
 
 
-# -- Which backend runs a trainer's models: chosen once, and asked again whenever another model comes
+# -- The choice of a backend, and its check against each later model ------------------------------
 
 
 def joined(models: Sequence[nn.Module]) -> nn.Module | None:
-    """Return what stands for all models in a job: the only one, a list of several, ``None`` for none."""
+    """Return all models as a job's model: the only one, a ModuleList of several, ``None`` for none."""
     if len(models) > 1:
         return nn.ModuleList(models)
     return models[0] if models else None
@@ -72,15 +72,15 @@ def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
     """Choose the backend for a job.
 
     Args:
-        job: What is to be done.
+        job: The job.
         plugins: The registry to choose from.
-        name: The backend that was asked for, or "auto".
+        name: The requested backend, or "auto".
 
     Raises:
         ConfigError: Options are given for a backend that is not installed, or that has no such options.
         ModelError: The models have DTensors, and no backend that may be chosen takes them.
-        SelectionError: No backend fits, or the one that was asked for does not.
-        PluginError: The backend that was asked for is broken.
+        SelectionError: No backend fits, or the requested one does not.
+        PluginError: The requested backend is broken.
     """
     installed = plugins.backends()
     _check_options(job, {c.item.name: c.item for c in installed})
@@ -95,15 +95,15 @@ def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
 
 
 def check_name(plugins: PluginRegistry, name: str) -> None:
-    """Notice a misspelled backend before anything is built for it.
+    """Refuse a misspelled backend before anything is built.
 
     Args:
         plugins: The registry to choose from.
-        name: The backend that was asked for, or "auto", where the variable ``TP_BACKEND`` decides.
+        name: The requested backend; with "auto" the variable ``TP_BACKEND`` is checked.
 
     Raises:
         SelectionError: No backend of that name is installed.
-        PluginError: The plugin that brings it is broken or blocked.
+        PluginError: Its plugin is broken or blocked.
     """
     try:
         check_backend_name(name, {c.item.name for c in plugins.backends()})
@@ -126,15 +126,15 @@ def _note_broken(plugins: PluginRegistry, error: SelectionError) -> None:
 def check_choice(
     selection: Selection, job: Job, plugins: PluginRegistry, name: str, *, opened_by: str, known: bool
 ) -> None:
-    """Make sure that the backend of a running session is the right one for models that came later.
+    """Make sure that the backend of a running session fits models that came later.
 
     Args:
-        selection: How it was chosen.
-        job: The job with all models, those from before among them.
-        plugins: The registry it was chosen from.
-        name: The backend that was asked for, or "auto".
-        opened_by: What opened the session.
-        known: Whether a model was known when it was opened.
+        selection: The selection of the backend.
+        job: The job with all models, earlier ones included.
+        plugins: The registry to choose from.
+        name: The requested backend, or "auto".
+        opened_by: The call that opened the session, for messages.
+        known: Whether a model was known at that time.
 
     Raises:
         ModelError: A model has DTensors, and the backend does not take them.
@@ -173,7 +173,7 @@ def _about_dtensors(reasons: str) -> str:
 
 
 def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
-    """Notice what is misspelled, also for a backend that is chosen only on several ranks, say."""
+    """Refuse misspelled options, also of a backend that is not chosen this time."""
     for name in job.options:
         if name not in installed:
             msg = (
@@ -184,26 +184,28 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
         installed[name].parse_options(job)
 
 
-# -- Opening the session of a selected backend, alike for `Trainer` and `ParallelTrainer` ---------
+# -- Opening the session of a selected backend, for `Trainer` and `ParallelTrainer` ---------------
 
 
-_GRACE_S = 15.0
+_GRACE_S = 15.0  # for a failed process to end by itself
 _STDERR = 2
 
 
 def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Session:
-    """Open ``job`` on the selected backend, once all ranks are known to have the same facts.
+    """Open ``job`` on the selected backend, after a check that all ranks have the same facts.
 
-    The session's seed is rank 0's. The session is closed when the process ends, if nobody did so.
+    The session's seed is rank 0's. A session that is still open is closed when the process exits.
 
     Args:
         selection: The backend that runs the job.
-        job: What is to be done.
-        facts: What else must be the same on all ranks, as JSON can say it.
+        job: The job.
+        facts: Further values that must be equal on all ranks, representable in JSON.
 
     Raises:
         DisagreementError: The ranks chose different backends, options or facts.
         PluginError: The backend opened something that is not a session.
+
+    Collectives: an exchange through the launcher's store, then what the backend needs to connect its ranks.
     """
     chosen = f"{selection.chosen.name!r} of {selection.chosen.origin}"
     options = job.options.get(selection.chosen.name, {})
@@ -226,23 +228,23 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
 
 def _close_at_exit(reference: weakref.ref[Session]) -> None:
     session = reference()
-    # After an uncaught exception the other ranks do not close with this one.
+    # Not after an uncaught exception: closing may wait for the other ranks, which do not close with this one.
     if session is not None and not hasattr(sys, "last_value"):
         session.close()
 
 
 def _end_after_failure() -> None:
-    """End this process soon after an exception that nobody caught has ended its main thread.
+    """End this process soon after an uncaught exception in its main thread.
 
-    Threads that are not daemons would keep it alive, while the others wait for it in a collective, and the
-    launcher for its end.
+    Non-daemon threads would keep it alive. The other ranks would wait for it in a collective, and the
+    launcher for its exit.
     """
     if not isinstance(sys.excepthook, _Hook) and not hasattr(sys, "ps1"):
         sys.excepthook = _Hook(sys.excepthook)
 
 
 class _Hook:
-    """Shows an exception as before; from then on the process has so many seconds to end."""
+    """An excepthook that shows the exception as before, and gives the process 15 seconds to exit."""
 
     def __init__(self, show: Callable[..., Any]) -> None:
         self._show = show
@@ -256,20 +258,20 @@ def _end() -> None:
     time.sleep(_GRACE_S)
     main = threading.main_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if names:  # otherwise something else is at work, such as what was registered for the exit
+    if names:  # otherwise an atexit function may still be at work: let it finish
         text = f"tp_trainer: this rank has failed, and is ended although it has threads: {', '.join(names)}\n"
         os.write(_STDERR, text.encode())
         os._exit(1)
 
 
 class LazySession:
-    """The session of a trainer: opened when the first model comes.
+    """The session of a trainer: opened for the first model, checked against later ones.
 
     Args:
-        job: What is to be done, without a model and a seed.
+        job: The job, without a model and a seed.
         plugins: The registry with the backends.
-        backend: The name of the backend that was asked for, or "auto".
-        seed: The seed that was asked for, or ``None``.
+        backend: The name of the requested backend, or "auto".
+        seed: The requested seed, or ``None``.
 
     Attributes:
         current: The session; ``None`` before it is opened.
@@ -295,26 +297,25 @@ class LazySession:
 
     @property
     def job(self) -> Job:
-        """What is to be done, without a model."""
+        """The job, without a model."""
         return self._job
 
     @property
     def selection(self) -> Selection:
-        """How the backend was chosen; before that, how it would be for an unspecified model."""
+        """The selection of the backend; before the session is open, the one for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
     def open(self, *models: nn.Module, by: str, estimate: Callable[[Job], Job] | None = None) -> Session:
-        """Return the session, once the backend that runs it is known to fit the models.
+        """Return the session, after a check that its backend fits the models.
 
         Args:
-            *models: Those that are to be prepared; none where no model is known.
-            by: What asks, for messages.
-            estimate: Returns the job with what it needs of the devices' memory; called where a backend is
-                to be chosen, on all ranks.
+            *models: The models to be prepared; none if no model is known.
+            by: The caller, for messages.
+            estimate: Returns the job with its memory needs; called before a backend is chosen, on all ranks.
 
         Raises:
             ModelError: A model has DTensors, and no backend takes them.
-            SelectionError: No backend fits; or that of the running session does not fit these models.
+            SelectionError: No backend fits; or the running session's backend does not fit these models.
         """
         session = self.current
         if session is None:
@@ -335,7 +336,7 @@ class LazySession:
         return session
 
     def note_fitting(self, model: nn.Module) -> None:
-        """Note that the backend fits ``model``, which it has made itself."""
+        """Note that the backend fits ``model``, which the backend itself returned."""
         self._assessed.add(model)
 
     def _start(self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Job] | None) -> Session:
