@@ -17,7 +17,7 @@ from tp_runner.errors import RunCancelledError
 if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool
 
-_END_S = 5.0
+_END_S = 5.0  # limit for a cancelled step at the end of an event loop
 
 
 class _OpenStream(NamedTuple):
@@ -48,6 +48,7 @@ class AsyncResultStream(AsyncIterator[Any]):
         self._ready: deque[Any] = deque()
         self._open: _OpenStream | None = None
         self._has_ended = False
+        # One task at a time is in the generator of results.
         self._fetching = asyncio.Lock()
         self._error: BaseException | None = None
         self._raised_in: weakref.WeakSet[Any] = weakref.WeakSet()  # the tasks that have got that error

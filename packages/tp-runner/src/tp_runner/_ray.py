@@ -55,14 +55,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tp_runner")
 
 GRACE_S = 20.0
-"""After so long it is said that actors are still being waited for: others may hold their places."""
+"""After so long a start logs that it still waits for actors: others may hold their places."""
 
 WAKE_S = 0.02
-"""Ray's wait cannot be ended from another thread, so a longer one is made of such short ones."""
+"""Another thread cannot end Ray's wait, so a long wait is made of such short ones."""
 
 
 class RayEngine(FleetEngine):
-    """Actors on a Ray cluster."""
+    """The engine of actors on a Ray cluster."""
 
     name = "ray"
     score = 20
@@ -98,15 +98,15 @@ class _Sent(NamedTuple):
 
 
 class RayFleet(Fleet):
-    """One actor for each device, in the cluster that this process is connected to.
+    """One actor for each device, in this process's cluster.
 
-    Each takes one CPU, and one for a CUDA device one GPU, whichever is free, as its device 0; the
-    option ``resources`` says otherwise.
+    Each takes one CPU. An actor for a CUDA device also takes one GPU, any free one, as its device 0. The
+    option ``resources`` changes that.
 
     With ``min_workers`` there are more of them only while all are busy.
 
     An actor does not report when it begins an item. Where items are timed it gets one at a time,
-    or one batch, and the time counts from its being sent.
+    or one batch, and the time counts from the send.
     """
 
     most_credits = 2
@@ -124,10 +124,10 @@ class RayFleet(Fleet):
         self._inflight: dict[Any, _Sent] = {}
         self._started_at: dict[int, tuple[int, float]] = {}  # the chunk of a worker, and since when
         self._woken = threading.Event()
-        self._group: Any = None  # the places that are held for all of them
+        self._group: Any = None  # the placement group of all actors
         self._nodes: dict[int, str] = {}
         self._lost: set[int] = set()  # died, and not started again
-        self._leaving: dict[Any, tuple[int, Any]] = {}  # those that have nothing to do, and end
+        self._leaving: dict[Any, tuple[int, Any]] = {}  # idle actors that end
         self._scaling = Scaling(settings.min_workers or self.size, self.size)
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
@@ -183,7 +183,7 @@ class RayFleet(Fleet):
         return self._nodes.get(worker, "") if worker in self._actors else ""
 
     def _scale(self) -> None:
-        """Start another worker, or let some go, as there is work for them."""
+        """Start another worker, or end idle ones, by the work that there is."""
         busy = {sent.worker for sent in self._inflight.values()}
         leaving = {worker for worker, _ in self._leaving.values()}
         new = self._scaling.worker_to_start(self._actors, busy, self._lost | leaving)
@@ -196,14 +196,13 @@ class RayFleet(Fleet):
             self._leaving[actor.end.remote()] = worker, actor
         for reference in self._ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
             worker, actor = self._leaving.pop(reference)
-            for _, failure in self._finish_worker(
-                worker, reference
-            ):  # nobody waits for its end, so nobody could catch an error
+            # A warning: nobody waits for this end, so nobody could catch an error.
+            for _, failure in self._finish_worker(worker, reference):
                 _log.warning("worker %d had nothing to do, and its end failed: %s", worker, failure.summary)
             self._ray.kill(actor)
 
     def _finish_worker(self, worker: int, reference: Any) -> list[tuple[int, Failure]]:
-        """Note what the orderly end of a worker returned; return why it failed, if it did."""
+        """Note the value of a worker's orderly end; return its failure, if there is one."""
         ended = Ended(b"", b"", [])
         with contextlib.suppress(self._ray.exceptions.RayError):
             ended = self._ray.get(reference)
@@ -219,7 +218,7 @@ class RayFleet(Fleet):
         self._launch(worker)
 
     def ready(self, worker: int) -> bool:
-        # One that is starting may wait for its place forever; the others go on without it.
+        # A starting actor may wait for its place forever; the others work without it.
         return worker in self._actors and worker not in self._starting.values()
 
     def alive(self, worker: int) -> bool:
@@ -297,7 +296,7 @@ class RayFleet(Fleet):
                 events.append(Ready(worker))
             return
         sent = self._inflight.get(reference)
-        if sent is None:  # its worker's death was noticed by another one
+        if sent is None:  # another reference has reported the death of its worker
             return
         try:
             answer: Answer = self._ray.get(reference)
@@ -325,7 +324,7 @@ class RayFleet(Fleet):
         lost = {ref: sent for ref, sent in self._inflight.items() if sent.worker == worker}
         for reference in lost:
             del self._inflight[reference]
-        # The first one it was sent is the one it was at, as an actor takes them in turn.
+        # Its oldest chunk was at work, as an actor takes them in turn.
         current = next(((sent.seq, 0) for sent in lost.values()), None)
         _, began = self._started_at.pop(worker, (0, 0.0))
         events.append(Died(worker, None, current, began=began, was_ready=was_ready))
@@ -365,7 +364,7 @@ class RayFleet(Fleet):
             raise self.error(worker, failure)
 
 
-# -- Where actors go, and how many ------------------------------------------------------------
+# -- Placement and scaling --------------------------------------------------------------------
 
 Needs = dict[str, float]
 
@@ -384,7 +383,7 @@ def import_ray() -> Any:
 
 
 def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
-    """Return what a worker takes of its node, by Ray's names."""
+    """Return the resources that a worker takes of its node, by Ray's names."""
     needs = {"CPU": 1.0, "GPU": 1.0 if device.startswith("cuda") else 0.0}
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
     return needs | {names.get(name, name): n for name, n in resources.items()}
@@ -405,7 +404,7 @@ def actor_options(
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
     if known := {name: value for name, value in env.items() if value is not None}:
-        options["runtime_env"] = {"env_vars": known}  # what is None the worker itself removes
+        options["runtime_env"] = {"env_vars": known}  # prepare_process removes variables that are None
     return options
 
 
@@ -415,9 +414,9 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
     An actor that fits nowhere would be waited for without an end.
 
     Args:
-        nodes: What Ray says of each node.
-        workers: What each worker takes, by Ray's names.
-        placement: How they are to be placed.
+        nodes: Ray's description of each node.
+        workers: The resources of each worker, by Ray's names.
+        placement: The option ``placement``.
 
     Raises:
         ConfigError: There is no room for one of them.
@@ -439,7 +438,7 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
 
 
 def _count_placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
-    """Return how many workers find a place, and what the first one takes that finds none."""
+    """Return how many workers find a place, and the resources of the first that finds none."""
     left = [dict(node) for node in nodes]
     for n_placed, needs in enumerate(workers):
         node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
@@ -464,7 +463,7 @@ def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float
         raise ConfigError(msg)
     group = ray.util.placement_group(bundles, strategy=placement.upper())
     began = time.monotonic()
-    while not group.wait(1):  # in turns, so that an interrupt is seen
+    while not group.wait(1):  # in turns of a second, so that an interrupt is handled
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             ray.util.remove_placement_group(group)
             msg = (
@@ -476,15 +475,16 @@ def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float
 
 
 GROW_S = 1.0
-"""After so long with every worker busy there is one more."""
+"""After so long with every worker busy another one starts."""
 BREATH_S = 0.1
-"""For so long a worker may be between two items, and still counts as busy."""
+"""For so long a worker between two items still counts as busy: else a fleet with items of milliseconds would
+never grow (test_a_worker_between_two_items_counts_as_busy)."""
 IDLE_S = 10.0
-"""After so long without anything to do a worker beyond the fewest ends."""
+"""After so long without work a worker beyond the fewest ends."""
 
 
 class Scaling:
-    """Says when another worker is worth starting, and which one has nothing to do.
+    """The growth and shrinkage of a fleet: when another worker starts, and which idle one ends.
 
     Args:
         fewest: How many workers there are at least.
@@ -495,12 +495,12 @@ class Scaling:
         self.fewest = fewest
         self._most = most
         self._busy_since: float | None = None
-        self._free_since: float | None = None  # since when not all of them have something to do
+        self._free_since: float | None = None  # since when not all of them are busy
         self._idle_since: dict[int, float] = {}
 
     @property
     def interval_s(self) -> float | None:
-        """How often to look; ``None`` where there is nothing to decide."""
+        """The time between two decisions; ``None`` where there is nothing to decide."""
         return GROW_S if self.fewest < self._most else None
 
     def worker_to_start(
@@ -510,8 +510,8 @@ class Scaling:
 
         Args:
             running: The workers there are, those that are starting among them.
-            busy: Those that have something to do.
-            lost: Those that died and are not to be started again.
+            busy: Those with chunks.
+            lost: Those that died and stay dead, or are ending.
         """
         now = time.monotonic()
         if len(busy) == len(running):
@@ -529,7 +529,7 @@ class Scaling:
         return next((n for n in range(self._most) if n not in running and n not in lost), None)
 
     def idle_workers(self, ready: Collection[int], busy: Collection[int]) -> list[int]:
-        """Return the workers that have had nothing to do for long, and are more than the fewest."""
+        """Return the workers beyond the fewest that have been idle for long."""
         now = time.monotonic()
         self._idle_since = {n: self._idle_since.get(n, now) for n in ready if n not in busy}
         late = [n for n, since in self._idle_since.items() if n >= self.fewest and now - since >= IDLE_S]
@@ -550,7 +550,7 @@ class ChunkPlace(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The answer of an actor that has started, or has not: then it has a pickled failure."""
+    """The answer of an actor after its start, with a pickled failure if it has failed."""
 
     failure: bytes
     records: list[logging.LogRecord]
@@ -567,7 +567,7 @@ class Answer(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The answer of an actor that has ended: a pickled failure, or what the end returned."""
+    """The answer of an actor after its end: a pickled failure, or the pickled value of the end."""
 
     failure: bytes
     returned: bytes
@@ -575,7 +575,7 @@ class Ended(NamedTuple):
 
 
 class RayWorker:
-    """One worker; speaks in bytes, so that errors are ours and not Ray's."""
+    """One actor. It takes and returns bytes, so that pickling errors are ours and not Ray's."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -592,7 +592,7 @@ class RayWorker:
         try:
             prepare_process(self._setup, self._records.append)
             program = pickle.loads(self._setup.program)
-            limit_torch(self._setup.threads)  # it may have been imported just now
+            limit_torch(self._setup.threads)  # the program may have imported torch just now
             become_worker(self._setup.info)
             self._work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
@@ -628,12 +628,12 @@ class RayWorker:
 
     def _take_records(self) -> list[logging.LogRecord]:
         records = self._records[:]
-        del self._records[: len(records)]  # in place: the handler keeps this very list
+        del self._records[: len(records)]  # in place: the handler appends to this very list
         return records
 
 
 def packed(obj: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle an object by itself, with what its receiver cannot import."""
+    """Pickle an object, with definitions that its receiver cannot import; without buffers apart."""
     import cloudpickle
 
     return cloudpickle.dumps(obj, protocol=5), []

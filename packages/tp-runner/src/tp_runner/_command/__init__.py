@@ -150,7 +150,8 @@ def run(
 
 @contextlib.contextmanager
 def _reserve_stdout() -> Iterator[None]:
-    """Keep standard output for the command: what runners print goes to stderr, from workers, too."""
+    """Keep standard output for the command: output of runners, also from workers, goes to stderr."""
+    # The descriptor and not only sys.stdout: worker processes inherit it.
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -163,10 +164,10 @@ def _reserve_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _report_failure(journal: Journal, records: Sequence[Record], output: Path) -> Iterator[None]:
-    """Say of a run that is ended by an error what is done, and which line it was.
+    """Report the progress of a run that an error ends, and the line of the failed item.
 
     Raises:
-        TpError: An item failed; it is of no other type, by which a command might be thought misused.
+        TpError: An item failed. No other type: the command line takes some for a misuse of the command.
     """
     try:
         yield
@@ -209,7 +210,7 @@ def _load(name: str) -> type[OrderedRunner]:
     if file.suffix == ".py" and not file.is_file():
         msg = f"no runner {name!r}: there is no file {module_name!r}{file_meant(file)}"
         raise ConfigError(msg)
-    # The workers import it, too: a file as the module that it is for those beside it.
+    # The workers import it, too: a file by its module name, from its folder.
     here = str(file.parent.resolve() if file.suffix == ".py" else Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -229,8 +230,7 @@ def _load(name: str) -> type[OrderedRunner]:
         msg = f"no runner {name!r}: {error}{did_you_mean(attribute, own)}"
         raise ConfigError(msg) from error
     if isinstance(found, type) and issubclass(found, OrderedRunner | UnorderedRunner):
-        # Results are written in the order of the items, which is what makes resuming simple: the base that
-        # comes first says so.
+        # The journal needs results in the order of the items; the base that comes first decides it.
         return found if issubclass(found, OrderedRunner) else type("Run", (OrderedRunner, found), {})
     if callable(found) and not isinstance(found, type):
         work = staticmethod(lambda device, cfg, item: found(item))  # noqa: ARG005 - the runner's protocol
@@ -242,7 +242,7 @@ def _load(name: str) -> type[OrderedRunner]:
 def _image_runner(
     kind: type[OrderedRunner], *, reads: bool, folder: Path | None, batched: bool
 ) -> type[OrderedRunner]:
-    """Return a runner like another one, which gets or makes pictures where this one has files."""
+    """Return a subclass of a runner that reads pictures from files, or writes them to files."""
 
     def work(device: str, cfg: Any, item: Any) -> Any:
         inner = functools.partial(kind.producer_work, device, cfg)

@@ -1,4 +1,4 @@
-"""The files of `tp run`: items that are read, the journal of what is done, tables and pictures of results."""
+"""The files of `tp run`: inputs, the journal of done items, tables and pictures of results."""
 
 import contextlib
 import csv
@@ -33,7 +33,7 @@ class Record:
     Attributes:
         source: The file.
         line: The number of the line or row in it, from 1; 0 for a whole file.
-        digest: Changes when another item takes its place.
+        digest: A hash of the item; it changes when another item takes its place.
         item: The parsed JSON value, the line without its end, the row as a dictionary, or the file's path.
     """
 
@@ -44,14 +44,14 @@ class Record:
 
 
 class Source(NamedTuple):
-    """A file, or standard input, and what it is read as."""
+    """A file, or standard input, and its format."""
 
     path: Path | None
     kind: str
 
 
 def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[Source]:
-    """Return what files, patterns and directories name, each once, in an order that is always the same.
+    """Return the files of paths, patterns and directories, each once, in a fixed order.
 
     Outputs may lie among the files of patterns and directories; they are passed over.
 
@@ -86,7 +86,7 @@ def read(sources: Iterable[Source]) -> Iterator[Record]:
     """Yield the items of files.
 
     Raises:
-        ConfigError: A file cannot be read as what it is said to be.
+        ConfigError: A file cannot be read in its format.
     """
     for path, kind in sources:
         try:
@@ -115,7 +115,7 @@ def _records_of(path: Path, kind: str) -> Iterator[Record]:
         yield from _rows_of_parquet(path)
     else:
         open_text: Any = open if _without_gz(path) == path else gzip.open
-        # Spreadsheets write a mark of the byte order at the beginning.
+        # utf-8-sig: spreadsheets begin with a byte order mark, which is no part of the first value.
         with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield from _parse(file, str(path), kind)
 
@@ -169,7 +169,7 @@ def _digest(text: str) -> str:
 
 
 def _stamp(path: Path) -> str:
-    """Return what changes when a file is written anew; its bytes would take as long as the work."""
+    """Return a hash of size and time of a file; to read its bytes would take as long as the work."""
     status = path.stat()
     return _digest(f"{status.st_size} {status.st_mtime_ns}")
 
@@ -233,17 +233,17 @@ class _Line(NamedTuple):
 
 
 class Journal:
-    """One JSON object on each line: source, line, a digest of the item, and result or error.
+    """The journal: a JSON object on each line with source, line, digest of the item, and result or error.
 
-    The results are the record of what is done, so the two can never contradict each other. A line
-    that an interruption cut off, and those of items that failed, are removed when the file is opened
-    again: such items are still to be done. An item that is another one now is done again, and its old line
-    removed at the end. With ``-`` results go to standard output, and nothing is done before.
+    The results are also the record of done items, so the two never contradict each other. Opening the file
+    again removes a line that an interruption cut off, and lines of failed items: such items are not done. An
+    item that was replaced is done again, and its old line is removed at the end. With ``-`` results go to
+    standard output, and no item is done before.
 
     Attributes:
         n_before: How many items were done before.
         n_again: How many had failed before, and are tried again.
-        n_replaced: How many were done before, and are others now.
+        n_replaced: How many were done before, and have been replaced.
         n_now: How many lines were written.
         n_failed: How many of those are errors.
     """
@@ -278,7 +278,7 @@ class Journal:
             self._keep(lambda line: line.digest in {None, self._done.get(line.key, line.digest)})
 
     def _read_back(self) -> None:
-        """Take note of what is done; leave only that in the file."""
+        """Read the done items; leave only their lines in the file."""
         end = 0
         with self._path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -295,7 +295,7 @@ class Journal:
         if self.n_again:
             self._keep(lambda line: line.is_done)
             os.close(self._fd)
-            self._fd = self._open()  # another file has the name now
+            self._fd = self._open()  # _keep has put a new file in place of the old one
 
     def _open(self) -> int:
         """Open the file to append to it, and no link, which a stranger may have put there."""
@@ -312,7 +312,7 @@ class Journal:
         write_atomically(write, self._path)
 
     def counts(self) -> dict[str, int]:
-        """Return what was counted, for ``tp run --json``."""
+        """Return the counts for ``tp run --json``."""
         return {
             "done_before": self.n_before,
             "done_now": self.n_now,
@@ -335,7 +335,7 @@ class Journal:
         """Add the result of a record, or the error in its place.
 
         Raises:
-            StateError: The result cannot be written as JSON, and nothing is to stand in its place.
+            StateError: The result cannot be written as JSON, and ``keep_going`` is false.
         """
         entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
         if isinstance(result, BaseException):
@@ -354,10 +354,10 @@ class Journal:
                     raise StateError(msg) from error
                 self.write(record, StateError(msg), keep_going=True)
                 return
-        # One write of a whole line: a line is there or it is not, even if this process is killed.
+        # One write of a whole line, so that it is there or not, even if this process is killed.
         with saving(self._path):
             rest = memoryview(line.encode() + b"\n")
-            while rest:  # a pipe, or a disk that is full, may take a part
+            while rest:  # a pipe, or a full disk, may take only a part
                 rest = rest[os.write(self._fd, rest) :]
         self.n_now += 1
         key = _key(record.source, record.line)
@@ -376,12 +376,12 @@ class Journal:
 
 
 def _key(source: str, line: int) -> tuple[str, int]:
-    """Return what an item is known by, however its file is spelled."""
+    """Return the key of an item, the same for any path to its file."""
     return os.path.realpath(source), line
 
 
 def _error_entry(error: BaseException) -> dict[str, str]:
-    """Return the type and the message of what the work raised, and where."""
+    """Return the type, the message and the traceback of the work's error."""
     cause = error.__cause__ or error
     return {
         "type": getattr(error, "type_name", "") or type(error).__name__,
@@ -477,8 +477,8 @@ def with_images(
     Args:
         work: What is applied to an item, or to a batch.
         reads: Whether it gets pictures, as ``PIL.Image`` in RGB, instead of paths.
-        folder: Where results, which are pictures then, are written; the new result is the file's path.
-        batched: Whether an item is a list of them.
+        folder: Where to write results, which are pictures then; the new result is the file's path.
+        batched: Whether an item is a list of paths.
     """
 
     def one(path: str) -> Any:
@@ -509,9 +509,9 @@ def _save(picture: Any, folder: Path, source: str) -> str:
     name = source if source.endswith(".png") else f"{source}.png"
     path = folder.joinpath(*(part for part in Path(name).parts if part not in {"/", ".."}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by write_atomically, which looks through the folder each time: here it has all results.
+    # Not by write_atomically, which lists the folder each time: here the folder has all results.
     kept = path.with_name(f".{path.name}.kept")
-    kept.unlink(missing_ok=True)  # left by a process that was killed, or a link that somebody made
+    kept.unlink(missing_ok=True)  # left by a killed process, or a link that somebody made
     with showing_system_errors(path), kept.open("xb") as file:
         picture.save(file, format="PNG")
         file.flush()

@@ -25,7 +25,7 @@ class Chunk:
         start: The place of its first item in the input.
         items: The items.
         run: The number of the run that it belongs to.
-        parent: The chunk that it is a part of, when that one is tried again in parts.
+        parent: The whole chunk, if this is a part of one that is tried again in parts.
         offset: The place of its first item in the parent.
         attempts: How often its items have been tried before.
         deaths: How many workers its first item has killed.
@@ -33,8 +33,7 @@ class Chunk:
         results: A result, or a failure, for each item.
         missing: How many results parts of it still owe.
         failed: Whether some results are failures.
-        is_long: Whether its items take so long, for all that is known, that others should not wait
-            behind it.
+        is_long: Whether its items are expected to take so long that others should not wait behind it.
         nbytes: How many bytes its items, and later its results, take.
     """
 
