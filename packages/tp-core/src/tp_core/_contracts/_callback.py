@@ -1,4 +1,4 @@
-"""The contract of what takes part in a run of training: it is called at the run's events."""
+"""The contract of callbacks, which a training run calls at its events."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # listing plugins must not import torch
 
 
 class RunView(Protocol):
-    """What a callback sees of a run, and the few things that it may ask for.
+    """A callback's view of a run: present values, and the few requests that it may make.
 
-    There is one for the whole run, whose values are those of the moment.
+    There is one object for the whole run; its values change with the run.
     """
 
     @property
@@ -26,15 +26,15 @@ class RunView(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, from 1."""
+        """The present epoch, from 1."""
 
     @property
     def epochs(self) -> int | None:
-        """How many there will be; ``None`` where nothing but another limit ends the run."""
+        """The number of epochs; ``None`` where another limit ends the run."""
 
     @property
     def batches_done(self) -> int:
-        """Batches of this epoch that are done."""
+        """The number of batches of this epoch that are done."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -50,7 +50,7 @@ class RunView(Protocol):
 
     @property
     def models(self) -> "Mapping[str, nn.Module]":
-        """All of the run's models by name, as the user made them; ``fit`` calls its one "model"."""
+        """All of the run's models by name, as the user made them; in ``fit`` the name is "model"."""
 
     @property
     def optimizer(self) -> "Optimizer":
@@ -62,7 +62,7 @@ class RunView(Protocol):
 
     @property
     def optimizers(self) -> "Mapping[str, Optimizer]":
-        """All of the run's optimizers by name; ``fit`` calls its one "optimizer"."""
+        """All of the run's optimizers by name; in ``fit`` the name is "optimizer"."""
 
     @property
     def scheduler(self) -> Any:
@@ -70,43 +70,43 @@ class RunView(Protocol):
 
     @property
     def loader(self) -> "PreparedLoader":
-        """The prepared loader that is trained on."""
+        """The prepared loader of the training data."""
 
     @property
     def device(self) -> "torch.device":
-        """Where this process computes."""
+        """The device of this process."""
 
     @property
     def rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process among all, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many processes run the job."""
+        """The number of processes that run the job."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and speaks to the terminal."""
+        """Whether this process writes the files and prints to the terminal."""
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, saved where checkpoints are written; one rank's word is enough."""
+        """End the run after this step, saved where it writes checkpoints; one rank may call it alone."""
 
     def save(self) -> None:
-        """Have a checkpoint written after this step; one rank's word is enough.
+        """Request a checkpoint after this step; one rank may call it alone.
 
         Raises:
             ConfigError: The run writes no checkpoints.
         """
 
     def log(self, **numbers: "float | Tensor") -> None:
-        """Hand numbers of this step to the loggers; tensors stay on their device until they are read."""
+        """Pass numbers of this step to the loggers; tensors stay on their device until they are read."""
 
 
 class Callback:
-    """Takes part in a run: override what is of interest; what is not overridden costs nothing.
+    """A base class of callbacks: override the events of interest; others cost nothing.
 
-    Events come on every rank at the same steps. What a method does on one rank alone must not need the
-    others: no collectives there.
+    Events come on every rank at the same steps. Code that runs on one rank alone must not use collectives:
+    it would wait for the other ranks without an end.
 
     Example:
         >>> class PrintLoss(Callback):
@@ -118,7 +118,7 @@ class Callback:
         """Called once everything is prepared, and restored where the run is resumed."""
 
     def on_epoch_start(self, run: RunView) -> None:
-        """Called before the first batch of an epoch; not where a resumed run goes on within one."""
+        """Called before the first batch of an epoch; not where a resumed run continues within one."""
 
     def on_backward_end(self, run: RunView) -> None:
         """Called after each backward pass."""
@@ -135,35 +135,35 @@ class Callback:
         """
 
     def on_step_end(self, run: RunView) -> None:
-        """Called after each optimizer step, also one that was left out."""
+        """Called after each optimizer step, also one that was skipped."""
 
     def on_validation_start(self, run: RunView) -> None:
         """Called before the first batch of a validation, with the model still in training mode."""
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """Called after a validation, with its means and metrics; with none where a signal cut it short."""
+        """Called after a validation, with its means and metrics; with none where a signal interrupted it."""
 
     def on_epoch_end(self, run: RunView) -> None:
         """Called after an epoch and its validation; ``run.metrics`` has the means of both."""
 
     def on_checkpoint_saved(self, run: RunView, path: "Path") -> None:
-        """Called once a checkpoint is whole on disk."""
+        """Called once a checkpoint is complete on disk."""
 
     def on_interruption(self, run: RunView, signal_number: int) -> None:
-        """Called where a signal ends the run, after its state has been saved."""
+        """Called when a signal ends the run, after its state has been saved."""
 
     def on_exception(self, run: RunView, error: BaseException) -> None:
-        """Called where an error ends the run, on the ranks that it is raised on."""
+        """Called when an error ends the run, on the ranks that raise it."""
 
     def on_fit_end(self, run: RunView) -> None:
-        """Called where the run has come to its end: all epochs, another limit, or a stop."""
+        """Called at the end of the run: after all epochs, another limit, or a stop."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints keep of this callback: tensors and plain values."""
+        """Return the state of this callback for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned in the run that is resumed."""
+        """Restore the result of :meth:`state_dict` of the run that is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +171,11 @@ class NamedCallback:
     """A callback that a plugin brings, for runs that name it or for all.
 
     Attributes:
-        name: What users write to have it in a run: ``fit(..., callbacks=["name"])``.
-        help: One line that says what it does.
-        load: Returns a new one for a run that begins; what is heavy is imported in here.
-        joins: Whether it takes part in every run, named or not. One that fails is then left out and
-            named in the log, where one that a script names ends the run.
+        name: The name by which users choose it: ``fit(..., callbacks=["name"])``.
+        help: One line about what it does.
+        load: Returns a new one for a run that begins; heavy imports happen in here.
+        joins: Whether it takes part in every run, named or not. If it fails, the run leaves it out and
+            logs its name; the failure of one that a script names ends the run.
 
     Example:
         >>> NamedCallback("energy", "Measures the joules of a run", lambda: Callback()).joins

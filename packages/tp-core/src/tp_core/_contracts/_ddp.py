@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose forward may be a whole step, and the check that gradients were averaged."""
+"""A DistributedDataParallel with a whole step as its forward, and checks that gradients are averaged."""
 
 import logging
 import re
@@ -22,49 +22,51 @@ _NOT_REDUCED = "Expected to have finished reduction in the prior iteration"  # o
 
 
 class SteppingDataParallel(DistributedDataParallel):
-    """Averages gradients of a step that calls the module as it likes: its forward, methods, attributes.
+    """A DistributedDataParallel for steps that call any method of the module, and not only its forward.
 
-    DDP readies itself for a backward pass in its own forward. So that is where the step runs, with the
-    module that is wrapped: ``module.encode(x)`` is as good as ``module(x)``.
+    DDP prepares for a backward pass in its own forward. So the step runs there, with the inner module:
+    ``module.encode(x)`` works as well as ``module(x)``.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.training = module.training  # torch's own wrapper says that it trains, whatever is in it
+        self.training = module.training  # torch's wrapper starts in training mode, whatever the module's is
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
-        # Whether the next backward pass averages, which one does for each forward pass; `None` before any.
-        # A list, since a module's own way of setting attributes is slow.
+        # Whether the next backward pass averages: one does for each forward pass; `None` before any.
+        # A list, since nn.Module sets attributes slowly, and this is set in each step.
         self._is_ready: list[bool | None] = [None]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, or the step, and be ready to average the gradients of one backward pass.
+        """Run the module, or the step, and prepare to average the gradients of one backward pass.
 
         Raises:
             StepError: A parameter took no part in the loss of the last backward pass.
+
+        Collective: DDP's broadcast of buffers in forward, its bucketed all-reduces in backward.
         """
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
             if not str(error).startswith(_NOT_REDUCED):
                 raise
-            # Several passes in one step: check_reduced, which is asked at its end, comes too late for them.
+            # With several passes in one step, check_reduced at the step's end comes too late.
             raise StepError(self._unused(str(error))) from error
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self._is_ready[0] = True
         return output
 
     def seen_gradients(self) -> list[tuple[int, int]] | None:
-        """Return what a backward pass changes that comes now and averages nothing; ``None`` if it does."""
+        """Return gradients' ids and versions if a backward pass now would average nothing, else ``None``."""
         if self._is_ready[0] is not False or not self.require_backward_grad_sync:
             return None
         return [(id(g), g._version) for _, p, _ in self._trained if (g := p.grad) is not None]
 
     def note_backward(self) -> None:
-        """Note that a backward pass is over: the next one averages nothing if this one has."""
+        """Record the end of a backward pass: if it averaged, the next one averages nothing."""
         if not self._is_ready[0]:
             return
-        # Private to torch, and the one call that shows whether every bucket was reduced: it raises if not.
+        # Private to torch: no public call shows whether every bucket was reduced. This one raises if not.
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:  # its gradients are still to come
@@ -72,11 +74,13 @@ class SteppingDataParallel(DistributedDataParallel):
         self._is_ready[0] = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value of the module's own, such as ``config``: scripts read them with one process, too.
+        """Return an attribute of the module that is no method, for example ``config``.
+
+        The same script then works with one process, where the model has no wrapper.
 
         Raises:
-            AttributeError: There is none of the name, or it can be called: what is called past this wrapper
-                would not have its gradients averaged.
+            AttributeError: There is none of the name, or it is callable: the gradients of a call past this
+                wrapper would not be averaged.
         """
         try:
             return super().__getattr__(name)
@@ -97,13 +101,15 @@ class SteppingDataParallel(DistributedDataParallel):
     def run(self, body: Callable[..., R], *arguments: Any) -> R:
         """Return ``body(module, *arguments)``, run within this wrapper's forward.
 
-        A compiled wrapper is handed out itself: what was compiled is its call.
+        A compiled wrapper passes itself instead of the module: what was compiled is its call.
+
+        Collective: those of :meth:`forward`.
         """
         if self._compiled_call_impl is not None:
             return body(self, *arguments)
-        # Private to torch, and the one place between what DDP does before and after a forward. It is put into
-        # the object for this forward alone, past Module's own way of setting attributes, which is slow: a
-        # method of this class would be on the way of the wrapper's plain calls, too.
+        # Private to torch: the only call between DDP's work before and after a forward. It is set on the
+        # object for this forward only, past nn.Module's slow __setattr__: a method of this class would run
+        # in the wrapper's plain calls, too.
         own = self.__dict__
 
         def run_body(*_: Any, **__: Any) -> R:
@@ -118,15 +124,15 @@ class SteppingDataParallel(DistributedDataParallel):
             own.pop("_run_ddp_forward", None)
 
     def check_reduced(self) -> None:
-        """Make sure that the last backward pass, if there was one, has averaged every gradient.
+        """Check that the last backward pass, if there was one, has averaged every gradient.
 
-        DDP averages a bucket of gradients once all of them are there. One that never comes leaves those of
-        its bucket as they are on each rank, which torch reports only in the next forward: after an optimizer
-        step, or never, if that was the last one. What was frozen when it was made it never looks at again.
+        DDP averages a bucket once all its gradients are there. If one never comes, the others of its bucket
+        stay different on each rank. torch reports that only in the next forward: after an optimizer step,
+        or never after the last step. Parameters that were frozen when DDP was made it ignores for good.
 
         Raises:
             StepError: A parameter took no part in the loss, is trained only since the model was prepared, or
-                has another type since then.
+                has another dtype since then.
         """
         for name, parameter, dtype in self._trained:
             if parameter.dtype is not dtype:
@@ -149,7 +155,7 @@ class SteppingDataParallel(DistributedDataParallel):
             raise StepError(self._unused(str(error))) from error
 
     def _unused(self, message: str) -> str:
-        """Return what to say of parameters without gradients, which torch's message counts."""
+        """Return the message for parameters without gradients, from their numbers in torch's message."""
         trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
         found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         rank, unused = "this rank", "some"
@@ -180,59 +186,61 @@ _TWICE = (
 
 
 class ReductionWatch:
-    """Makes sure, before any optimizer of this process steps, that gradients have been averaged.
+    """A check before each optimizer step of this process that gradients have been averaged.
 
     Args:
-        check: Raises where the session does not let an optimizer step; called when it steps for the first
-            time with its parameters.
-        ranks: How many average gradients with each other; one has none to average.
+        check: A function that raises for an optimizer that the session cannot step; called when it first
+            steps with its parameters.
+        ranks: The number of ranks that average gradients; with one there is nothing to average.
     """
 
     def __init__(self, check: Callable[[Optimizer], None], *, ranks: int) -> None:
         self._check, self._ranks = check, ranks
         self._models: list[ref[SteppingDataParallel]] = []
-        # The identities of the parameters whose gradients are averaged, as long as their modules live: others
-        # may have them later. Weak references to parameters would keep them from being converted.
+        # The ids of parameters with averaged gradients, while their modules live: later objects may have
+        # the same ids. Weak references to parameters would keep torch from converting them in place.
         self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
-        # What an optimizer stepped when it was last looked at, by its identity.
+        # The parameter lists of each optimizer that passed the check, by the optimizer's id.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
         self._handle: RemovableHandle | None = None
 
     def watch(self, model: SteppingDataParallel) -> None:
-        """Look at the gradients of ``model``, too: `SteppingDataParallel.check_reduced`."""
+        """Check the gradients of ``model`` before steps, too: `SteppingDataParallel.check_reduced`."""
         self._models = [*(known for known in self._models if known() is not None), ref(model)]
         self.know(model)
 
     def know(self, model: nn.Module) -> None:
-        """Note that gradients of the parameters that ``model`` has now are averaged."""
+        """Record that the gradients of the present parameters of ``model`` are averaged."""
         plain = model.module if isinstance(model, SteppingDataParallel) else model
         self._known.setdefault(plain, set()).update(map(id, model.parameters()))
         self.listen()
 
     def listen(self) -> None:
-        """Look at optimizers before they step, from now on."""
+        """Check optimizers before they step, from now on; torch's hook is global to the process."""
         _open.add(self)
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Note that all that ``optimizer`` steps has to be averaged."""
+        """Record that ``optimizer`` must step averaged gradients only."""
         self._prepared.add(optimizer)
 
     def close(self) -> None:
-        """Look at none any more."""
+        """Stop the checks."""
         _open.discard(self)
         if self._handle is not None:
             self._handle.remove()
 
     def go_back(self, run: Callable[[], None]) -> None:
-        """Run a backward pass, which has to average all gradients that it adds.
+        """Run a backward pass, and check that it averages all gradients that it adds.
 
         Raises:
-            StepError: It came to a parameter whose gradient has been averaged since the forward pass.
+            StepError: It reached a parameter with a gradient that was averaged since the forward pass.
+
+        Collective: DDP's all-reduces in ``run``; none of its own.
         """
-        # Loops, and no generators: this is on the way of every step.
+        # Loops and no generators: this runs in every step.
         done: list[tuple[SteppingDataParallel, list[tuple[int, int]]]] = []
         for reference in self._models:
             model = reference()
@@ -246,7 +254,7 @@ class ReductionWatch:
                 raise
             raise StepError(_TWICE) from error
         for model, before in done:
-            # Where all of them have been averaged torch says nothing, and each rank adds its own.
+            # torch reports nothing where all buckets were averaged, and each rank adds its own gradients.
             if model.seen_gradients() != before:
                 raise StepError(_TWICE)
         for reference in self._models:
@@ -271,13 +279,13 @@ class ReductionWatch:
             self._fine[id(optimizer)] = ref(optimizer), lists
 
     def _check_known(self, optimizer: Optimizer) -> bool:
-        """Make sure that an optimizer steps parameters of prepared models alone, if it steps any.
+        """Check that an optimizer which steps parameters of prepared models steps no others.
 
         Returns:
             Whether that holds as long as its parameters are the same: others may get gradients later.
 
         Raises:
-            StepError: A parameter with a gradient is of none, and would part the ranks.
+            StepError: A parameter with a gradient is in no prepared model: ranks would diverge.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         others = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
@@ -285,7 +293,7 @@ class ReductionWatch:
             return True
         if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
             if self is not min(_open, key=id):
-                return True  # another one warns
+                return True  # one watch warns for all
             log.warning(
                 "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
                 "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "
@@ -309,7 +317,7 @@ class ReductionWatch:
 
 
 _open: WeakSet[ReductionWatch] = WeakSet()
-"""All that listen: a program may have several sessions, which know nothing of each other's models."""
+"""All active watches: a program may have several sessions, and each knows its own models only."""
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What is known of a training job before anything starts, and what it needs of memory."""
+"""The description of a training job before anything starts, and its need of memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,23 +18,23 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What training takes on a device that holds the whole model, in bytes: what backends estimate from.
+    """The memory of training on a device that holds the whole model, in bytes: the input of estimates.
 
     Attributes:
         weights: Parameters and buffers, tied ones once.
-        gradients: Those of all trained parameters.
-        optimizer: What the optimizer keeps from its first step on; ``None`` if that is not known.
-        update: What an optimizer step needs meanwhile.
-        activations: The most that a forward and backward pass has at one time besides all these, with one
-            device's share of a batch; ``None`` if that is not known.
-        alone: The same without the gradient that is just being made, for backends that count it themselves.
-        with_gradients: The most of activations and gradients together at one time: while the former go
-            away the latter come.
-        casts: How much of the activations are copies of weights in the type of a mixed precision.
+        gradients: The gradients of all trained parameters.
+        optimizer: The optimizer's state after its first step; ``None`` if that is not known.
+        update: Temporary memory of an optimizer step.
+        activations: The peak of a forward and backward pass besides all these, with one device's share of a
+            batch; ``None`` if that is not known.
+        alone: The same without the gradient that is being computed, for backends that count it themselves.
+        with_gradients: The peak of activations and gradients together: activations are freed while
+            gradients are allocated.
+        casts: The part of the activations that are copies of weights in the dtype of a mixed precision.
         batch: The device's share of the batch itself.
-        kept: What the forward pass of each module leaves for the backward pass, by the module's name.
-        passed: What each of these modules gives to the next one, by name.
-        unknown: Why something is not known; empty if all is.
+        kept: The memory that the forward pass of each module keeps for backward, by the module's name.
+        passed: The memory of each of these modules' outputs, by name.
+        unknown: The reason why something is not known; empty if all is.
     """
 
     weights: int
@@ -62,13 +62,13 @@ class Footprint:
 
     @property
     def assumed(self) -> str:
-        """In words what of the states is an assumption; empty if nothing is."""
+        """The assumptions about the states, in words; empty without any."""
         if self.optimizer is not None:
             return ""
         return "optimizer not known, assumed to keep two values as AdamW"
 
     def with_batch_of(self, times: float) -> Self:
-        """Return what it is with a share of the batch that is so many times as large."""
+        """Return the footprint with a share of the batch that is ``times`` as large."""
         if self.activations is None or times == 1:
             return self
         own = self.activations - self.casts
@@ -91,18 +91,18 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """What a job needs on each device under one backend, in bytes, and what there is.
+    """The memory that a job needs on each device under one backend, in bytes, and the free memory.
 
     Attributes:
         weights: Parameters and buffers.
         gradients: Gradients.
         optimizer: The optimizer's state.
-        communication: Buffers of what ranks or devices exchange, whole units that are gathered.
-        activations: Everything else that a step has at its highest point; ``None`` if it is not known.
-        free: What is free on the device; ``None`` if that is not known.
-        device: Which device, for messages.
-        assumed: What of it is an assumption, in words: "optimizer state as of AdamW".
-        remedy: What to do where it does not fit.
+        communication: Buffers of communication, and whole units that are gathered.
+        activations: Everything else at the peak of a step; ``None`` if it is not known.
+        free: The free memory of the device; ``None`` if that is not known.
+        device: The name of the device, for messages.
+        assumed: The assumptions in words: "optimizer state as of AdamW".
+        remedy: The advice where the job does not fit.
 
     Raises:
         ConfigError: A number is negative.
@@ -127,21 +127,21 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """The sum of what is known."""
+        """The sum of the known numbers."""
         return self.weights + self.gradients + self.optimizer + self.communication + (self.activations or 0)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, as far as both numbers are known."""
+        """Whether the job fits, as far as both numbers are known."""
         return self.free is None or self.total <= self.free
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing of it is unknown or assumed."""
+        """Whether no number is unknown or assumed."""
         return self.activations is not None and not self.assumed
 
     def __str__(self) -> str:
-        """Return one sentence: the sum, what is free, the parts."""
+        """Return one sentence: the sum, the free memory, the parts."""
         unit, size = ("GiB", _GIB) if max(self.total, self.free or 0) >= _GIB else ("MiB", 2**20)
 
         def shown(nbytes: int) -> str:
@@ -168,7 +168,7 @@ class MemoryNeed:
         return values | {"total": self.total, "fits": self.fits}
 
 
-# -- What is known of a training job before anything starts ---------------------------------------
+# -- The job --------------------------------------------------------------------------------------
 
 
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
@@ -177,7 +177,7 @@ Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What a backend may want to know of a model without walking through it.
+    """The traits of a model that backends assess.
 
     Attributes:
         parameter_count: Elements of all parameters, a tied one counted once.
@@ -210,27 +210,27 @@ class ModelTraits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is known of a training job before anything starts.
+    """A training job, as far as it is known before anything starts.
 
     Attributes:
         devices: The devices of *this process*, as resolved; under a launcher that started several
             processes on a host it is the one device of this rank.
-        environment: What launched this process: rank, world size, hosts.
-        explicit_devices: Whether the user named the devices. Where they were left to "auto", a
-            backend may use fewer of them, and says so in its verdict.
+        environment: The launch environment of this process: rank, world size, hosts.
+        explicit_devices: Whether the user named the devices. With "auto" a backend may use fewer of them,
+            and says so in its verdict.
         model: The model to train, still plain; a ``ModuleList`` where there are several; ``None`` when
             it is not known yet.
         seed: The seed that orders the data, the same on all ranks.
         loss: Whether a step's loss is the "mean" over its samples, or their "sum".
-        precision: What is computed in which type; see :class:`tp_trainer.Trainer`.
-        accumulate: How many batches make one optimizer step.
+        precision: The dtypes of computation; see :class:`tp_trainer.Trainer`.
+        accumulate: The number of batches of one optimizer step.
         compile: Whether the model is compiled.
         options: Options for each backend by its name: an object of its ``options_type``, or a mapping of
             its fields.
-        footprint: What training the model takes on a device that holds all of it; ``None`` where that is
-            not known, or is little of what is free.
-        free_nbytes: What is free on each device, in bytes, what the model holds there already included: the
-            least over all ranks. ``None`` if it is not known.
+        footprint: The memory of training on a device that holds the whole model; ``None`` where that is
+            not known, or is little of the free memory.
+        free_nbytes: The free memory of each device in bytes, with the model's memory there counted as free:
+            the least over all ranks. ``None`` if it is not known.
     """
 
     devices: tuple[torch.device, ...]
@@ -255,14 +255,14 @@ class Job:
 def replicated_memory(
     job: Job, footprint: Footprint, *, keeps_gradients: bool | None = None, communication: int = 0
 ) -> MemoryNeed:
-    """Return what a job needs on a device that holds a copy of everything.
+    """Return the memory that a job needs on a device that holds a copy of everything.
 
     Args:
         job: The job.
-        footprint: What training its model takes.
-        keeps_gradients: Whether gradients have their memory throughout, as in buckets of all-reduces; by
-            default where several batches make a step.
-        communication: Buffers of exchanges, in bytes.
+        footprint: The memory of training its model.
+        keeps_gradients: Whether gradients stay allocated throughout, as in buckets of all-reduces; by
+            default only where several batches make a step.
+        communication: Communication buffers, in bytes.
     """
     keeps = job.accumulate > 1 if keeps_gradients is None else keeps_gradients
     return MemoryNeed(
@@ -282,7 +282,7 @@ def replicated_memory(
 
 
 def _beyond_states(footprint: Footprint, *, keeps_gradients: bool) -> int | None:
-    """Return what a step has at its highest point besides weights, gradients and optimizer state."""
+    """Return the peak memory of a step besides weights, gradients and optimizer state."""
     if footprint.activations is None:
         return None
     gradients = footprint.gradients

@@ -12,17 +12,17 @@ RunStatus = Literal["finished", "interrupted", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """A run, as far as it is known when it begins.
+    """The facts of a run that are known when it begins.
 
     Attributes:
-        folder: The folder of its checkpoints; ``None`` for a run that has none.
-        resumed: Whether it goes on from a checkpoint.
-        step: The optimizer steps that it has behind it.
-        epoch: The epoch that it begins or goes on with, from 1.
-        hyperparameters: What was chosen for it, by name: plain values.
-        environment: Where it runs, by name: the host, variables of the launcher, the revision of the code.
-        selection: Which backend was chosen and why: a table for people.
-        candidates: The same as data: for each backend its "name", "score" and "reason" and whether it is
+        folder: The folder of its checkpoints; ``None`` for a run without any.
+        resumed: Whether it continues from a checkpoint.
+        step: The optimizer steps that are done.
+        epoch: The epoch that it begins or continues, from 1.
+        hyperparameters: Its hyperparameters by name: plain values.
+        environment: Its environment by name: the host, variables of the launcher, the revision of the code.
+        selection: The chosen backend and the reasons: a table for people.
+        candidates: The same as data: the "name", "score" and "reason" of each backend, and whether it is
             "chosen".
         versions: The versions of distributions, by name.
     """
@@ -39,22 +39,22 @@ class RunInfo:
 
 
 class Logger(abc.ABC):
-    """Writes what a run measures, to files or to a service. Only the first rank has one.
+    """A writer of a run's measurements, to files or to a service. Only the first rank has one.
 
-    :meth:`open` comes first and :meth:`close` last, once each, unless the process is killed. A run that
-    goes on from a checkpoint gets what :meth:`state_dict` returned when it was written, before
-    :meth:`open`, and goes on where that left off: what was logged after the checkpoint's step is there
-    once in the end, and what was logged before it is not lost.
+    :meth:`open` comes first and :meth:`close` last, once each, unless the process is killed. A resumed run
+    first passes the checkpoint's :meth:`state_dict` to :meth:`load_state_dict`, then calls :meth:`open`.
+    The logger continues there: numbers after the checkpoint's step appear once in the end, and numbers
+    before it are not lost.
 
     Attributes:
-        name: What users write to ask for this logger.
+        name: The name by which users choose this logger.
     """
 
     name: ClassVar[str]
 
     @abc.abstractmethod
     def open(self, info: RunInfo) -> None:
-        """Begin, or go on with, the record of a run.
+        """Begin or continue the record of a run.
 
         Raises:
             tp_core.errors.TpError: The record cannot be written; nothing was trained yet.
@@ -65,47 +65,47 @@ class Logger(abc.ABC):
         """Write numbers of one step; some may be NaN or infinite.
 
         Args:
-            numbers: By name, such as "loss", "val_loss", "learning_rate".
+            numbers: The numbers by name: "loss", "val_loss", "learning_rate" and others.
             step: Optimizer steps done; never less than in the call before.
             epoch: The epoch they belong to, from 1.
         """
 
     def flush(self) -> None:  # noqa: B027 - most write at once
-        """Bring rows to where others read them; called after those that are handed over together."""
+        """Write buffered rows to where others read them; called after a group of rows."""
 
     def event(  # noqa: B027 - most loggers have no place for them
         self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int
     ) -> None:
-        """Note something that happened, such as a "checkpoint" or an "interruption".
+        """Record an event, for example a "checkpoint" or an "interruption".
 
         Args:
-            kind: What happened.
-            facts: More of it, by name: plain values.
+            kind: The kind of event.
+            facts: Its details by name: plain values.
             step: Optimizer steps done.
             epoch: The epoch it belongs to, from 1.
         """
 
     @abc.abstractmethod
     def close(self, status: RunStatus) -> None:
-        """Write what is left and end the record."""
+        """Write buffered rows and end the record."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring what was logged to a safe place, and return the plain values that a resumed run needs."""
+        """Flush what was logged to a safe place, and return the plain values that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have no state
-        """Take what :meth:`state_dict` returned when the checkpoint was written; :meth:`open` follows."""
+        """Restore the checkpoint's result of :meth:`state_dict`; :meth:`open` follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggerFactory:
-    """Makes a logger that users ask for by name.
+    """A factory of a logger that users choose by name.
 
     Attributes:
-        name: What users write.
-        help: One line of what it writes, and where.
-        make: Returns a new logger with its defaults; what is heavy is imported in here.
-        extra: What to install for it, ``"tp-trainer[wandb]"``; empty if nothing.
+        name: The name by which users choose it.
+        help: One line about its output and where it goes.
+        make: Returns a new logger with its defaults; heavy imports happen in here.
+        extra: The extra to install for it, ``"tp-trainer[wandb]"``; empty if none.
     """
 
     name: str

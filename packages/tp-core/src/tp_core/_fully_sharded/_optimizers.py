@@ -1,4 +1,4 @@
-"""Optimizers whose parameters become shards, and the gradients of which each rank holds a part."""
+"""Optimizers over shards, and sharded gradients."""
 
 import math
 import re
@@ -14,7 +14,8 @@ from tp_core.errors import ConfigError
 from tp_core.state import Place, fill_from_whole
 from tp_core.state._optimizers import is_zero_redundancy
 
-# They divide by norms of a whole matrix, orthogonalise or factorise it, or take products of all parameters.
+# Their steps divide by norms of a whole matrix, orthogonalize or factorize it, or take products of all
+# parameters: on a shard they would compute another update, without an error.
 _WHOLE_MATRIX = re.compile(
     r"muon|adafactor|lbfgs|shampoo|galore|kfac|lamb$|lars$|^(soap|came|apollo|novograd|scion|kron|psgd)$",
     re.IGNORECASE,
@@ -24,8 +25,8 @@ _WHOLE_MATRIX = re.compile(
 def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
     """Return the name of an optimizer's class if its step depends on whole matrices, else ``None``.
 
-    Given a rank's shard of a matrix it would make another update than without splitting. It is known by its
-    name, or by that of a class that it is derived from.
+    On a rank's shard of a matrix it would make another update than on the whole. The check goes by the
+    names of its class and base classes.
 
     Example:
         >>> weight = torch.zeros(2, 2, requires_grad=True)
@@ -40,7 +41,7 @@ def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return what this rank holds of the gradients, where it holds anything: no copies."""
+    """Return the local parts of the gradients, without copies; empty ones are left out."""
     local = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     return [grad for grad in local if grad.numel()]
 
@@ -51,10 +52,10 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
 
     Args:
         model: The sharded model.
-        norm_type: Which norm; ``inf`` for the largest absolute value.
-        device: Where ranks exchange tensors.
+        norm_type: The order of the norm; ``inf`` for the largest absolute value.
+        device: The device of the collective.
 
-    Collectives: one all-reduce of a number over the ranks that hold the model together.
+    Collective: one all-reduce of a number over the ranks that hold the model together.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     split: list[Any] = [grad for grad in grads if is_dtensor(grad)]
@@ -62,7 +63,7 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
     dtype = grads[0].dtype if grads else torch.float32
     total = _power([grad.to_local() for grad in split], norm_type, device)
     if split:
-        # The last axis is that of the shards; another one has copies, which count once.
+        # Over the last axis only, the shards': along another axis are copies, which must count once.
         group = split[0].device_mesh.get_group(split[0].device_mesh.ndim - 1)
         operation = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         dist.all_reduce(total, operation, group=group)
@@ -75,7 +76,7 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
 def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the sum of the elements' powers, or their maximum; 0 for none."""
     norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
-    # Squares of large gradients are beyond float32.
+    # float64, as squares of large gradients overflow float32; mps has none.
     norm = norm.to(device, torch.float32 if device.type == "mps" else torch.float64)
     return norm if norm_type == math.inf else norm**norm_type
 
@@ -87,12 +88,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class WholeParameters:
-    """Parameters that every rank holds whole: those that cannot be gathered as one tensor with the others.
+    """Parameters that every rank holds whole, since torch cannot gather them with the others.
 
-    Their gradients are averaged over the ranks when they are complete.
+    Collective: in backward, one all-reduce for each gradient once it is complete.
 
     Args:
-        parameters: Which they are.
+        parameters: The parameters.
         group: The ranks that read different samples; ``None`` for all.
     """
 
@@ -104,7 +105,10 @@ class WholeParameters:
                 parameter.register_post_accumulate_grad_hook(self._average)
 
     def _average(self, parameter: Tensor) -> None:
-        """Average a gradient, with what was added up in it before, which is the same on all ranks."""
+        """Average a gradient; earlier gradients in the same tensor are equal on all ranks, and stay.
+
+        Collective: one all-reduce over the group.
+        """
         if self.reduces and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=self._group)
             parameter.grad.div_(dist.get_world_size(self._group))
@@ -114,9 +118,9 @@ class WholeParameters:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer treats each element by itself, as shards need it.
+    """Check that an optimizer treats each element by itself, as shards need it.
 
-    LBFGS does not, and is right where it can join shards without padding: where all of them are of one size.
+    LBFGS does not, but is right where it can concatenate shards without padding: with shards of one size.
 
     Raises:
         ConfigError: The optimizer has shards, and computes with whole matrices, shards its state itself, or
@@ -166,7 +170,7 @@ def _is_even(parameter: Any) -> bool:
 
 
 def move_state(optimizer: Optimizer, parameter: Tensor, shard: nn.Parameter) -> None:
-    """Give a shard its part of what the optimizer keeps of the parameter that it took the place of."""
+    """Move an optimizer's state of a parameter to the shard that replaces it, cut to the shard's part."""
     if parameter not in optimizer.state:
         return
 

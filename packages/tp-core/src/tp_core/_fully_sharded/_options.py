@@ -1,4 +1,4 @@
-"""How a model is sharded over ranks, and what that means for a job."""
+"""The options of fully sharded models, and what they mean for a job."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,34 +19,34 @@ _OF_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class FullyShardOptions:
-    """How parameters, gradients and optimizer state are sharded over the ranks that read different samples.
+    """Options to shard parameters, gradients and optimizer state over ranks that read different samples.
 
     Attributes:
-        units: Which modules are units, whose parameters are gathered together when the module runs, and
-            whose gradients are reduced together. "auto" takes the blocks that a Hugging Face model names in
+        units: The modules that are units. A unit's parameters are gathered together when it runs, and its
+            gradients are reduced together. "auto" takes the blocks that a Hugging Face model names in
             ``_no_split_modules``, else blocks that repeat, else parts of similar size. Or a class, the
-            name of a class, several of them, or a function that is asked for each module. What no unit
-            holds is gathered with the whole model. Large units need memory, small ones many exchanges.
-        reshard_after_forward: Whether a unit's parameters are let go after its forward pass and gathered
+            name of a class, several of them, or a predicate of modules. Parameters in no unit are gathered
+            with the whole model. Large units need memory, small ones many collectives.
+        reshard_after_forward: Whether a unit's parameters are freed after its forward pass and gathered
             again for the backward pass (ZeRO-3), or kept until then (ZeRO-2): more memory, a third less
-            communication. "auto" keeps them where what the job needs is known, and is less than is free.
-        replicas: Over how many copies of the shards the ranks are spread (HSDP): with 2, half of the ranks
-            hold the model together, and gradients are summed over the two halves. Ranks that follow each
-            other hold a copy together, so that it may stay within a host.
-        param_dtype: In which type parameters are gathered and computed with. "auto" follows the trainer's
-            precision: the lower type of a mixed one, else that of the parameters, which ``None`` says too.
+            communication. "auto" keeps them where the job's need of memory is known, and is free.
+        replicas: The number of copies of the shards over the ranks (HSDP). With 2, each half of the ranks
+            holds the whole model, and gradients are summed over the two halves. Consecutive ranks hold a
+            copy together, so that it may stay within a host.
+        param_dtype: The dtype in which parameters are gathered and computed with. "auto" follows the
+            trainer's precision: the lower dtype of a mixed one, else the parameters' own, as ``None`` does.
             Batch norms keep their own.
-        reduce_dtype: In which type gradients are summed over ranks. "auto" is float32 wherever
-            parameters are of a lower type; ``None`` is the type of the gradients.
-        offload: Keep shards, gradients and optimizer state in the host's memory, pinned, and only what is
-            being computed on the device. "auto" does so only where nothing else is enough.
-        activation_checkpointing: Keep of each unit's activations only its input, and compute the unit again
-            in the backward pass. "auto" does so only where activations would not fit otherwise.
-        prefetch: How many units ahead are gathered, in the order in which they were found, while one
-            computes. 1 is torch's own way: the next one's exchange begins while one computes.
+        reduce_dtype: The dtype in which gradients are summed over ranks. "auto" is float32 wherever
+            parameters have a lower dtype; ``None`` is the gradients' own.
+        offload: Whether to keep shards, gradients and optimizer state in pinned memory of the host, and on
+            the device only the unit that computes. "auto" does so only where nothing else is enough.
+        activation_checkpointing: Whether to keep only the input of each unit, and to recompute the unit in
+            the backward pass. "auto" does so only where activations would not fit otherwise.
+        prefetch: The number of units to gather ahead, in the order in which they were found, while one
+            computes. 1 is torch's default: the next unit's all-gather begins while one computes.
 
     Raises:
-        ConfigError: A value is out of its range, or two of them do not go together.
+        ConfigError: A value is out of its range.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
     for ``replicas`` Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023,
@@ -89,13 +89,13 @@ class FullyShardOptions:
 
 
 def parameter_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
-    """Return in which type parameters are gathered; ``None`` for their own."""
+    """Return the dtype in which parameters are gathered; ``None`` for their own."""
     chosen = options.param_dtype
     return _OF_PRECISION.get(job.precision) if isinstance(chosen, str) else chosen
 
 
 def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
-    """Return in which type gradients are summed; ``None`` for their own."""
+    """Return the dtype in which gradients are summed; ``None`` for their own."""
     chosen = options.reduce_dtype
     if not isinstance(chosen, str):
         return chosen
@@ -104,7 +104,7 @@ def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
 
 
 def check_offload(options: FullyShardOptions, job: Job) -> None:
-    """Make sure that there is an accelerator, and memory that it copies from, where the host keeps shards.
+    """Check that offloading has an accelerator, and that this process can pin memory.
 
     Raises:
         ConfigError: The job computes on the CPU, or no memory can be pinned.
