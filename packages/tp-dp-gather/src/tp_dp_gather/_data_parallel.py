@@ -172,6 +172,7 @@ class DataParallel(ReplicaWrapper):
 
         def call(replica: nn.Module, part: Any) -> Any:
             (args, keywords), device = part
+            # The host waits for copies to the CPU: it would read them before they are there.
             moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
             return getattr(replica, name)(*moved, **named)
 

@@ -19,13 +19,13 @@ _CONTAINERS = containers()
 class Gathering:
     """The gather of one call's outputs.
 
-    Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``,
-    containers are searched, and all else becomes a list with an entry per part. Where it is known how
+    Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``.
+    Containers are searched, and all else becomes a list with an entry per part. Where it is known how
     many rows each part had, lists and arrays with an entry for each become one. Values under a
     ``kept`` key, at any depth, become tuples of parts that stay on their devices.
 
     Args:
-        device: Where the tensors go.
+        device: The device of the result.
         dim: The dimension to concatenate along.
         kept: Keys of values that are not gathered.
         sizes: How many rows each part had, if that is known.

@@ -40,7 +40,7 @@ def parallel_loss(
         outputs: The parts of the output, one per device.
         targets: The whole target, or its parts.
         replicas: Replicas of the criterion, if it has weights; else any, for their threads.
-        device: Where the loss goes.
+        device: The device of the loss.
         dim: The dimension of the rows.
         reduction: "mean" or "sum", where it cannot be read from the criterion.
 

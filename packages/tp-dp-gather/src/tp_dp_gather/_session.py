@@ -147,8 +147,8 @@ def _has_loss_of_each_part(output: Any, calls: Calls) -> bool:
     """Return whether a step's loss has an element for each part, because the model returned scalars.
 
     Args:
-        output: What the step returned.
-        calls: What the model returned to it.
+        output: The step's output.
+        calls: The model's outputs in the step.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.dim() != 1:
@@ -168,12 +168,12 @@ def _output_by_parts(
         step: The user's step.
         model: The wrapper that has made the parts.
         batch: The whole batch.
-        calls: What the model returned to the step, for each of its calls.
+        calls: The outputs of the parts, for each call of the model in the step.
         loss: How losses are reduced, "mean" or "sum".
 
     Raises:
-        StepError: The batch cannot be split as the model's input was, or the step does not call the model
-            for a part as it did for the whole.
+        StepError: The batch cannot be split as the model's input was, or the step calls the model more often
+            for a part than for the whole.
     """
     count = len(calls[0])
     try:

@@ -92,7 +92,7 @@ def copy_cfg(cfg: Any) -> Any:
 
 
 def _is_namespace(value: Any) -> bool:
-    argparse = sys.modules.get("argparse")  # whoever has made one has imported it
+    argparse = sys.modules.get("argparse")  # a Namespace exists only where it was imported
     return isinstance(value, types.SimpleNamespace) or (
         argparse is not None and isinstance(value, argparse.Namespace)
     )

@@ -40,7 +40,7 @@ class Executor(concurrent.futures.Executor):
         initializer: Called once in each worker, before its first call.
         initargs: Its arguments.
         engine: What the workers are: ``"process"``, ``"thread"`` or ``"ray"``.
-        options: What :class:`RunnerOptions` lists, save for batches and ``on_error``.
+        options: The options of :class:`RunnerOptions`, except batches and ``on_error``.
 
     Raises:
         ConfigError: An option is unknown, has a wrong value or means nothing here.

@@ -134,11 +134,11 @@ def map(
         options: As for a runner: ``batch``, ``on_error``, ``max_retries``, ``timeout_s``, ...
 
     Returns:
-        An iterator that starts the workers when it is first asked and ends them when it is
-        exhausted, closed or dropped. Asked for a result it raises ``WorkerError`` where the work on an item
-        or ``init`` raised, ``WorkerDiedError`` where a worker died and was not started again,
-        ``ItemTimeoutError`` where an item took longer than ``timeout_s``, and ``NotPicklableError`` where the
-        function, an item or a result cannot travel between processes.
+        An iterator that starts the workers at the first request for a result, and ends them when it is
+        exhausted, closed or dropped. A request raises ``WorkerError`` where the work on an item or ``init``
+        raised, and ``WorkerDiedError`` where a worker died and was not started again. It raises
+        ``ItemTimeoutError`` where an item took longer than ``timeout_s``, and ``NotPicklableError`` where
+        the function, an item or a result cannot travel between processes.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.

@@ -75,7 +75,7 @@ class RunnerOptions(ItemOptions, total=False):
             few nodes, ``"spread"`` over many; ``"strict_pack"`` and ``"strict_spread"`` or not at all.
         preload: Modules that the fork server imports once, before it forks workers, instead of each worker;
             none that starts threads or touches a CUDA device when it is imported.
-        resources: What one Ray actor takes of its cluster, by Ray's names.
+        resources: The resources that one Ray actor takes of its cluster, by Ray's names.
         retry_delay_s: After how many seconds a failed item is tried again, twice as many each time up to
             16 times as many; other items do not wait for it. By default at once.
         seed: Makes the random numbers of each item depend on it and the item's place alone, whatever worker

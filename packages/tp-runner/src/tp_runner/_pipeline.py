@@ -39,7 +39,7 @@ class Pipeline:
         engine: What the workers are: ``"process"``, ``"thread"``, ``"inline"`` or ``"ray"``.
         ordered: Whether results come in the order of the items or as they come.
         progress: Whether streams show a table of the stages; "auto" on a terminal or in a notebook.
-        options: What :class:`RunnerOptions` lists, for every stage; batches are a stage's own. With
+        options: The options of :class:`RunnerOptions`, for every stage; batches are a stage's own. With
             ``on_error="return"`` an error passes by the later stages and comes out in the item's place.
 
     Raises:

@@ -510,8 +510,8 @@ class Scaling:
 
         Args:
             running: The workers there are, those that are starting among them.
-            busy: Those with chunks.
-            lost: Those that died and stay dead, or are ending.
+            busy: The workers with chunks.
+            lost: The workers that stay dead, or are ending.
         """
         now = time.monotonic()
         if len(busy) == len(running):

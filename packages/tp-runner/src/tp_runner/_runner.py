@@ -39,7 +39,7 @@ class _Runner:
         progress: Whether calls show a progress bar, on standard error or in a notebook's output; "auto" where
             there is a terminal or a notebook.
         n_workers: How many CPU workers, in place of ``devices``.
-        options: What :class:`RunnerOptions` lists.
+        options: The options of :class:`RunnerOptions`.
 
     Raises:
         ConfigError: An option is unknown or has a wrong value.
@@ -215,7 +215,7 @@ class _Runner:
         did not run to its end there.
 
         Raises:
-            NotPicklableError: What one of them returned cannot travel to the caller.
+            NotPicklableError: The value of one of them cannot travel to the caller.
             ConfigError: The engine, one of a plugin, knows nothing of it.
         """
         results: list[Any] = self._pool.exit_results() if self._pool is not None else []

@@ -27,7 +27,7 @@ class WorkerStats:
         working_s: Seconds it worked on them.
         sending_s: Seconds it spent on sending results.
         deaths: How often it died.
-        where: Which node of a cluster it is on now; empty where there is none, or the worker is not there.
+        where: Its node of a cluster; empty without a cluster, or while the worker is not there.
     """
 
     worker: int

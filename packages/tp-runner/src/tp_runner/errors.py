@@ -110,7 +110,7 @@ class RunnerClosedError(TpError, RuntimeError):
 
 
 class RunCancelledError(TpError, CancelledError):
-    """A stream that was closed or cancelled while somebody waited for its results."""
+    """A stream that was closed or cancelled while a thread or task waited for its results."""
 
 
 def make_error(

@@ -233,7 +233,7 @@ class Stopwatch:
     On the CPU it measures by the clock.
 
     Args:
-        device: Where the work is; it must be the current device.
+        device: The device of the work; it must be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -22,7 +22,7 @@ class PartGather:
 
     Args:
         count: The number of parts.
-        order: Where each row of the concatenated parts stands in the batch; ``None`` if they keep its order.
+        order: The place in the batch of each row of the concatenated parts; ``None`` if they are in order.
         in_turn: If ``True``, the parts run one after the other and cannot wait for each other.
     """
 
@@ -134,6 +134,7 @@ class _PartEndedError(Exception):
 def _record_event(rows: Tensor) -> Any:
     if rows.device.type == "cpu":
         return None
+    # The host does not wait for the rows; the stream of each part that copies them does, see _copy_to.
     event = torch.Event(device=rows.device)
     event.record(torch.accelerator.current_stream(rows.device))
     return event

@@ -224,7 +224,7 @@ class TupleSession(Session):
         return replicas
 
     def _placed(self, parts: Parts) -> Parts:
-        pairs = zip(parts[:], self.job.devices, strict=False)
+        pairs = zip(parts[:], self.job.devices, strict=False)  # few samples make fewer parts than devices
         moved = [recursive_to(p, d, non_blocking=d.type != "cpu") for p, d in pairs]
         return PlacedParts(moved, counts=parts.counts, order=parts.order)
 

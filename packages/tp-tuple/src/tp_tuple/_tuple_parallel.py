@@ -144,6 +144,7 @@ class TupleParallel(ReplicaWrapper):
     def _result(self, outputs: list[Any]) -> Any:
         if self.transfer_output:
             target: Any = self.output_device
+            # As in _move: the host waits for copies to the CPU.
             outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
         first = outputs[0]  # the usual case needs no look at all of them
         result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)

@@ -421,7 +421,7 @@ def is_folder(output: Path) -> bool:
 
 
 def write_table(journal: Path, output: Path) -> None:
-    """Write the journal as the table that was asked for, whole or not at all.
+    """Write the journal as a table, whole or not at all.
 
     A dictionary's entries are columns, any other result is the column ``result``.
 
@@ -475,7 +475,7 @@ def with_images(
     """Wrap work on pictures as work on the paths of their files.
 
     Args:
-        work: What is applied to an item, or to a batch.
+        work: The function of an item, or of a batch.
         reads: Whether it gets pictures, as ``PIL.Image`` in RGB, instead of paths.
         folder: Where to write results, which are pictures then; the new result is the file's path.
         batched: Whether an item is a list of paths.

@@ -183,7 +183,7 @@ class RunnerPool(Pool):
         self.fleet = fleet
         self.settings = settings
         self._submissions: Submissions | None = None
-        self._is_dropped = False  # nothing new may be asked for
+        self._is_dropped = False  # no new runs or items are accepted
         self._is_closing = False
         self._owner = os.getpid()
         try:

@@ -1,4 +1,4 @@
-"""One pass over an input: makes chunks of its items, hands them to workers, puts their results in order."""
+"""The run, one pass over an input: chunks of items, their workers, the order of their results."""
 
 import collections
 import time
@@ -31,7 +31,7 @@ from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
 TARGET_S = 2e-3
 """Target for the work of one chunk: some tens of times the cost of its journey."""
 FLOOR_S = 2e-4
-"""At the end of the input chunks shrink, so that workers end together, but not below this."""
+"""The shortest work of a chunk at the end of the input, where chunks shrink so that workers end together."""
 MOST_BYTES = 1 << 20
 """With more, a chunk would no longer stay in the caches of the processor that works on it."""
 FEW = 3
@@ -53,7 +53,7 @@ class Chunking:
 
     Attributes:
         size: How many items the next chunk should have.
-        bytes_per_item: What an item or its result, whichever is larger, takes on its journey.
+        bytes_per_item: The bytes of an item or of its result on the journey, whichever is larger.
     """
 
     def __init__(self, *, whole: int = 1, most: int = MOST_ITEMS) -> None:
@@ -252,8 +252,7 @@ class Assignments:
         if own == self._loads[worker]:
             return own < most
         # Behind chunks of other runs only where those are short, and were so far: a stream must not wait for
-        # another stream's long item while a worker is free
-        # (test_a_long_stream_does_not_keep_a_short_one_waiting).
+        # another stream's long item while a worker is free.
         is_late = time.monotonic() - self._since[worker] > LATE_S
         return own < most and own_long == self._n_long[worker] and not is_late
 
@@ -541,7 +540,7 @@ class Run:
             self._fail(failure, index=held[0] if held else None)
 
     def on_failed_start(self, chunks: list[Chunk], died: Died, failure: Failure) -> None:
-        """Fail the run: a worker could not be started again, and the run has lost what it asked for."""
+        """Fail the run: a worker could not be started again."""
         failure.worker = died.worker
         for chunk in chunks:
             self._apply(chunk, Finish([failure] * len(chunk.items)))

@@ -28,7 +28,7 @@ class Scheduler:
 
     Attributes:
         lock: Guards everything here. One thread waits for the workers, without it.
-        runs: Those that are open.
+        runs: The open runs.
         collector: The workers' statistics.
         is_paused: Whether no more items are handed out.
     """
@@ -78,7 +78,7 @@ class Scheduler:
             return run
 
     def steps(self, open_one: Callable[[], Run]) -> Generator[list[Any], None, None]:
-        """Yield lists of neighboring results of a run, which is opened when the first is asked for."""
+        """Yield lists of neighboring results of a run, which is opened at the first request."""
         run, clock = open_one(), time.monotonic
         given: list[Any] = []
         try:

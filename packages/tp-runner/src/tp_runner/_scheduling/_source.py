@@ -39,7 +39,7 @@ OTHER_THREAD = (
 
 
 class Source(abc.ABC):
-    """Where items come from.
+    """The source of a run's items.
 
     Attributes:
         remaining: How many are left; ``None`` when nobody knows.
@@ -92,7 +92,7 @@ class Feeder(Source):
     """Input that is read in a thread, so that results flow while it blocks.
 
     Args:
-        items: What to read.
+        items: The input.
         wake: Called when the awaited items have come.
         max_wait_s: How long an incomplete batch waits.
     """
@@ -112,6 +112,7 @@ class Feeder(Source):
         self._ended = False
         self._closed = False
         self._oldest: float | None = None
+        # The input sees the caller's context variables, as it does in the caller's thread.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._read,), name="tp-runner-feeder", daemon=True)
         self._started = False

@@ -54,7 +54,7 @@ class Chunk:
 
 
 class Timing(NamedTuple):
-    """How a worker spent its time on a chunk, in seconds; ``began`` is the monotonic clock's."""
+    """The times of a worker for a chunk, in seconds; ``began`` is by the monotonic clock."""
 
     began: float = 0.0
     waited_s: float = 0.0
@@ -116,10 +116,10 @@ class Fleet(abc.ABC):
     """``True`` if a worker can be ended in the middle of an item."""
 
     most_credits: int = 3
-    """How many chunks a worker may have been given at a time."""
+    """The most chunks that a worker has at a time."""
 
     most_items: int | None = None
-    """How many items, or one batch, a chunk may have at most; ``None`` for as many as are worth it."""
+    """The most items of a chunk, or one batch; ``None`` to adapt."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.devices = devices
@@ -141,7 +141,7 @@ class Fleet(abc.ABC):
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.devices)
 
     def error(self, worker: int, failure: Failure) -> ItemError:

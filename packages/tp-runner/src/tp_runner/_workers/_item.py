@@ -34,7 +34,7 @@ class WorkerInfo:
         number: Its number, from 0.
         count: How many workers there are.
         device: Its device, as a string such as "cuda:0" or "cpu".
-        seed: What the runner was given as ``seed``; ``None`` without one.
+        seed: The runner's ``seed``; ``None`` without one.
     """
 
     number: int

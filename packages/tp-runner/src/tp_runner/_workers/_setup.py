@@ -108,11 +108,11 @@ class Surroundings(NamedTuple):
     """The state of a process that a worker takes over from its parent.
 
     Attributes:
-        path: Where modules are looked for.
+        path: ``sys.path``.
         folder: The working directory.
         environment: The variables.
         argv: The arguments of the program.
-        main_file: Where its main module came from, if it has a file.
+        main_file: The file of the main module, if it has one.
         authkey: The key of multiprocessing's connections; ``None`` if it is not used.
     """
 

@@ -21,7 +21,7 @@ IDLE = -1
 """The first word of a worker's board when it works on no chunk."""
 
 ENDING = -2
-"""The same word when the worker ends, as it was asked to."""
+"""The same word while the worker ends, at the parent's request."""
 
 _UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
 
@@ -35,7 +35,7 @@ def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple
     """Apply ``work`` to each item; return the results and whether some are failures.
 
     Args:
-        work: What to apply.
+        work: The function of an item.
         items: The items of the chunk.
         task: The worker's task, which has begun with this chunk.
     """

@@ -97,10 +97,10 @@ class ReplyWriter:
         """Send the results of a chunk.
 
         Args:
-            request: What asked for them.
+            request: The request of the chunk.
             timing: How long the work took.
             results: Its results; emptied, so that nothing here keeps them.
-            lease: What views of the inputs keep alive.
+            lease: The lease that views of the inputs keep alive.
             failed: Whether some of them are failures.
         """
         started = time.monotonic()
@@ -237,7 +237,7 @@ class Codec:
 
         Returns:
             The results, whether some are failures, how many bytes they took, and whether they are
-            views of the block, which is then free again when the last of them has died.
+            views of the block. Such a block is free again when the last view has died.
         """
         failed, leased, nbytes = bool(reply.flags & FAILED), False, reply.blob_nbytes
         buffers: list[Any] = []

@@ -202,7 +202,7 @@ class ProcessFleet(Fleet):
         self._heartbeats = Heartbeats(len(devices))
         # Other threads, and signal handlers, end a wait in the poller by a byte in this pipe.
         self._wake = _spawn.open_pipe()
-        for fd in self._wake:  # a full pipe must not block who wakes, nor an empty one who reads
+        for fd in self._wake:  # a full pipe must not block the writer, nor an empty one the reader
             os.set_blocking(fd, False)
         # Where there is no epoll, poll does; it counts in milliseconds.
         self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()

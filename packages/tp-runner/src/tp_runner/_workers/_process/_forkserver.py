@@ -151,7 +151,7 @@ def fork_by_server(
         except TimeoutError:
             msg = f"the fork server, process {server.pid}, does not answer; start_method='spawn' needs none"
             raise ConnectionError(msg) from None
-        except ConnectionError:  # somebody has killed it: a new one does as well
+        except ConnectionError:  # it was killed: a new one takes its place
             server.stop()
     msg = (
         f"{MOST_SERVERS} fork servers, one in the place of the other, were killed before they had forked a "

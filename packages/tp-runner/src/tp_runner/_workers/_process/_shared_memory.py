@@ -248,9 +248,9 @@ class StoredProgram(NamedTuple):
     """The place of a program in shared memory.
 
     Attributes:
-        offset: Where it begins in shared memory.
+        offset: Its begin in shared memory.
         nbytes: How long it is.
-        places: Where the pickle and then each of its buffers begin in it, and their lengths.
+        places: The begin and the length of the pickle, then of each of its buffers, from the offset on.
     """
 
     offset: int

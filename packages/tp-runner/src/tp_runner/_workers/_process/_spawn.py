@@ -83,7 +83,7 @@ def adopt_descriptors(descriptors: Sequence[int]) -> None:
 
 _private: set[int] = set()
 # Held during each fork (below): another thread's new pipe is either in the set, so that the copy closes it,
-# or not open yet. An end that stayed open in a copy would hide a death from whoever reads the pipe.
+# or not open yet. An end that stayed open in a copy would hide a death from the reader of the pipe.
 _private_lock = threading.Lock()
 _inheriting = threading.local()
 
@@ -204,7 +204,7 @@ class _Child(Process):
     def _poll(self) -> int | None:
         try:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # somebody else waited for every child of this process
+        except ChildProcessError:  # other code has waited for every child of this process
             return 255
         return os.waitstatus_to_exitcode(status) if pid else None
 

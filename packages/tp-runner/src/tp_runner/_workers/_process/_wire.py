@@ -144,7 +144,7 @@ class Request(NamedTuple):
         seq: The chunk's number.
         start: The place of its first item in the input.
         blob_at: Where the blob is in shared memory; -1 when it follows the header.
-        block_at: Where the chunk's block of shared memory is, which results may be put into.
+        block_at: The offset of the chunk's block of shared memory, also for its results.
         block_nbytes: The length of the block.
         inputs_nbytes: How much of it, from its beginning, the items take.
         shared_nbytes: How large the shared memory is now.
@@ -271,7 +271,7 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
     Numpy arrays and dense CPU tensors are not copied: their buffers are views of them.
 
     Args:
-        obj: What to pickle.
+        obj: The object.
         key_of: Gives classes and functions keys to travel by.
     """
     buffers: list[memoryview] = []

@@ -46,8 +46,8 @@ def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *
     """Run a worker in a fresh process; its parent sends the setup first.
 
     Args:
-        requests: Where requests come from.
-        replies: Where replies go.
+        requests: The pipe of requests.
+        replies: The pipe of replies.
         life: A pipe that ends with the parent.
         memory: The shared memory.
         heartbeats: The file of the `Heartbeats`.
