@@ -1,10 +1,10 @@
-"""What a rank that holds shards needs of its device's memory, and which options are therefore taken.
+"""The device memory of a rank that holds shards, and the values of "auto" options that follow from it.
 
 ::
 
-    throughout      1/ranks of weights and optimizer state; what lies in no unit, whole, while a step runs
-    a unit's turn   its weights and the next unit's, gathered; its gradients, and what of them is reduced
-    at the end      1/ranks of the gradients; gradients of what lies in no unit, and those to be reduced
+    throughout      1/ranks of weights and optimizer state; parameters in no unit, whole, during a step
+    a unit's turn   its weights and the next unit's, gathered; its gradients, and their reduction
+    at the end      1/ranks of the gradients; gradients of parameters in no unit, and their reduction
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from tp_core._fully_sharded._units import find_units
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
 
 _SAFE = 0.9
-"""Only where this part of what is free is enough, more memory is taken than has to be."""
+"""The part of the free memory that must be enough before "auto" takes more memory than necessary."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Bytes of the parameters of a unit, or of those in none: whole, their gradients, what is reduced."""
+    """Bytes of the parameters of a unit, or of those in none: whole, their gradients, a reduction's input."""
 
     name: str
     whole: int
@@ -35,12 +35,12 @@ class _Unit:
 
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
-    """Return the options with a value where they say "auto": the fastest with which the job fits.
+    """Return the options with values in place of "auto": the fastest ones with which the job fits.
 
     Args:
         job: The job.
-        options: As they were given.
-        ranks: Over how many ranks the model is sharded.
+        options: The options as given.
+        ranks: The number of ranks that hold the model together.
     """
     ways = list(_ways(job, options))
     footprint, model = job.footprint, job.model
@@ -56,12 +56,12 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
 
 
 def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
-    """Return what a job needs on each rank with its options; ``None`` where too little is known.
+    """Return the memory that a job needs on each rank with its options; ``None`` where too little is known.
 
     Args:
         job: The job.
-        options: As they were given.
-        ranks: Over how many ranks the model is sharded.
+        options: The options as given.
+        ranks: The number of ranks that hold the model together.
     """
     if job.footprint is None or job.model is None:
         return None
@@ -78,7 +78,7 @@ def _usual(options: OptionsT) -> OptionsT:
 
 
 def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
-    """Yield what "auto" may mean, the fastest first."""
+    """Yield the options with each value that "auto" may have, the fastest first."""
     can_offload = job.devices[0].type != "cpu"
     for reshards, checkpoints, offloads in (
         (False, False, False),
@@ -109,16 +109,16 @@ def _need(
     rest, units = _gathered(job, options, model)
     kept = options.reshard_after_forward is False
     turn = rest.whole + rest.gradients + max(_turns(units, ranks, kept=kept), default=0)
-    # A unit is let go before its gradients, which have been copied to be reduced, are.
+    # A unit's weights are freed before its gradients, which have been copied for the reduction.
     end = rest.gradients + max(rest.whole, _reduced(rest, ranks))
     weights, gradients, optimizer = (
         -(-n // ranks) for n in (footprint.weights, footprint.gradients, footprint.optimizer_nbytes)
     )
     update = footprint.update // ranks
-    if options.offload:  # what is throughout lies in the host's memory
+    if options.offload:  # shards and optimizer state are in the host's memory
         weights = gradients = optimizer = update = 0
     activations = _activations(job, options, footprint, tuple(unit.name for unit in units))
-    # While a pass is at its highest, there are no gradients of this rank's slices yet.
+    # At the peak of a pass there are no reduced gradients of this rank's shards yet.
     beyond = max((activations or 0) + turn - gradients, end, update)
     return MemoryNeed(
         weights=weights,
@@ -136,10 +136,10 @@ def _need(
 def _activations(
     job: Job, options: FullyShardOptions, footprint: Footprint, units: tuple[str, ...]
 ) -> int | None:
-    """Return the most that a pass has of activations, of which units may keep their inputs alone."""
+    """Return the peak of activations in a pass; with checkpointing units keep their inputs only."""
     if footprint.activations is None:
         return None
-    # Parameters that are gathered in the lower type are not copied to it again.
+    # Parameters that are gathered in the lower dtype are not cast to it again.
     found = footprint.alone - (footprint.casts if parameter_type(options, job) else 0)
     if options.activation_checkpointing:
         kept = [max(0, footprint.kept.get(name, 0) - footprint.passed.get(name, 0)) for name in units]
@@ -148,20 +148,20 @@ def _activations(
 
 
 def _turns(units: list[_Unit], ranks: int, *, kept: bool) -> Iterator[int]:
-    """Yield what is whole in the backward pass while each unit, in the order of the model, has its turn."""
-    before = 0  # of units before this one: all of them, or the next, which is gathered ahead
+    """Yield the memory of whole tensors in the backward pass of each unit, in the order of the model."""
+    before = 0  # of units before this one: all of them, or the one that is gathered ahead
     for unit in units:
         yield before + unit.gradients + max(unit.whole, _reduced(unit, ranks))
         before = before + unit.whole if kept else unit.whole
 
 
 def _reduced(unit: _Unit, ranks: int) -> int:
-    """Return what a reduction holds: its input, and its output on this rank."""
+    """Return the memory of a reduction: its input, and its output on this rank."""
     return unit.reduced + unit.reduced // ranks
 
 
 def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
-    """Return what lies in no unit, and the units."""
+    """Return the bytes of parameters in no unit, and of each unit."""
     units = find_units(model, options.units).modules
     low, reduced = parameter_type(options, job), reduction_type(options, job)
     seen: set[int] = set()
@@ -180,7 +180,7 @@ def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_
                 sums += n * reduced.itemsize if reduced else size
         return _Unit(name, whole, gradients, sums)
 
-    # Inner ones first: what a unit has, one around it does not.
+    # Inner units first: a parameter belongs to the innermost unit around it.
     of_units = [measured(name, module) for name, module in reversed(list(units.items()))]
     return measured("", model), of_units[::-1]
 

@@ -1,4 +1,4 @@
-"""The session of a rank that holds shards of what its copies hold whole."""
+"""The session of a rank that holds shards of its models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ _SHARDS_ALONE = (
 class FullyShardedSession(ProcessGroupSession):
     """One rank of a job whose parameters are DTensors over the ranks that read different samples.
 
-    A backend's own class sets :attr:`sharding` when it is made, calls :meth:`shard_model` for each model that
-    it prepares, and says what the norm of the whole gradient is.
+    A backend's own class sets :attr:`sharding` in its constructor, calls :meth:`shard_model` for each model
+    that it prepares, and implements the norm of the whole gradient.
 
     Attributes:
-        sharding: Shards models, and runs steps on them.
+        sharding: The object that shards models and runs steps on them.
     """
 
-    evaluates_together = True  # units are gathered there, too
+    evaluates_together = True  # evaluation gathers units, too: a rank without a batch would block the others
     sharding: Sharding
 
     # -- preparing ----------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class FullyShardedSession(ProcessGroupSession):
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model, in place: the module stays the user's own.
 
-        Collectives: a broadcast of each parameter and buffer, an all-gather of what lies in no unit.
+        Collective: a broadcast of each parameter and buffer, an all-gather of parameters in no unit.
         """
         self.sharding.shard(model)
         self._reductions.know(model)
@@ -53,7 +53,7 @@ class FullyShardedSession(ProcessGroupSession):
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give the optimizer the shards in place of the parameters that it was made with.
+        """Replace the optimizer's parameters by their shards.
 
         Raises:
             ConfigError: The optimizer computes with whole matrices, or shards its state itself.
@@ -69,7 +69,7 @@ class FullyShardedSession(ProcessGroupSession):
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Make sure that an optimizer steps shards, and not the parameters that they took the place of.
+        """Check that an optimizer steps shards, and not the parameters that they replaced.
 
         Raises:
             ConfigError: It was made before the model was prepared; or it cannot step shards.
@@ -85,7 +85,7 @@ class FullyShardedSession(ProcessGroupSession):
         check_optimizer(optimizer)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile unit by unit: what gathers their parameters stays outside of what is compiled."""
+        """Compile each unit by itself, so that the all-gathers stay outside of the compiled code."""
         units = [module for module in sharded_modules(model) if module is not model]
         for module in units or [model]:
             module.compile()
@@ -95,11 +95,14 @@ class FullyShardedSession(ProcessGroupSession):
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run the step as the whole model's forward pass.
 
-        What lies in no unit is there for all of the step, so it may call any method of the module.
+        Parameters in no unit are gathered during the whole step, so it may call any method of the module.
 
         Raises:
             StepError: The step computed with a parameter of a unit, outside of the unit's forward pass; or
                 the model has been converted since it was prepared.
+
+        Collective: in forward an all-gather for each unit. In backward an all-gather again where units were
+        resharded, and a reduce-scatter of gradients, with replicas an all-reduce, too.
         """
         return self.run_several(step, [model], batch)
 
@@ -110,6 +113,8 @@ class FullyShardedSession(ProcessGroupSession):
 
         Raises:
             StepError: As in :meth:`run`.
+
+        Collective: those of :meth:`run`, for each model.
         """
 
         def within(outer: Sequence[nn.Module]) -> StepOutput:
@@ -123,7 +128,8 @@ class FullyShardedSession(ProcessGroupSession):
             error.add_note(self.sharding.remedies())
             raise
         except RuntimeError as error:
-            if "Expected out tensor to have dtype" in str(error):  # what was to be gathered
+            # By torch's words: it has no class for these errors.
+            if "Expected out tensor to have dtype" in str(error):  # of an all-gather
                 found = {str(p.dtype) for model in models for p in model.parameters()}
                 msg = (
                     "the model was converted to another type after it was prepared: its shards are "
@@ -141,7 +147,10 @@ class FullyShardedSession(ProcessGroupSession):
             raise
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
-        """Add the gradients of the loss over the whole global batch, to this rank's slices."""
+        """Add the gradients of the loss over the whole global batch to this rank's shards.
+
+        Collective: those of the backward pass in :meth:`run`; inside :meth:`no_sync` all-gathers only.
+        """
         try:
             super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
         except torch.OutOfMemoryError as error:
@@ -153,7 +162,7 @@ class FullyShardedSession(ProcessGroupSession):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Add gradients up without reducing them; they are whole ones meanwhile."""
+        """Accumulate gradients without reducing them; each rank holds whole ones meanwhile."""
         self.sharding.reduces(model, is_on=False)
         try:
             yield
@@ -164,19 +173,19 @@ class FullyShardedSession(ProcessGroupSession):
     def clip_grad_norm(self, model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``.
 
-        Collectives: those of :meth:`grad_norm`.
+        Collective: those of :meth:`grad_norm`.
         """
         norm = self.grad_norm(model, norm_type=norm_type)
         grads = local_gradients(model)
         if max_norm != float("inf") and grads:
-            # On what this rank holds: through DTensors each gradient would cost tens of microseconds.
+            # On local tensors: through DTensors each gradient would cost tens of microseconds.
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         return norm
 
     @torch.no_grad()
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
-        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+        """Clamp every element of the gradients between ``-limit`` and ``limit``."""
         grads = local_gradients(model)
         if grads:
             torch._foreach_clamp_min_(grads, -limit)
@@ -196,8 +205,8 @@ def _check_shards_alone(error: RuntimeError) -> None:
 
 
 def _refuse_direct(_gradient: Tensor) -> None:
-    """Refuse a gradient that comes to a shard itself, and not to what was gathered of it.
+    """Raise an error for a gradient of a shard itself, and not of the gathered parameter.
 
-    It would count this rank's share of the batch alone, where the others' gradients are averaged over all.
+    It would count this rank's share of the batch only, while other gradients are averaged over all ranks.
     """
     raise StepError(_SHARDS_ALONE)

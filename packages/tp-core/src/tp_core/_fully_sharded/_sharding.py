@@ -1,4 +1,4 @@
-"""How a model is sharded, how a step runs on it, and models that were sharded before they came here."""
+"""Sharding of models, steps on them, and models that the user has sharded."""
 
 import sys
 import weakref
@@ -24,24 +24,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _RUN = "_tp_run"
-"""The method of a sharded model that calls its argument inside of what torch does around a forward pass."""
+"""The name of a method on sharded models that calls its argument between torch's forward hooks."""
 
 
 class Sharding:
     """Shards models, and runs steps on them.
 
     Args:
-        job: What is to be done.
-        options: How models are sharded.
-        make_mesh: Returns the mesh: an axis of the ranks that hold a model together, after one of copies
-            where there are any. It is called when the first model comes.
-        group: The ranks of that mesh, the first of which has the weights that all begin with; ``None`` for
-            all ranks.
-        share: Called with each module that is about to be sharded, on its device: lets ranks that hold parts
-            of a tensor together have in common what is not split among them.
+        job: The job.
+        options: The options of the sharding.
+        make_mesh: Returns the mesh: an axis of the ranks that hold a model together, after an axis of copies
+            where there are any. It is called for the first model.
+        group: The ranks of that mesh, which all start with the first one's weights; ``None`` for all ranks.
+        share: Called with each module on its device, before it is sharded. A tensor-parallel backend makes
+            its ranks agree there on the tensors that they do not split.
 
     Attributes:
-        mesh: The mesh; one of a model that was sharded before may be set in its place.
+        mesh: The mesh; the mesh of a model that the user has sharded may be set in its place.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class Sharding:
         self._share = share
         self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
         self._writes: dict[int, WriteWatch] = {}
-        # Which shard has taken the place of a parameter, by its identity. Weakly: to hold the parameters
-        # would be to hold their memory.
+        # The shard that replaced a parameter, by the parameter's id. Weakly: a reference to the whole
+        # parameter would keep its memory.
         self._shards: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
     @cached_property
@@ -73,8 +72,8 @@ class Sharding:
     def shard(self, model: nn.Module) -> None:
         """Shard a model in place, unit by unit, from the weights of the first rank.
 
-        Collectives: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
-        what lies in no unit.
+        Collective: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
+        parameters in no unit.
         """
         plain = dict(model.named_parameters(remove_duplicate=False))
         self._shard(model)
@@ -83,9 +82,9 @@ class Sharding:
                 self._shards[id(plain[name])] = weakref.ref(plain[name]), shard
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
-        """Return the shard that has taken a parameter's place; ``None`` where none has."""
+        """Return the shard that replaced a parameter; ``None`` where none did."""
         replaced, shard = self._shards.get(id(parameter), (None, None))
-        # The same one: its identity is not another's while it lives.
+        # A dead reference: another tensor may have the id by now.
         return None if replaced is None or replaced() is None else shard
 
     def _shard(self, model: nn.Module) -> None:
@@ -95,7 +94,7 @@ class Sharding:
             for module in units.values() or [model]:
                 _checkpoint_activations(module)
         whole: list[nn.Parameter] = []
-        # Inner ones first, as torch wants it: what a unit has, one around it does not.
+        # Inner units first, as fully_shard demands: an outer one takes only the parameters that are left.
         for module in reversed([*self._with_batch_norms(model, units)]):
             whole += self._shard_unit(module, is_root=False)
         if model not in given:
@@ -105,7 +104,7 @@ class Sharding:
         self._begin(model)
 
     def _with_batch_norms(self, model: nn.Module, units: dict[str, nn.Module]) -> Iterator[nn.Module]:
-        """Yield the units, and batch norms that have to keep their type, in the model's order."""
+        """Yield the units, and batch norms that must keep their dtype, in the model's order."""
         chosen = set(units.values())
         lowers = parameter_type(self._options, self._job) is not None
         for module in model.modules():
@@ -114,7 +113,7 @@ class Sharding:
                 yield module
 
     def _shard_unit(self, module: nn.Module, *, is_root: bool) -> list[nn.Parameter]:
-        """Shard what no unit within it has; return the parameters that stay whole."""
+        """Shard a module's parameters in no inner unit; return the parameters that stay whole."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self._share_weights(module)
@@ -128,12 +127,12 @@ class Sharding:
         fully_shard(
             module,
             mesh=self.mesh,
-            # The backward pass begins with the root: torch keeps it where nothing is said.
+            # None: torch keeps the root's parameters after forward, as backward begins with them.
             reshard_after_forward=None if is_root else bool(self._options.reshard_after_forward),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if is_norm else parameter_type(self._options, self._job),
                 reduce_dtype=reduction_type(self._options, self._job),
-                cast_forward_inputs=False,  # autocast does, where something has to be
+                cast_forward_inputs=False,  # autocast casts them where it is needed
             ),
             offload_policy=CPUOffloadPolicy() if self._options.offload else OffloadPolicy(),
             ignored_params=set(odd),
@@ -144,9 +143,9 @@ class Sharding:
 
     @torch.no_grad()
     def _share_weights(self, module: nn.Module) -> None:
-        """Bring what is not sharded to the device, with the first rank's values; or give it memory.
+        """Move tensors that are not sharded to the device, with the first rank's values.
 
-        Collectives: a broadcast of each, after those of ``share``.
+        Collective: a broadcast of each, after those of ``share``.
         """
         materialize(module, self._first_value)
         tensors = [t for t in [*module.parameters(), *module.buffers()] if not is_dtensor(t)]
@@ -158,7 +157,7 @@ class Sharding:
             dist.broadcast(tensor.data, group_src=0, group=self._group)
 
     def _first_value(self, tensor: Tensor) -> Tensor:
-        """Return the value of a tensor without memory on the first rank, and room for it on the others."""
+        """Return the initial value of a deferred tensor on the first rank, an empty tensor on the others."""
         if dist.get_rank(self._group) == 0:
             return initial_value(tensor).to(self._device)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -172,18 +171,26 @@ class Sharding:
             unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
     def _begin(self, model: nn.Module) -> None:
-        """Let torch take ``model`` for the root, whatever a step calls first, and find what is wrong now."""
+        """Make ``model`` torch's root module, and run an empty forward to raise its errors now.
+
+        torch takes the first module with a forward pass for the root; a step may call an inner one first.
+
+        Collective: an all-gather of parameters in no unit.
+        """
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         setattr(model, _RUN, _call)
-        setattr(model, "__deepcopy__", _refuse_copy)  # noqa: B010 - torch's own says nothing of averages
+        setattr(model, "__deepcopy__", _refuse_copy)  # noqa: B010 - torch's own error names no remedy
         register_fsdp_forward_method(model, _RUN)
         with torch.no_grad():
             self.run(model, dict)
         model.reshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
 
     def run(self, model: nn.Module, call: Callable[[], StepOutput]) -> StepOutput:
-        """Return ``call()`` of a step on a sharded model."""
+        """Return ``call()``, run as the forward pass of a sharded model.
+
+        Collective: in forward an all-gather for each unit, in backward reduce-scatters of gradients.
+        """
         writes = self._writes.get(id(model))
 
         def watched() -> StepOutput:
@@ -197,7 +204,7 @@ class Sharding:
         try:
             output: StepOutput = getattr(model, _RUN)(watched)
         except BaseException:
-            # In torch since 2.13: otherwise the next forward pass would go on in the middle of this one.
+            # In torch since 2.13. Without it the next forward pass would continue in the middle of this one.
             reset = getattr(model, "reset_iter_state", None)
             if reset is not None:
                 reset()
@@ -205,7 +212,7 @@ class Sharding:
         return output
 
     def remedies(self) -> str:
-        """Return what may help where memory was not enough."""
+        """Return the advice for an out-of-memory error."""
         options = self._options
         ways = [
             "more ranks" if options.replicas == 1 else "fewer replicas",
@@ -223,10 +230,10 @@ class Sharding:
 
 
 def _checkpoint_activations(module: nn.Module) -> None:
-    """Compute a module again in the backward pass, in place of keeping what it needs.
+    """Make a module recompute its activations in the backward pass.
 
-    The module keeps its names and its class; its forward pass alone is another one. torch's own wrapper
-    would put a part of its own into every name.
+    Only its forward is replaced; names and class stay. torch's checkpoint wrapper would add a prefix to
+    every name.
     """
     forward = module.forward
 
@@ -237,7 +244,7 @@ def _checkpoint_activations(module: nn.Module) -> None:
 
 
 def _refuse_copy(_: object) -> NoReturn:
-    """Raise what says how to do without a copy.
+    """Raise an error that names the ways without a copy.
 
     Raises:
         ModelError: Always.
@@ -252,14 +259,14 @@ def _refuse_copy(_: object) -> NoReturn:
 
 def _call(call: Callable[[], StepOutput]) -> StepOutput:
     output = call()
-    # torch puts a hook on what a forward pass returns, and warns of views, on which it may be lost.
+    # torch registers a hook on the output of a forward pass; on a view it may be lost, with a warning.
     if isinstance(output, Tensor) and output._is_view():
         return output.clone()
     return output
 
 
 def _kept_whole(module: nn.Module) -> list[nn.Parameter]:
-    """Return what torch cannot gather with the others: scalars, what is empty, and trained other types."""
+    """Return parameters that torch cannot gather with the others: scalars, empty ones, other dtypes."""
     elements: dict[torch.dtype, int] = {}
     parameters = [p for p in module.parameters() if not is_dtensor(p)]
     tiny = [p for p in parameters if not (p.dim() and p.numel())]
@@ -277,7 +284,7 @@ def _kept_whole(module: nn.Module) -> list[nn.Parameter]:
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules that have been through ``fully_shard``, in the model's order."""
-    # Where nobody has imported it, nobody has used it; importing it takes long.
+    # Where it is not imported, no module can have been sharded, and the import takes long.
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
     if torch_fsdp is None:
         return []
@@ -285,10 +292,10 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def describe_presharded(model: nn.Module) -> str | None:
-    """Return what was done to a model that ``fully_shard`` has sharded; ``None`` for a plain one.
+    """Return a description of a model that the user has sharded by ``fully_shard``; ``None`` for a plain one.
 
     Raises:
-        ModelError: The model was sharded in a way that the backend cannot go on with.
+        ModelError: The model was sharded in a way that the backend cannot continue with.
     """
     check_no_first_fsdp(model)
     modules = sharded_modules(model)
@@ -302,7 +309,7 @@ def presharded_mesh(model: nn.Module) -> "DeviceMesh | None":
     """Return the mesh that ``fully_shard`` has sharded a model over; ``None`` for a plain one.
 
     Raises:
-        ModelError: There are several, or parameters split otherwise; or the mesh is not that of all ranks.
+        ModelError: There are several meshes, or parameters with other placements.
     """
     mesh: DeviceMesh | None = None
     for name, parameter in model.named_parameters():
@@ -336,13 +343,13 @@ _WENT_BACK = (
 
 
 class WriteWatch:
-    """Makes sure that the parameters of one unit are as they were when its forward pass ends.
+    """A check that the forward pass of a unit does not write its parameters.
 
-    Seen are writes that version counters count, data that is replaced, and in the first forward pass those
-    into ``.data``, too.
+    It notices writes that version counters count and data that is replaced. In the first forward pass it
+    notices writes through ``.data``, too, by sums of the values.
 
     Args:
-        module: The unit, which is about to be sharded: what no unit within it has.
+        module: The unit, before it is sharded; parameters of inner units are not watched.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -358,15 +365,21 @@ class WriteWatch:
         self._is_first = True
 
     def hook(self, module: nn.Module) -> None:
-        """Watch each call of the unit: before it is sharded, so that torch drops the weights after it."""
+        """Register the check at the end of each call.
+
+        Before the unit is sharded, so that this hook runs before torch's own, which drops the weights.
+        """
         module.register_forward_hook(self.after)
 
     def hook_begin(self, module: nn.Module) -> None:
-        """The other end: after it is sharded, so that torch has gathered the weights before it."""
+        """Register the check at the beginning of each call.
+
+        After the unit is sharded, so that this hook runs after torch's own, which gathers the weights.
+        """
         module.register_forward_pre_hook(self.begin)
 
     def begin(self, *_: Any) -> None:
-        """Note what the parameters are, now that they are whole."""
+        """Record the versions of the parameters, now that they are gathered."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             self._before = None
             return
@@ -375,7 +388,7 @@ class WriteWatch:
             self._sums = self._sums_now()
 
     def after(self, *_: Any) -> None:
-        """Make sure that they still are.
+        """Check that the parameters are unchanged.
 
         Raises:
             StepError: One was written.

@@ -1,4 +1,4 @@
-"""Which modules of a model are units: gathered together, and let go together."""
+"""The units of a model: modules with parameters that are gathered together and freed together."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
 
 _LEAST_NBYTES = 4 * 2**20
-"""Parts below it are not worth an exchange of their own, where nothing but size says what a unit is."""
+"""The least size of a unit that is found by size: a smaller one is not worth its own collective."""
 _PARTS = 8
-"""Into about so many parts a model is cut by size."""
+"""The rough number of units of a model that is cut by size."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward pass, which nothing can gather."""
+"""Modules without a forward pass, so that no hook could gather their parameters."""
 _USES_WEIGHTS_OF_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -25,16 +25,16 @@ class Units:
     """The units of a model.
 
     Attributes:
-        modules: By name, in the model's order; a unit within another one comes after it. The whole model,
-            which is always one, is not among them.
-        how: How they were found, in words.
+        modules: The units by name, in the model's order; a unit within another one comes after it. The
+            whole model, which is always a unit, is left out.
+        how: The rule by which they were found, in words.
     """
 
     modules: dict[str, nn.Module]
     how: str
 
     def __str__(self) -> str:
-        """Return how many of which kind there are, and how they were found."""
+        """Return the number of units of each class, and the rule that found them."""
         if not self.modules:
             return f"the whole model is one unit ({self.how})"
         kinds = Counter(_class_name(module) for module in self.modules.values())
@@ -50,7 +50,7 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
         rule: The option ``units``.
 
     Raises:
-        ConfigError: The rule is something else, or finds no module.
+        ConfigError: The rule is of another type, or finds no module.
         ModelError: Units that were asked for share a parameter, or have no forward pass; or a module of the
             model is not one that ``fully_shard`` can train.
     """
@@ -103,7 +103,7 @@ def _check_kinds(model: nn.Module) -> None:
 
 
 def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
-    """Return whether a module is wanted by a rule, and the rule in words."""
+    """Return a predicate of modules for a rule, and the rule in words."""
     several = isinstance(rule, list | tuple | set | frozenset)
     kinds = list(rule) if isinstance(rule, list | tuple | set | frozenset) else [rule]
     names = {kind for kind in kinds if isinstance(kind, str)}
@@ -121,7 +121,7 @@ def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
     raise ConfigError(msg)
 
 
-# -- auto -----------------------------------------------------------------------------------------
+# -- units of "auto" ------------------------------------------------------------------------------
 
 
 def _automatic(model: nn.Module) -> Units:
@@ -148,7 +148,7 @@ def _automatic(model: nn.Module) -> Units:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that lie in containers and have modules with parameters in them."""
+    """Yield the outermost modules in containers that contain modules with parameters themselves."""
     is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     for name, child in module.named_children():
         has_forward = not isinstance(child, _CONTAINERS)
@@ -166,7 +166,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _of_size(module: nn.Module, prefix: str, limit: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules of at most ``limit`` bytes that are worth it, and larger ones that have no parts."""
+    """Yield modules of at most ``limit`` bytes that are large enough, and larger ones without children."""
     for name, child in module.named_children():
         nbytes = _nbytes(child)
         is_whole = not any(True for _ in child.children()) or isinstance(child, _USES_WEIGHTS_OF_ITS_PARTS)
@@ -177,7 +177,7 @@ def _of_size(module: nn.Module, prefix: str, limit: int) -> Iterator[tuple[str, 
 
 
 def _without_shared(model: nn.Module, units: Units) -> Units:
-    """Leave out units that share a parameter: it is gathered with the whole model."""
+    """Return the units without those that share a parameter: it is gathered with the whole model."""
     sharing = {place for _, places in _sharing(model, units.modules) for place in places}
     return Units({n: m for n, m in units.modules.items() if n not in sharing}, units.how)
 
@@ -186,9 +186,9 @@ def _without_shared(model: nn.Module, units: Units) -> Units:
 
 
 def _sharing(model: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parameters that do not lie in one place, with the names of the units that they lie in.
+    """Yield the parameters that are in several places, with the names of the places.
 
-    A place is a unit, or what is in none. A name is empty for the latter.
+    A place is a unit; its name is empty for the modules in no unit.
     """
     names = {module: name for name, module in units.items()}
     places: dict[Tensor, dict[str, None]] = {}
