@@ -1,7 +1,7 @@
-"""How a tensor is cut into the shards that the ranks hold.
+"""The split of a tensor into the shards that the ranks hold.
 
-Sizes differ by at most one and the larger ones come first, so that every rank can work out what
-every other rank holds without asking.
+Sizes differ by at most one and the larger ones come first. Every rank can therefore compute what every other
+rank holds, without communication.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from tp_core.errors import ConfigError
 from tp_core.internal import split_evenly
 
 Ranges = tuple[tuple[int, int], ...]
-"""Where the pieces of one shard begin and end in the whole tensor."""
+"""The pieces of one shard: where each begins and ends in the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which parts of one dimension of a tensor each rank holds.
+    """The parts of one dimension of a tensor that each rank holds.
 
     Attributes:
-        dim: The dimension of the tensor itself that is cut.
+        dim: The dimension of the tensor itself that is split.
         size: Its size over all shards.
-        ranges: For each rank the pieces of its shard, in the order in which it holds them. Ranks
+        ranges: For each rank the pieces of its shard, in the order in which it holds them. Several ranks
             may hold the same piece, such as a key head that several query heads share.
     """
 
@@ -33,17 +33,17 @@ class Split:
 
     @classmethod
     def even(cls, dim: int, size: int, parts: int) -> Self:
-        """Cut ``size`` into ``parts`` whose sizes differ by at most one, larger ones first."""
+        """Split ``size`` into ``parts`` of sizes that differ by at most one, larger ones first."""
         return cls(dim, size, tuple((bounds(size, parts, i),) for i in range(parts)))
 
     @property
     def parts(self) -> int:
-        """Into how many shards it is cut."""
+        """The number of shards."""
         return len(self.ranges)
 
     @property
     def is_even(self) -> bool:
-        """Return whether this is the cut that :meth:`even` makes."""
+        """Return whether this is the split that :meth:`even` makes."""
         return all(r == (bounds(self.size, self.parts, i),) for i, r in enumerate(self.ranges))
 
     def local_size(self, rank: int) -> int:
@@ -55,7 +55,7 @@ class Split:
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor of which a shard has ``shape``."""
+        """Return the shape of the whole tensor, from the ``shape`` of a shard."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def take(self, full: Tensor, rank: int) -> Tensor:
@@ -66,7 +66,7 @@ class Split:
         return torch.cat(pieces, self.dim)
 
     def put(self, full: Tensor, shard: Tensor, rank: int) -> None:
-        """Write the shard of ``rank`` to where it belongs in ``full``."""
+        """Write the shard of ``rank`` into its place in ``full``."""
         sizes = [b - a for a, b in self.ranges[rank]]
         for (a, b), piece in zip(self.ranges[rank], torch.split(shard, sizes, self.dim), strict=True):
             full.narrow(self.dim, a, b - a).copy_(piece)
@@ -99,12 +99,12 @@ def shard_sizes(length: int, parts: int) -> list[int]:
 def slice(
     tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut a tensor into shards whose sizes differ by at most one, larger ones first.
+    """Split a tensor into shards of sizes that differ by at most one, larger ones first.
 
     Args:
-        tensor: What is cut; of one dimension or more.
-        num_partitions: How many shards to make; those beyond the size of the dimension are empty.
-        dim: Along which dimension; the last one by default.
+        tensor: A tensor of one dimension or more.
+        num_partitions: The number of shards; those beyond the size of the dimension are empty.
+        dim: The dimension to split; the last one by default.
         contiguous: Whether the shards are made contiguous. They may still share the storage of
             ``tensor``.
 

@@ -1,6 +1,6 @@
-"""Model-parallel groups: which ranks hold a tensor together, and how they exchange tensors.
+"""Model-parallel groups of ranks that hold a tensor together, and the collectives between them.
 
-Without any process group there is one rank, and the layers of this package equal torch's own.
+Without a process group there is one rank, and the layers of this package equal torch's own.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import new_process_group
 from tp_core.plugins import join_process_group
 
-import tp_shard._guards  # noqa: F401 - notes what of torch is replaced while there are groups
+import tp_shard._guards  # noqa: F401 - registers the replacements in torch while there are groups
 from tp_shard._groups import _patches
 from tp_shard._groups._collectives import copy, gather, gather_batch, reduce, scatter
 from tp_shard._groups._debug import debug, set_debug
@@ -52,26 +52,27 @@ __all__ = [
 def init_process_group(group_size: int | DeviceMesh = -1) -> None:
     """Form the groups over which tensors are split.
 
-    Neighboring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one
-    copy of the model and ranks 2 and 3 another. Those who hold the same shard (0 and 2, 1 and 3)
-    form data-parallel groups. If a launcher started several processes and torch's own process
-    group is not initialized, it is joined here, as the launcher's variables say, and left at the end
-    of the program at the latest.
+    Neighboring ranks hold tensors together: of 4 ranks in groups of 2, ranks 0 and 1 hold one copy of the
+    model and ranks 2 and 3 another. The ranks with the same shard (0 and 2, 1 and 3) form data-parallel
+    groups.
 
-    While there are groups of several ranks, torch's DistributedDataParallel leaves shards to those who
-    hold the same ones, and its ``clip_grad_norm_`` and whole-matrix optimizers refuse them;
-    :func:`destroy_process_group` gives torch its own functions back.
+    If a launcher started several processes and torch's process group is not initialized, this call joins it
+    from the launcher's variables. It is left at the end of the program at the latest.
+
+    While there are groups of several ranks, torch's DistributedDataParallel averages a shard only among the
+    ranks that hold it. torch's ``clip_grad_norm_`` and whole-matrix optimizers refuse shards.
+    :func:`destroy_process_group` restores torch's own functions.
 
     Args:
-        group_size: How many ranks hold a tensor together; -1 for all. Or a mesh, whose tensor axis is
-            the one named "tp", "tensor" or "model", and else the last of at most two. Copies of the model
-            lie along the other one, or along all that are named for data: "dp", "dp_replicate",
-            "dp_shard", "fsdp", "data" and the like. Axes with other names are for others.
+        group_size: The number of ranks that hold a tensor together; -1 for all. Or a mesh: its tensor axis is
+            the one named "tp", "tensor" or "model", else the last of at most two axes. Copies of the model
+            lie along the other axis, or along all that are named for data: "dp", "dp_replicate",
+            "dp_shard", "fsdp", "data" and the like. Axes with other names belong to other parallelisms.
 
     Raises:
-        ConfigError: The size does not divide the number of ranks, or is neither a number nor a mesh; the axes
-            of the mesh do not say what they are for, or this rank is not in it; or the groups are formed
-            already.
+        ConfigError: The size does not divide the number of ranks, or is neither a number nor a mesh. Or the
+            names of the mesh's axes do not show their purpose, this rank is not in the mesh, or the groups
+            are formed already.
         LaunchEnvironmentError: The launcher's variables are incomplete.
 
     Collectives: every rank has to call it; it makes new groups.
@@ -100,10 +101,10 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Forget the model-parallel groups, and take down those of them that were made here.
+    """Leave the model-parallel groups, and destroy the process groups that were made for them.
 
-    Call it on every rank, after the last collective. Without groups it does nothing. Torch's own functions
-    are again as they were before the groups were formed.
+    Call it on every rank, after the last collective. Without groups it does nothing. It restores the
+    functions of torch that were replaced while there were groups.
     """
     _patches.remove()
     made, leaves = list(_made), list(_leaves)
@@ -111,7 +112,7 @@ def destroy_process_group() -> None:
     _leaves.clear()
     set_groups(None, None)
     if leaves:
-        leaves[0]()  # the whole takes its parts with it
+        leaves[0]()  # destroying the group of all ranks destroys its subgroups
     elif made and dist.is_initialized():
         time.sleep(0.05)  # gloo's threads may still need the interpreter for the last tensor
         for group in made:
@@ -119,12 +120,12 @@ def destroy_process_group() -> None:
 
 
 def get_group() -> dist.ProcessGroup | None:
-    """Return torch's group of the ranks that hold tensors together; ``None`` if this is the only one."""
+    """Return torch's group of the ranks that hold tensors together; ``None`` if this rank is alone."""
     return _tensor_group().process_group
 
 
 def get_data_group() -> dist.ProcessGroup | None:
-    """Return torch's group of the ranks that hold the same shards; ``None`` if this is the only one."""
+    """Return torch's group of the ranks that hold the same shards; ``None`` if this rank is alone."""
     group = current_data_group()
     return None if group is None else group.process_group
 
@@ -145,10 +146,10 @@ def get_group_size() -> int:
 
 
 _made: list[dist.ProcessGroup] = []
-"""Groups to take down again, without that of all ranks."""
+"""The process groups that were made here, without the group of all ranks."""
 
 _leaves: list[Callable[[], None]] = []
-"""What leaves the group of all ranks, if it was joined here."""
+"""The function that leaves the group of all ranks, if it was joined here."""
 
 
 def _join_world() -> None:
@@ -160,8 +161,8 @@ def _join_world() -> None:
 
 
 def _leave_world() -> None:
-    """Take down at the end of a program what it did not: gloo's threads would abort it."""
-    # After an uncaught exception the other ranks are not going to do so with us.
+    """Leave the groups at the end of a program that did not: gloo's threads would abort the process."""
+    # After an uncaught exception the other ranks do not take part, and this rank would wait for them.
     if _leaves and not hasattr(sys, "last_value"):
         destroy_process_group()
 
@@ -199,13 +200,15 @@ def _form(partition: list[list[int]], rank: int) -> Group:
     if len(partition) == 1:
         return Group(rank, len(partition[0]), dist.group.WORLD)
     mine = ALONE
+    # Every rank makes every group, in the same order: `torch.distributed.new_group` needs all ranks, members
+    # or not, and a rank that left one out would keep the others waiting.
     for ranks in partition if len(partition[0]) > 1 else ():
         mine = _group_of(ranks, known_to_all=True) or mine
     return mine
 
 
 def _group_of(ranks: list[int], *, known_to_all: bool) -> Group | None:
-    """Make a group, in which this rank need not be where all ranks know of it."""
+    """Make a group; if all ranks know of it, this rank need not be one of its members."""
     group = new_process_group(ranks, known_to_all=known_to_all)
     if group is None:
         return None
@@ -234,12 +237,13 @@ def _group_of_axis(mesh: DeviceMesh, axis: int) -> Group:
 
 
 def _group_of_axes(mesh: DeviceMesh, axes: list[int]) -> Group:
-    """Return the group of the ranks that differ from this one in these axes alone.
+    """Return the group of the ranks with the same coordinates as this one in all other axes.
 
     Collectives: those ranks make a group.
     """
     here = mesh.get_coordinate() or ()
     place = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[place].flatten().tolist()
-    # A mesh may be a part of a larger one, of whose other parts nothing is known here.
+    # Its members alone call it: the mesh may be a part of a larger one, and the ranks of the other parts do
+    # not come here.
     return _group_of(ranks, known_to_all=False) or ALONE

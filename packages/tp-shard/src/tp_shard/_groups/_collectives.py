@@ -1,4 +1,4 @@
-"""Collectives over plain tensors: without gradients, and as autograd functions with their backward ones."""
+"""Collectives over plain tensors: without gradients, and as autograd functions with a backward collective."""
 
 import functools
 from typing import Any
@@ -13,18 +13,19 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._split import bounds, shard_sizes
 
 
-# For the transforms of torch.func a function needs a context that is set up apart from the forward pass, and
-# torch inspects a signature in every call: more time than a tiny layer takes. So a second class does that,
-# where a transform is active.
+# torch.func needs `setup_context` apart from `forward`, and with one torch inspects a signature in every
+# call: more time than a tiny layer takes. So a second class has it, and is used only where a transform is
+# active.
 def apply(kind: Any, *inputs: Any) -> Tensor:
-    """Return what an autograd function makes of its inputs; torch leaves its own ``apply`` untyped.
+    """Apply an autograd function to its inputs, with a type that torch's own ``apply`` lacks.
 
     Args:
-        kind: A ``torch.autograd.Function``. With a static ``keep(ctx, *inputs)``, which notes inputs for the
-            backward pass and nothing else, and which its ``forward`` calls, torch.func can differentiate it.
-        *inputs: What it takes.
+        kind: A ``torch.autograd.Function``. torch.func can differentiate it if it has a static
+            ``keep(ctx, *inputs)``: its ``forward`` calls that to save inputs for the backward pass.
+        *inputs: Its inputs.
     """
-    # Private, as nothing public says whether a transform is active; a test of torch.func notices its loss.
+    # Private: nothing public says whether a transform is active. Without it a transform gets a function
+    # without `setup_context` and refuses it (`torch_func_differentiates_once_and_twice`).
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         kind = _transformable(kind)
     output: Tensor = kind.apply(*inputs)
@@ -32,16 +33,16 @@ def apply(kind: Any, *inputs: Any) -> Tensor:
 
 
 def as_output(result: Tensor) -> Tensor:
-    """Return what a forward pass may return after an operation in place, or one that may do nothing.
+    """Return the result of an in-place operation in a form that a compiled forward pass may return.
 
-    Of such a result (`add_`, an all-reduce, a `.to()` or `.contiguous()` without effect) torch 2.11 loses
-    the gradient in compiled code: it is zero, without a word. A view of it keeps it, and costs nothing there.
+    In compiled code torch 2.11 silently returns a zero gradient for such a result (`add_`, an all-reduce, a
+    `.to()` or `.contiguous()` without effect). A view keeps the gradient and costs nothing there.
     """
     return result.view_as(result) if torch.compiler.is_dynamo_compiling() else result
 
 
 class _NoContext:
-    """Takes what a forward pass wants to keep; the transform's own context gets it later."""
+    """A context that ignores what ``forward`` saves; ``setup_context`` saves it in the transform's own."""
 
     def save_for_backward(self, *_: Any) -> None:
         pass
@@ -52,7 +53,7 @@ class _NoContext:
 @functools.cache
 def _transformable(kind: Any) -> Any:
     if not hasattr(kind, "keep"):
-        return kind  # torch says itself that it has no rule
+        return kind  # torch's own error then says that it cannot be transformed
 
     def forward(*inputs: Any) -> Any:
         return kind.forward(_NoContext(), *inputs)
@@ -65,28 +66,31 @@ def _transformable(kind: Any) -> Any:
     return type(kind.__name__, (torch.autograd.Function,), static)
 
 
-# -- Collectives on plain tensors, without gradients. Nothing here writes into what others hold ---
+# -- Collectives on plain tensors, without gradients ----------------------------------------------
 
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
     """Fill a contiguous ``output`` with the ranks' tensors, one after the other.
 
     Args:
-        output: With ``group.size`` times the elements of ``mine``.
-        mine: Contiguous, and of the same shape on all ranks.
+        output: A tensor with ``group.size`` times the elements of ``mine``.
+        mine: This rank's tensor, contiguous and of the same shape on all ranks.
         group: The ranks.
 
     Collectives: one all-gather.
     """
-    # As flat as it can be: gloo wants the gathered tensor to have the dimensions of the single one.
+    # Both flat, because gloo wants the gathered tensor to have as many dimensions as the single one.
     _all_gather(output.view(-1), mine.view(-1), group=group.handle)
 
 
 def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
-    """Sum a contiguous tensor of ours over the ranks, in place, and return it.
+    """Sum a contiguous tensor over the ranks, in place, and return it.
+
+    The caller owns the tensor: nobody else may hold it.
 
     Collectives: one all-reduce.
     """
@@ -97,9 +101,9 @@ def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
 
 
 def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> dist.Work:
-    """Begin to sum a contiguous tensor of ours over the ranks, in place; wait for what is returned.
+    """Start to sum a contiguous tensor over the ranks, in place; call ``wait()`` before you read it.
 
-    Collectives: one all-reduce.
+    Collectives: one asynchronous all-reduce.
     """
     if _debug.state.enabled:
         _debug.check("all_reduce", tensor, group, layer)
@@ -108,7 +112,7 @@ def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> dis
 
 
 def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
-    """Return what ``size`` is on each rank.
+    """Return the ``size`` of each rank.
 
     Collectives: one all-gather of a number.
     """
@@ -121,14 +125,15 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
 
 
 def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, layer: Any = None) -> Tensor:
-    """Return the ranks' tensors joined along ``dim``; ``sizes`` are theirs in that dimension.
+    """Return the ranks' tensors joined along ``dim``; ``sizes`` are their sizes in that dimension.
 
-    Collectives: one all-gather; shorter shards are padded to the longest for the journey.
+    Collectives: one all-gather, of shards padded to the longest.
 
     Raises:
         ConfigError: ``tensor`` has another size than ``sizes`` says.
     """
     dim %= tensor.dim()
+    # Before anything is sent: the collective itself would mix the bytes of tensors of different sizes.
     if tensor.size(dim) != sizes[group.rank]:
         msg = (
             f"rank {group.rank} of {group.size} holds {tensor.size(dim)} of {sum(sizes)} in dim {dim}, "
@@ -139,6 +144,7 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
         _debug.check("all_gather", tensor, group, layer, uneven_dim=dim)
     longest = max(sizes)
     mine = tensor.detach().movedim(dim, 0)
+    # An all-gather into one tensor needs the same size on all ranks; `join` cuts the padding off again.
     if mine.size(0) < longest:
         padded = mine.new_zeros((longest, *mine.shape[1:]))
         padded[: mine.size(0)] = mine
@@ -150,24 +156,24 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
 
 
 def join(parts: list[Tensor], dim: int, sizes: list[int]) -> Tensor:
-    """Join gathered parts, whose cut dimension is the first and padded, along ``dim``."""
+    """Join gathered parts along ``dim``; in each of them the split dimension comes first and is padded."""
     trimmed = [part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)]
     return torch.cat(trimmed, dim)
 
 
 # -- Differentiable collectives on plain tensors --------------------------------------------------
-# Each names its forward and its backward collective. None writes into its argument or into a
-# gradient that comes in: autograd or the user may still hold it.
+# None of them writes into its argument or into an incoming gradient: autograd or the user may still hold it.
+# (`copy_sums_the_gradient_and_leaves_the_other_branch_of_a_residual_alone`)
 
 
 def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
-    """Let the ranks go on with a tensor that they all have, each into its own shard of a layer.
+    """Pass a tensor that all ranks have to each rank's own shard of a layer.
 
     Forward: nothing. Backward: an all-reduce of the gradient. Megatron-LM's "f" (arXiv:1909.08053).
 
     Args:
         tensor: The same tensor on all ranks, of any shape.
-        group: Who; the current model-parallel group by default.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         The tensor, as a view of the same shape.
@@ -177,14 +183,14 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
 
 
 def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
-    """Return the sum of the ranks' tensors, on all of them; the argument is kept.
+    """Return the sum of the ranks' tensors, on all of them; the argument is not changed.
 
     Forward: an all-reduce. Backward: nothing, each rank has the gradient of the sum already. Megatron-LM's
     "g" (arXiv:1909.08053).
 
     Args:
         tensor: A tensor of the same shape on all ranks.
-        group: Who; the current model-parallel group by default.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         A tensor of that shape.
@@ -200,8 +206,8 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
 
     Args:
         tensor: The same tensor on all ranks.
-        dim: The dimension to cut; sizes differ by at most one, larger ones first.
-        group: Who; the current model-parallel group by default.
+        dim: The dimension to split; sizes differ by at most one, larger ones first.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         A tensor of the same shape but for ``dim``, which has this rank's part of its size.
@@ -217,16 +223,16 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
 def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: GroupLike = None) -> Tensor:
     """Return the ranks' shards joined along ``dim``, on all of them.
 
-    Forward: an all-gather. Backward: nothing, each rank takes its own part of the gradient. That
-    is right where the ranks go on alike with the joined tensor. For a batch whose samples each
-    rank brought on its own, see :func:`gather_batch`.
+    Forward: an all-gather; without ``size`` one more, of a number. Backward: nothing, each rank takes its own
+    part of the gradient. This is right where all ranks compute the same with the joined tensor. To gather a
+    batch to which each rank brings its own samples, use :func:`gather_batch`.
 
     Args:
         tensor: This rank's shard; the shards may have different sizes in ``dim``.
-        dim: The dimension that is cut.
-        size: Its size over all shards, where they are those of :func:`scatter`. Without it the
-            ranks first exchange their sizes.
-        group: Who; the current model-parallel group by default.
+        dim: The dimension that is split.
+        size: Its size over all shards, if they are split as :func:`scatter` does. Without it the ranks first
+            exchange their sizes.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         A tensor of the same shape but for ``dim``, which has the sum of the shards' sizes.
@@ -244,20 +250,22 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
 def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = None) -> Tensor:
     """Return the samples of all ranks, joined along dim 0, for a head that is split over them.
 
-    The recipe: a replicated backbone under DistributedDataParallel, each rank with samples of its
-    own; ``gather_batch`` of the features and of the targets; a head with split outputs; the
-    parallel loss, a mean over the joined batch. DDP divides the backbone's gradient by the
-    number of ranks, though the loss is one and not the mean of several: here that is made up
-    for, so that the backbone gets the gradient of an unsharded head under DDP.
+    The recipe has four steps. Replicate the backbone under DistributedDataParallel, and give each rank its
+    own samples. Call ``gather_batch`` on the features and on the targets. Apply a head with split outputs.
+    Compute the parallel loss, a mean over the joined batch.
 
-    Forward: an all-gather. Backward: nothing, each rank takes its own part of the gradient, times
-    the number of ranks.
+    DDP divides the backbone's gradient by the number of ranks, but the loss is one value and not a mean of
+    several. The backward pass multiplies by that number, so the backbone gets the gradient of an unsharded
+    head under DDP.
+
+    Forward: an all-gather; without ``size`` one more, of a number. Backward: nothing, each rank takes its own
+    part of the gradient, times the number of ranks.
 
     Args:
         tensor: The samples of this rank, of shape (samples, ...); their numbers may differ.
-        size: The number of samples over all ranks, where they are split as :func:`scatter` does.
-            Without it the ranks first exchange their numbers.
-        group: Who; the current model-parallel group by default.
+        size: The number of samples over all ranks, if they are split as :func:`scatter` does. Without it the
+            ranks first exchange their numbers.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         A tensor of shape (samples of all ranks, ...), in the order of the ranks.
@@ -274,10 +282,12 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
 
 
 def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
-    """Sum a contiguous tensor over the ranks in place, as :func:`reduce` does into a new one.
+    """Sum a contiguous tensor over the ranks in place, where :func:`reduce` makes a new one.
 
-    For a layer's own intermediate results. Autograd notes the change, so that an operation which
-    had saved the old values refuses to go backward.
+    Use it for a layer's own intermediate results. Autograd marks the tensor as changed, so an operation that
+    saved the old values raises in its backward pass.
+
+    Forward: an all-reduce. Backward: nothing.
     """
     return apply(_ReduceInPlace, tensor, group, layer)
 
@@ -295,7 +305,8 @@ def _sizes(tensor: Tensor, dim: int, size: int | None, group: Group) -> list[int
     return shard_sizes(size, group.size)
 
 
-# In all of them the backward pass applies the counterpart, which makes them differentiable twice.
+# Each backward pass applies another autograd function and no plain collective: so all of them can be
+# differentiated twice (`all_of_them_are_differentiable_twice`).
 
 
 def _keep_of_copy(ctx: Any, _tensor: Tensor, group: Group) -> None:
@@ -303,6 +314,7 @@ def _keep_of_copy(ctx: Any, _tensor: Tensor, group: Group) -> None:
 
 
 class _Copy(torch.autograd.Function):
+    # Forward: nothing. Backward: an all-reduce.
     keep = staticmethod(_keep_of_copy)
 
     @staticmethod
@@ -320,6 +332,7 @@ def _keep_of_reduce(ctx: Any, _tensor: Tensor, group: Group) -> None:
 
 
 class _Reduce(torch.autograd.Function):
+    # Forward: an all-reduce. Backward: nothing.
     keep = staticmethod(_keep_of_reduce)
 
     @staticmethod
@@ -338,6 +351,7 @@ def _keep_of_reduce_in_place(ctx: Any, tensor: Tensor, group: Group, _layer: Any
 
 
 class _ReduceInPlace(torch.autograd.Function):
+    # Forward: an all-reduce, in place. Backward: nothing.
     keep = staticmethod(_keep_of_reduce_in_place)
 
     @staticmethod
@@ -355,12 +369,14 @@ def _keep_of_scatter(ctx: Any, tensor: Tensor, dim: int, group: Group) -> None:
 
 
 class _Scatter(torch.autograd.Function):
+    # Forward: nothing. Backward: an all-gather.
     keep = staticmethod(_keep_of_scatter)
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
         _keep_of_scatter(ctx, tensor, dim, group)
         start, stop = bounds(tensor.size(dim), group.size, group.rank)
+        # A clone: a view would keep the whole tensor alive.
         return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -374,6 +390,7 @@ def _keep_of_gather(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group
 
 
 class _Gather(torch.autograd.Function):
+    # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
     keep = staticmethod(_keep_of_gather)
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""A mode in which ranks compare what they are about to do before each collective.
+"""A debug mode in which the ranks compare each collective before they call it.
 
-Ranks that call a collective with different shapes hang, or silently mix their bytes. With the mode
-on, each collective first exchanges a description of itself, and a difference is an error on every
-rank that names both. With it off, one look at a flag is all it costs.
+Ranks that call a collective with different shapes hang, or silently mix their bytes. In debug mode the ranks
+first exchange a description of each collective. A difference raises on every rank, and the message names both
+collectives. Without debug mode the cost is one look at a flag.
 """
 
 import weakref
@@ -29,16 +29,17 @@ state = _State()
 
 
 def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
-    """Turn the comparison of ranks before each collective on or off, on every rank alike.
+    """Turn debug mode on or off: the ranks then compare each collective before they call it.
+
+    Call it on every rank with the same value. In debug mode a collective raises a DisagreementError on every
+    rank, instead of waiting forever, if the ranks are about to call different collectives, or the same one on
+    tensors that differ in shape or type.
 
     Args:
         enabled: Whether collectives are compared.
-        model: Its layers are called by their names in the messages.
+        model: A model; the messages name its layers.
 
-    A collective then raises a DisagreementError on every rank, instead of waiting forever, if ranks are about
-    to call different ones, or the same one of tensors that differ in shape or type.
-
-    Collectives: while it is on, an all-gather of a small object before each collective.
+    Collectives: in debug mode, an all-gather of a small object before each collective.
 
     Example:
         >>> set_debug(True)
@@ -52,10 +53,10 @@ def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
 
 @contextmanager
 def debug(model: nn.Module | None = None) -> Iterator[None]:
-    """Compare the ranks before each collective in a block, as :func:`set_debug` says.
+    """Turn debug mode on for a ``with`` block, as :func:`set_debug` does.
 
     Args:
-        model: Whose layers are called by their names in messages.
+        model: A model; the messages name its layers.
 
     Raises:
         DisagreementError: In the block, on every rank: ranks are about to call different collectives, or the
@@ -72,14 +73,14 @@ def debug(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_dim: int | None = None) -> None:
-    """Make sure that all ranks of the group are about to do the same; only called in debug mode.
+    """Raise unless all ranks of the group are about to call the same collective; for debug mode alone.
 
     Args:
         operation: The collective.
-        tensor: What this rank brings.
+        tensor: This rank's tensor.
         group: The ranks.
-        layer: The layer that communicates: a module or words; ``None`` if a user does.
-        uneven_dim: A dimension whose size may differ.
+        layer: The layer that communicates: a module or words; ``None`` for a call by the user.
+        uneven_dim: A dimension that may have different sizes.
 
     Raises:
         DisagreementError: On every rank, if they differ.
@@ -89,6 +90,7 @@ def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_di
     shape = tuple("*" if i == uneven_dim else n for i, n in enumerate(tensor.shape))
     mine = (_layer_name(layer), operation, shape, str(tensor.dtype))
     everyones: list[Any] = [None] * group.size
+    # Objects, and not a tensor: the exchange itself must not depend on the shapes and types that it compares.
     dist.all_gather_object(everyones, mine, group=group.handle)
     other = next((r for r, theirs in enumerate(everyones) if theirs != everyones[0]), None)
     if other is not None:

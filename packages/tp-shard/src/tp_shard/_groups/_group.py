@@ -1,4 +1,4 @@
-"""The ranks that hold one tensor together, and those that hold the same shard of it."""
+"""The group of ranks that hold one tensor together, and the group of ranks that hold the same shard of it."""
 
 import os
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from tp_shard._groups import _patches
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Ranks that communicate, seen from one of them.
+    """A group of ranks that communicate, seen from one of them.
 
-    A copy of it is itself: layers hold one, are copied, and torch's groups cannot be. Unpickled
-    it is the current group of that rank and size, if there is one.
+    Copying a group returns the group itself: layers are copied, and torch's process groups cannot be.
+    Unpickling one returns the current group if it has that rank and size.
 
     Attributes:
         rank: This process among the ranks of the group, from 0.
-        size: How many ranks it has.
-        process_group: torch's group; ``None`` where there is no other rank.
+        size: The number of ranks.
+        process_group: torch's group; ``None`` if there is no other rank.
     """
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Group:
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """Torch's group, to communicate in.
+        """Torch's process group, for a collective.
 
         Raises:
             ConfigError: There is no such group: the layer came out of a pickle into another job.
@@ -58,7 +58,7 @@ ALONE = Group()
 """The group of a process without others."""
 
 GroupLike: TypeAlias = Group | dist.ProcessGroup | DeviceMesh | None
-"""Names a group: one of ours or torch's, a mesh of one axis, ``None`` for the current one."""
+"""A group as users give it: ours or torch's, a mesh of one axis, or ``None`` for the current group."""
 
 
 @dataclass(slots=True)
@@ -75,15 +75,15 @@ def set_groups(tensor: Group | None, data: Group | None, mesh: DeviceMesh | None
     """Make these the current groups; ``None`` for none.
 
     Args:
-        tensor: Those over which tensors are split.
-        data: Those who hold the same shards.
-        mesh: What they were formed from, if it was a mesh.
+        tensor: The group over which tensors are split.
+        data: The group of ranks that hold the same shards.
+        mesh: The mesh that the groups were formed from, if there was one.
     """
     _current.tensor, _current.data, _current.mesh = tensor, data, mesh
 
 
 def current_mesh() -> DeviceMesh | None:
-    """Return the mesh that the groups were formed from, ``None`` if they were formed otherwise."""
+    """Return the mesh that the groups were formed from, ``None`` without a mesh."""
     return None if current_group() is None else _current.mesh
 
 
@@ -94,7 +94,7 @@ def current_group() -> Group | None:
         return group
     if getattr(group.process_group, "is_simulated", False):
         return group
-    return None  # those who took torch's own groups down took ours with them
+    return None  # destroying torch's default group has destroyed ours
 
 
 def as_group(group: GroupLike) -> Group:
@@ -138,7 +138,7 @@ def _alone() -> Group:
 
 
 def current_data_group() -> Group | None:
-    """Return the group of those who hold the same shards, ``None`` if none is initialized."""
+    """Return the group of ranks that hold the same shards, ``None`` if none is initialized."""
     return None if current_group() is None else _current.data
 
 
@@ -151,7 +151,7 @@ def _restore(rank: int, size: int) -> Group:
     return Group(rank, size)
 
 
-# -- The axes of a mesh of all ranks: over which tensors are split, and along which copies of the model lie
+# -- The axes of a mesh: the one over which tensors are split, and those of the copies of the model
 
 
 _TENSOR_AXES = ("tp", "tensor", "model")
@@ -163,7 +163,7 @@ def tensor_axis(mesh: DeviceMesh) -> int:
     """Return the axis over which tensors are split.
 
     Raises:
-        ConfigError: The axes do not say it.
+        ConfigError: The names of the axes do not identify one.
     """
     names = mesh.mesh_dim_names or ()
     named = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
@@ -180,7 +180,7 @@ def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
     """Return the axes along which copies of the model lie.
 
     Raises:
-        ConfigError: What an axis is for is not known.
+        ConfigError: The purpose of an axis is not known.
     """
     others = [i for i in range(mesh.ndim) if i != tensor_axis]
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -201,19 +201,19 @@ def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
 
 
 def mesh_of_copies(device_type: str, replicas: int) -> DeviceMesh:
-    """Return the mesh of the ranks that hold the same shards as this one, to shard those once more.
+    """Return the mesh of the ranks that hold the same shards as this one, over which to shard those again.
 
-    It is a part of the mesh that the groups were formed from, or of a new one of the same groups, with the
-    axes "dp" and "tp"; with ``replicas``, "dp_replicate", "dp_shard" and "tp".
+    It is a submesh of the mesh that the groups were formed from. Without one a new mesh of the same groups is
+    made, with the axes "dp" and "tp"; with ``replicas``, "dp_replicate", "dp_shard" and "tp".
 
     Args:
-        device_type: What the ranks compute on.
-        replicas: Over how many copies of the shards' shards these ranks are spread.
+        device_type: The type of device that the ranks compute on.
+        replicas: The number of sets of ranks that each hold all pieces of a shard.
 
     Raises:
-        ConfigError: The ranks, or the axes of the mesh that was given, do not go with so many replicas.
+        ConfigError: The ranks, or the axes of the given mesh, do not fit this number of replicas.
 
-    Collectives: where there is no mesh yet, every rank makes new groups.
+    Collectives: without a mesh every rank takes part in making new groups.
     """
     mesh = current_mesh()
     if mesh is not None:

@@ -1,8 +1,8 @@
-"""Which of torch's own functions are replaced, and for how long: while tensors are split over ranks.
+"""The functions of torch that are replaced while tensors are split over ranks.
 
-They are replaced when model-parallel groups are formed, or when a group or a mesh of torch's is first given
-to a layer, and restored when the groups are left: making a layer changes nothing for the process. Whoever
-has something to replace says so with :func:`while_split`; see :mod:`tp_shard._guards`.
+They are replaced when model-parallel groups are formed, or when a layer is first given a group or mesh of
+torch. They are restored when the groups are destroyed. Making a layer on one rank replaces nothing. A module
+registers its replacements with :func:`while_split`; see :mod:`tp_shard._guards`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,20 +16,20 @@ _undo: list[Undo] = []
 
 
 def while_split(installer: Callable[[], Iterable[Undo]]) -> Callable[[], Iterable[Undo]]:
-    """Call ``installer`` when tensors begin to be split, and what it returns when that ends."""
+    """Call ``installer`` when the first group is formed, and what it returns when the groups end."""
     _installers.append(installer)
     return installer
 
 
 def install() -> None:
-    """Replace all that was noted by :func:`while_split`; a second call does nothing."""
+    """Call all installers of :func:`while_split`; a second call does nothing."""
     if not _undo:
         for installer in _installers:
             _undo.extend(installer())
 
 
 def also(undo: Undo) -> None:
-    """Let :func:`remove` call ``undo``, too."""
+    """Make :func:`remove` call ``undo`` too."""
     _undo.append(undo)
 
 
@@ -40,9 +40,9 @@ def remove() -> None:
 
 
 def is_active() -> bool:
-    """Return whether there may be shards; each replacement asks.
+    """Return whether there may be shards; each replacement asks before it does more than the original.
 
-    Whoever takes torch's own process groups down takes ours with them.
+    Destroying torch's default process group ends ours too, so the replacements are removed then.
     """
     if _undo and not dist.is_initialized():
         remove()
@@ -50,15 +50,15 @@ def is_active() -> bool:
 
 
 def replace(owner: object, name: str, replacement: Callable[..., None]) -> Undo:
-    """Replace a function of torch's, and return what restores it.
+    """Replace a function of torch, and return a function that restores it.
 
-    Whoever has replaced it after us keeps what they have; ours then hands on to the original, as it has to
-    wherever :func:`is_active` is false.
+    A replacement must call the original wherever :func:`is_active` is false.
     """
     original = getattr(owner, name)
     setattr(owner, name, replacement)
 
     def undo() -> None:
+        # Another library may have wrapped ours since: restoring the original would drop its wrapper.
         if getattr(owner, name) is replacement:
             setattr(owner, name, original)
 

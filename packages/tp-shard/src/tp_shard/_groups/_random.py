@@ -1,4 +1,4 @@
-"""Random states for what differs between the ranks of a group, beside the one that they share."""
+"""Random generator states that differ between the ranks of a group, beside the state that they share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 
 
 class RandomTracker:
-    """Random numbers of each rank's own, that follow torch's default generator.
+    """A stream of random numbers of each rank's own that follows torch's default generator.
 
-    Torch's default generator stays the same on the ranks of a group, for what they all compute alike
-    (dropout of a whole activation); what works on a shard draws inside of :meth:`fork`. Each fork takes
-    one number from the default generator of the CPU and mixes the rank into it. So whoever restores that
-    generator gets the same masks again: a resumed run, and ``torch.utils.checkpoint`` when it computes a
-    forward pass a second time. Two kinds of random numbers are needed as in Megatron-LM (arXiv:1909.08053,
-    appendix B), which keeps a generator for each.
+    Torch's default generator stays the same on the ranks of a group, for what they all compute alike, such as
+    dropout of a whole activation. Operations on a shard draw inside :meth:`fork`. Each fork takes one number
+    from the default generator of the CPU and mixes the rank into it. Restoring that generator therefore
+    restores the masks: in a resumed run, and when ``torch.utils.checkpoint`` computes a forward pass again.
+    Megatron-LM (arXiv:1909.08053, appendix B) needs the same two kinds of random numbers and keeps a
+    generator for each.
 
     Args:
-        seed: The same on all ranks of a group; another one for another stream.
+        seed: A seed, the same on all ranks of a group; each stream needs another one.
         group: The ranks, which fork together; the current model-parallel group by default.
 
     Example:
@@ -34,16 +34,18 @@ class RandomTracker:
     def __init__(self, seed: int, *, group: GroupLike = None) -> None:
         self.group: Group = as_group(group)
         self.seed = seed
-        self._forks: list[list[int]] = []  # of each that is entered: the number drawn, and one for each use
+        self._forks: list[list[int]] = []  # per open fork: the number drawn, the `_alike` blocks
 
     @contextmanager
     def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Draw this rank's own numbers in a block, on a device; every rank of the group has to enter it.
+        """Draw this rank's own numbers in a ``with`` block; every rank of the group has to enter it.
 
         Args:
-            device: Whose default generator is set for the block, and put back after it.
+            device: The device. Its default generator is set for the block and restored afterwards.
         """
         place = torch.device(device)
+        # Each rank takes this one number, whatever it draws inside: the shared generator stays in step, and
+        # the next fork gets other masks (`dropout_differs_between_ranks_and_follows_torchs_generator`).
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
         _seed(place, mixed_seed(drawn, self.seed, self.group.rank))
@@ -56,7 +58,7 @@ class RandomTracker:
 
     @contextmanager
     def _alike(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Draw the same numbers on all ranks in a block inside of a fork; outside they do anyway."""
+        """Draw the same numbers on all ranks in a block inside a fork; outside a fork they do anyway."""
         if not self._forks:
             yield
             return
@@ -70,11 +72,11 @@ class RandomTracker:
             set_state(before, place, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the stream is made of, beside the state of torch's default generator."""
+        """Return the state of the stream, without the state of torch's default generator."""
         return {"rank": self.group.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the stream of a tracker of this rank.
+        """Continue the stream of a tracker of this rank.
 
         Raises:
             StateError: The state is another rank's.
@@ -90,8 +92,9 @@ def _seed(place: torch.device, seed: int) -> None:
 
 
 def mixed_seed(drawn: int, seed: int, rank: int) -> int:
-    """Return the seed of a rank's own numbers, or for rank -1 of those that all ranks draw alike."""
-    # Far apart for neighboring seeds and ranks: the generator is seeded with the sum.
+    """Return the seed of a rank's own numbers; for rank -1, of the numbers that all ranks draw alike."""
+    # The seed is a sum. With a factor of 1, rank 1 of seed 0 would draw the numbers of rank 0 of seed 1; a
+    # large odd one (about 2**32 divided by the golden ratio) keeps neighboring seeds and ranks apart.
     return (drawn + seed + 0x9E3779B1 * (rank + 1)) % 2**63
 
 

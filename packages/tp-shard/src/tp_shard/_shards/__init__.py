@@ -1,6 +1,6 @@
-"""Which tensors are shards, how they were cut, and where in the whole they lie.
+"""Shards: how tensors are split, and where each shard lies in the whole tensor.
 
-A layer of this package has that itself (``_layer``); attributes of the tensors have it for other code
-(``_attributes``); ``_slices`` answers for a whole model and for one tensor. Under ``fully_shard`` each
-shard is cut once more (``_dtensors``).
+A layer of this package knows its split itself (``_layer``). Other code reads it from attributes of the
+tensors (``_attributes``). ``_slices`` finds the shards of a model and their places. Under ``fully_shard``
+each shard is split once more (``_dtensors``).
 """

@@ -1,7 +1,7 @@
-"""Attributes that say of a tensor which of its dimensions is split over ranks.
+"""Tensor attributes that mark the dimension that is split over ranks.
 
-They are for people and for code that was written with them: most operations drop them, so no
-layer of this package depends on the marks of an activation.
+They are for people, and for code that was written with them. Most operations drop them, so no layer of this
+package depends on the marks of an activation.
 """
 
 import functools
@@ -17,13 +17,13 @@ from tp_shard._shards._dtensors import check_data_mesh
 from tp_shard._split import Split
 
 PARALLEL_DIM = "_parallel_dim"
-"""The attribute that names the split dimension, as the layers count: inputs 0, outputs 1 or -1."""
+"""The attribute with the split dimension, as the layers count: inputs 0, outputs 1 or -1."""
 ORDER_TYPE = "_order_type"
-"""The attribute that says how a parameter's dimensions stand: 0 for (out, in), 1 for (in, out)."""
+"""The attribute with the order of a parameter's dimensions: 0 for (out, in), 1 for (in, out)."""
 PARALLEL_SIZE = "_parallel_size"
 """The attribute with the size of the split dimension over all shards."""
 PARALLEL_RANGES = "_parallel_ranges"
-"""The attribute with what each rank holds of it, where that is not an even cut."""
+"""The attribute with the pieces that each rank holds of it, if the split is not even."""
 
 _DIMS = (None, 0, 1, -1)
 
@@ -40,13 +40,13 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
 
 
 def get_order_type(tensor: Tensor) -> int:
-    """Return how the dimensions of a parameter stand; 0 where it is not marked."""
+    """Return the order of a parameter's dimensions; 0 if it is not marked."""
     order: int = getattr(tensor, ORDER_TYPE, 0)
     return order
 
 
 def get_parallel_size(tensor: Tensor) -> int | None:
-    """Return the size that the split dimension has over all shards, if the mark carries it."""
+    """Return the size of the split dimension over all shards, ``None`` if the mark lacks it."""
     size: int | None = getattr(tensor, PARALLEL_SIZE, None)
     return size
 
@@ -54,9 +54,9 @@ def get_parallel_size(tensor: Tensor) -> int | None:
 def mark_parameter(
     tensor: Tensor, parallel_dim: int | None, order_type: int, *, split: Split | None, sharded: bool
 ) -> None:
-    """Mark a parameter of a layer that knows how it is cut.
+    """Mark a parameter of a layer that knows its split.
 
-    Plain numbers only: torch saves the attributes of parameters, and loads no classes of ours.
+    The marks are plain numbers: torch saves the attributes of parameters, and does not load our classes.
     """
     setattr(tensor, PARALLEL_DIM, parallel_dim)
     setattr(tensor, ORDER_TYPE, order_type)
@@ -66,21 +66,21 @@ def mark_parameter(
 
 
 def is_marked(parameter: Tensor) -> bool:
-    """Return whether a parameter is known to hold a shard or not to."""
+    """Return whether a parameter is marked, as a shard or as whole."""
     return getattr(parameter, SHARDED_ATTRIBUTE, None) is not None
 
 
 def copy_marks(source: Tensor, target: Tensor) -> None:
-    """Put the marks of a parameter on another one that stands for it."""
+    """Copy the marks of a parameter to another one that takes its place."""
     for name in (PARALLEL_DIM, ORDER_TYPE, PARALLEL_SIZE, PARALLEL_RANGES, SHARDED_ATTRIBUTE):
         if hasattr(source, name):
             setattr(target, name, getattr(source, name))
 
 
 def get_split(tensor: Tensor, group: Group) -> Split | None:
-    """Return how a marked tensor is cut, ``None`` if it is not split.
+    """Return the split of a marked tensor, ``None`` if it is not split.
 
-    A mark without a size stands for shards of the same size on all ranks.
+    A mark without a size means that all ranks hold shards of the same size.
     """
     parallel_dim = get_parallel_dim(tensor)
     if parallel_dim is None:
@@ -94,15 +94,15 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
 
 
 def holds_shard(tensor: Tensor) -> bool:
-    """Return whether a parameter holds a shard: as its layer says, or else by its mark."""
+    """Return whether a parameter holds a shard: by the note of its layer, or else by its mark."""
     noted: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
     return get_parallel_dim(tensor) is not None if noted is None else bool(noted)
 
 
 def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
-    """Return which dimension of the tensor itself ``parallel_dim`` means.
+    """Return the dimension of the tensor itself for ``parallel_dim``.
 
-    A vector has one dimension only: the bias of a layer with split outputs.
+    A vector has one dimension only: it is the bias of a layer with split outputs.
     """
     if ndim == 1:
         return 0
@@ -112,7 +112,7 @@ def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
 
 
 def check_dim(parallel_dim: object) -> None:
-    """Make sure that it is a dimension to split along.
+    """Raise unless a layer can be split along this dimension.
 
     Raises:
         ConfigError: ``parallel_dim`` is not 1, -1, 0 or ``None``.
@@ -125,7 +125,7 @@ def check_dim(parallel_dim: object) -> None:
         raise ConfigError(msg)
 
 
-# -- Marks that users put on tensors of their own layers ------------------------------------------
+# -- Marks of users on the tensors of their own layers --------------------------------------------
 
 
 def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int | None = None) -> None:
@@ -133,10 +133,9 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int
 
     Args:
         tensor: Any tensor.
-        parallel_dim: 1 or -1 where output features are split, 0 where input features are, as a linear layer
-            of shape (out, in) counts them; ``None`` takes the mark away.
-        size: The size of that dimension over all shards, which the loss needs where the shards
-            are uneven.
+        parallel_dim: 1 or -1 for split output features, 0 for split input features, as a linear layer of
+            shape (out, in) counts them; ``None`` removes the mark.
+        size: The size of that dimension over all shards. The loss needs it if the shards are uneven.
 
     Raises:
         ConfigError: ``parallel_dim`` is another number.
@@ -165,11 +164,10 @@ def register_parallel_attribute(
 
     Args:
         tensor: The parameter.
-        parallel_dim: Which of its dimensions is split, in the order that ``order_type`` says;
-            ``None`` takes the mark away.
-        order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts the other
-            way round, as in a linear layer; 1 for (in, out), as in an embedding.
-        size: The size of that dimension over all shards; by default all have the size of this one.
+        parallel_dim: The dimension that is split, counted as ``order_type`` says; ``None`` removes the mark.
+        order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts the other way round,
+            as in a linear layer; 1 for (in, out), as in an embedding.
+        size: The size of that dimension over all shards; by default all shards have the size of this one.
 
     Raises:
         ConfigError: ``parallel_dim`` or ``order_type`` is another number.
@@ -182,11 +180,13 @@ def register_parallel_attribute(
 
 
 def _carry_marks() -> None:
-    """Let parameters that users marked keep their marks under ``fully_shard``, while there are groups.
+    """Keep the marks of users on parameters under ``fully_shard``, while there are groups.
 
-    Layers of this package need none of it. A plain module does not notice that it gets another parameter:
-    torch's own class for one has to be asked, which is private; a test notices its loss.
+    A layer of this package restores its marks itself. A plain module does not notice that ``fully_shard``
+    replaces its parameters.
     """
+    # Private: torch's class for one sharded parameter is the only place where the old parameter and the new
+    # one meet. The test `parameters_with_marks_of_ones_own_keep_them` notices its loss.
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     original: Any
@@ -209,6 +209,6 @@ def _carry_marks() -> None:
         if _patches.is_active():
             copy_marks(self.sharded_param, self._unsharded_param)
 
-    shard._tp_shard = True  # type: ignore[attr-defined]  # our own note
+    shard._tp_shard = True  # type: ignore[attr-defined]  # so that a second mark does not wrap it again
     _patches.also(_patches.replace(FSDPParam, "_init_sharded_param", shard))
     _patches.also(_patches.replace(FSDPParam, "init_unsharded_param", unshard))

@@ -1,7 +1,8 @@
-"""Split parameters under ``fully_shard``, which cuts each rank's shard again, over the copies of the model.
+"""Split parameters under ``fully_shard``, which shards each rank's shard again over the copies of the model.
 
-It replaces the parameters by DTensors over the data mesh: of each rank's shard, for of our split it knows
-nothing. Layers put their marks on them again; see :class:`tp_shard._shards._layer.ParallelLayer`.
+It replaces the parameters by DTensors over the data mesh. Each describes this rank's shard alone, because
+``fully_shard`` does not know our split. Layers mark them again; see
+:class:`tp_shard._shards._layer.ParallelLayer`.
 """
 
 import sys
@@ -15,23 +16,24 @@ from tp_shard._groups._group import Group
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, another tensor as it is."""
+    """Return the local tensor of a DTensor, any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def part_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return where what this rank holds of a tensor begins, in each dimension, and what it holds."""
+    """Return the part of a tensor that this rank holds: its offset in each dimension, and its values."""
     if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tensor
-    (chunk,) = tensor.__create_chunk_list__()  # what checkpoints ask DTensors for
+    # The protocol by which torch.distributed.checkpoint asks a DTensor for its offsets.
+    (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), local(tensor)
 
 
 def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a DTensor is cut; none for another tensor, which is whole.
+    """Return the groups over which a DTensor is sharded; none for any other tensor, which is whole.
 
     Raises:
-        ConfigError: The DTensor is a sum that is yet to be made.
+        ConfigError: The DTensor has a partial placement: its sum over the ranks is still to be made.
     """
     if not is_dtensor(tensor):
         return ()
@@ -46,10 +48,10 @@ def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
-    """Make sure that a shard was not cut over ranks which hold other shards.
+    """Raise if ``fully_shard`` shards a parameter over ranks that hold different shards of it.
 
     Raises:
-        ConfigError: The shard was cut so: parts of different shards would be joined to one.
+        ConfigError: It does: parts of different shards would be joined into one tensor.
     """
     if group.size == 1 or not is_dtensor(parameter):
         return
@@ -66,8 +68,8 @@ def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let ``fully_shard`` take back parameters that it gathered for a forward pass without a backward one."""
-    if "torch.distributed.fsdp" not in sys.modules:  # not in use, and it takes long to import
+    """Reshard parameters that ``fully_shard`` gathered for a forward pass without a backward pass."""
+    if "torch.distributed.fsdp" not in sys.modules:  # not in use, and slow to import
         return
     from torch.distributed.fsdp import FSDPModule
 

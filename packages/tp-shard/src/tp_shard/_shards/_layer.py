@@ -1,4 +1,4 @@
-"""What all layers with split parameters have in common."""
+"""The base class of layers with split parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -16,16 +16,16 @@ _NORMS = ("_SpectralNorm", "_WeightNorm", "_Orthogonal", "SpectralNorm", "Weight
 
 
 class ParallelLayer(nn.Module):
-    """A layer some of whose parameters are shards, and that knows how they were cut.
+    """A layer with shards among its parameters, and the split of each.
 
-    The marks on the parameters say it too, for other people's code; they are put back whenever
-    torch makes new parameters: after a copy, a pickle, a move to another device, a load.
+    Marks on the parameters carry the same facts for other code. The layer marks them again whenever torch
+    makes new parameters: after a copy, a pickle, a move to another device, a load.
 
     Attributes:
         group: The ranks that hold the layer together.
-        splits: How each split parameter is cut, by its name; the others are the same on all ranks.
-        dim: Along which dimension the layer is split, as its users say it: 1, -1, 0 or ``None``.
-        order_type: 0 if weights have shape (out, in), 1 if it is (in, out).
+        splits: The split of each split parameter, by its name; all others are the same on all ranks.
+        dim: The dimension along which the layer is split, as users give it: 1, -1, 0 or ``None``.
+        order_type: 0 if weights have shape (out, in), 1 if they have shape (in, out).
     """
 
     group: Group
@@ -34,7 +34,7 @@ class ParallelLayer(nn.Module):
     order_type: int = 0
 
     def mark_parameters(self) -> None:
-        """Put the marks on the layer's own parameters."""
+        """Mark the layer's own parameters."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 self._mark(name, parameter)
@@ -50,7 +50,8 @@ class ParallelLayer(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # ``fully_shard`` puts parameters of its own in place through here. Others keep their marks.
+        # ``fully_shard`` sets its new parameters through here; without marks they would count as whole, and
+        # clipping and saving would be wrong (`training_and_clipping_are_those_of_the_whole_model`).
         if isinstance(value, nn.Parameter) and not is_marked(value) and "splits" in self.__dict__:
             if name in self.splits:
                 check_data_mesh(value, self.group, self)
@@ -68,22 +69,22 @@ class ParallelLayer(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.mark_parameters()  # assign=True puts other parameters in their place
+        self.mark_parameters()  # assign=True replaces the parameters
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """Register a hook as torch does.
 
         Raises:
-            ModelError: The hook is that of torch's older ``weight_norm`` or ``spectral_norm``.
+            ModelError: The hook belongs to torch's older ``weight_norm`` or ``spectral_norm``.
         """
         self._refuse_norm(hook)
         return super().register_forward_pre_hook(hook, **options)
 
     def refuse_norms(self) -> None:
-        """Make sure that no parametrization takes the norm of a shard for that of the weight.
+        """Raise if a parametrization would take the norm of a shard for the norm of the whole weight.
 
         Raises:
-            ModelError: ``weight_norm``, ``spectral_norm`` or ``orthogonal`` of torch's was applied to it.
+            ModelError: torch's ``weight_norm``, ``spectral_norm`` or ``orthogonal`` was applied to the layer.
         """
         parametrized = self._modules.get("parametrizations")
         if parametrized is not None:
@@ -102,5 +103,5 @@ class ParallelLayer(nn.Module):
 
 
 def _is_norm(transform: object) -> bool:
-    """Return whether a parametrization or a hook of torch's makes a weight by the norm of the whole of it."""
+    """Return whether a parametrization or hook of torch uses the norm of the whole weight."""
     return type(transform).__name__ in _NORMS and type(transform).__module__.startswith("torch.nn.utils")

@@ -1,4 +1,4 @@
-"""Which entries of a model's state are shards, and how they were cut."""
+"""The shards in a model's state: their splits, and their places in the whole tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Shard:
     Attributes:
         tensor: The model's own tensor; a tied one is the same object under several names. Under
             ``fully_shard`` it is a DTensor of the shape of the shard.
-        split: How it is cut.
+        split: Its split.
         group: The ranks that hold it together.
     """
 
@@ -55,11 +55,11 @@ class ShardTable:
         self._own = {_bare(name): tensor for name, tensor, *_ in _tensors(model)}
 
     def get(self, name: str) -> Shard | None:
-        """Return the shard of that name, ``None`` if the entry is not split."""
+        """Return the shard with this name, ``None`` if the entry is not split."""
         return self.exact.get(name) or self._bare.get(_bare(name))
 
     def own(self, name: str) -> Tensor | None:
-        """Return the model's parameter or buffer of that name, split or not."""
+        """Return the model's parameter or buffer with this name, split or not."""
         return self._own.get(_bare(name))
 
 
@@ -79,7 +79,7 @@ def _bare(name: str) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
-    """Yield a model's parameters and buffers under all of their names, with who has them under which one."""
+    """Yield a model's parameters and buffers under all of their names, with their module and name there."""
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -98,24 +98,26 @@ def _shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
             yield full_name, Shard(tensor, split, group)
 
 
-# -- Where in the whole tensor a rank's shard of it lies ------------------------------------------
-# DTensor would say it too, but cuts otherwise: 10 over 4 ranks as 3, 3, 3, 1 and not as 3, 3, 2, 2. Under
-# ``fully_shard`` a rank's shard is cut once more over the copies of the model: a part of a part.
+# -- The place of a rank's shard in the whole tensor ----------------------------------------------
+# Not DTensor's: it splits 10 over 4 ranks as 3, 3, 3, 1, where ours are 3, 3, 2, 2. Under ``fully_shard`` a
+# rank's shard is split once more over the copies of the model, so it may be a part of a part.
 
 
 Part = tuple[tuple[int, ...], Tensor]
-"""Where a part begins in a tensor, in each dimension, and the part."""
+"""A part of a tensor: its offset in each dimension, and its values."""
 
 
 def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool = False) -> list[Part]:
-    """Return parts of a rank's shard as parts of the whole: views, no copies.
+    """Return parts of a rank's shard as parts of the whole tensor: views, no copies.
 
     Args:
-        parts: What there is of the shard, such as the whole of it, which begins at 0.
-        split: How the whole is cut.
-        rank: Whose shard it is.
+        parts: Parts of the shard; the whole shard begins at 0.
+        split: The split of the whole tensor.
+        rank: The rank that holds the shard.
         own: Whether to leave out pieces that an earlier rank holds too.
     """
+    # A piece that several ranks hold counts for the first of them alone: written or summed twice, a key head
+    # that ranks share would be counted twice.
     earlier = {r for pieces in split.ranges[:rank] for r in pieces} if own else set()
     found = []
     for begins, values in parts:
@@ -132,9 +134,9 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool 
 
 
 def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = False) -> Tensor | TensorSlice:
-    """Return ``value``, of the shape of a shard, with where in the whole it lies; views of it, no copies.
+    """Return ``value``, of the shape of a shard, with its place in the whole tensor: views, no copies.
 
-    Where there is no shard, the value is whole and the same on all ranks, or a part that says where it lies.
+    Without a shard the value is whole and the same on all ranks, or a part that carries its own place.
     """
     if shard is None:
         return value
@@ -144,10 +146,10 @@ def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = Fa
 
 
 def shard_spec(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
-    """Return ``cut(parameter, value)``, which says which part of the whole ``value`` is.
+    """Return a function ``cut(parameter, value)`` that gives ``value`` its place in the whole tensor.
 
     Args:
-        model: The model; under ``fully_shard`` its parameters are those that it holds between steps.
+        model: The model; under ``fully_shard`` with the parameters that it holds between steps.
         own: Whether pieces that several ranks hold count for the first of them alone, for writing.
     """
     shards = {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}

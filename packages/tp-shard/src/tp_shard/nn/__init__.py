@@ -1,6 +1,6 @@
-"""Layers whose parameters are split over ranks."""
+"""Layers with parameters that are split over ranks."""
 
-import tp_shard._guards  # noqa: F401 - notes what of torch is replaced while there are groups
+import tp_shard._guards  # noqa: F401 - registers the replacements in torch while there are groups
 from tp_shard.nn import functional, init
 from tp_shard.nn._blocks import ParallelAttention, ParallelSwiGLU
 from tp_shard.nn._embedding import ParallelEmbedding

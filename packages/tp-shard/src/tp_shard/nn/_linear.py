@@ -1,4 +1,4 @@
-"""A linear layer whose weight is split over ranks."""
+"""A linear layer with a weight that is split over ranks."""
 
 import math
 from typing import Self
@@ -19,37 +19,36 @@ from tp_shard.nn.init import init_shard_
 
 @stands_for(nn.Linear)
 class ParallelLinear(ParallelLayer, nn.Linear):
-    """A ``torch.nn.Linear`` whose weight is split over the ranks of a group.
+    """A ``torch.nn.Linear`` with a weight that is split over the ranks of a group.
 
-    On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
-    values that torch's own starts with. Split outputs (columns) and inputs (rows) are those of Megatron-LM
-    (arXiv:1909.08053): one layer with ``dim=1`` and one with ``dim=0`` after it need one all-reduce.
+    On one rank, and with ``dim=None``, it equals torch's layer. From the same seed it starts with the same
+    values. Split outputs (columns) and inputs (rows) follow Megatron-LM (arXiv:1909.08053): one layer with
+    ``dim=1`` and one with ``dim=0`` after it need one all-reduce.
 
-    Collectives: with split outputs (``dim`` 1 or -1) none forward and an all-reduce of the input's
-    gradient backward, beside the computation of the weight's; with split inputs (``dim=0``) an
-    all-reduce of the output forward and none backward. See :func:`functional.parallel_linear` for
-    inputs that have to be scattered or joined first. Making one broadcasts a generator's state.
+    Collectives: with split outputs (``dim`` 1 or -1) none forward, and backward an all-reduce of the input's
+    gradient that overlaps the computation of the weight's. With split inputs (``dim=0``) an all-reduce of the
+    output forward and none backward. See :func:`functional.parallel_linear` for inputs that have to be
+    scattered or joined first. Making a layer broadcasts a generator's state.
 
     Args:
         in_features: Size of the input's last dimension, over all ranks.
         out_features: Size of the output's last dimension, over all ranks.
-        bias: Whether to add one; with split inputs it is the same on all ranks.
+        bias: Whether to add a bias; with split inputs it is the same on all ranks.
         dim: 1 or -1 to split the output features, 0 the input features, ``None`` for neither.
-        gather_output: Whether split outputs are joined; those of split inputs are whole anyway.
-        input_is_parallel: Whether the last dimension of the input is split. By default its width
-            tells.
-        device: Where the parameters are.
-        dtype: Their type.
+        gather_output: Whether to join split outputs; with split inputs the output is whole anyway.
+        input_is_parallel: Whether the last dimension of the input is split. By default its width decides.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
         group: The ranks; the current model-parallel group by default.
-        ranges: What each rank holds of the split dimension, where that is not an even cut: for
-            each rank the (start, stop) of its pieces.
+        ranges: The pieces of the split dimension that each rank holds, as (start, stop), if the split is not
+            even.
 
     Attributes:
         weight: This rank's shard, of shape (local out, in) or (out, local in).
-        bias: Of shape (local out,), or (out,).
+        bias: The bias, of shape (local out,), or (out,).
 
     Raises:
-        ConfigError: The layer cannot be cut like this.
+        ConfigError: The layer cannot be split like this.
 
     Example:
         >>> layer = ParallelLinear(20, 30, dim=-1)
@@ -115,7 +114,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             _check_uneven(self.splits["weight"], dim, gather_output, input_is_parallel)
 
     def reset_parameters(self) -> None:
-        """Draw the values that torch's own layer would start with.
+        """Draw the initial values of torch's own layer.
 
         Collectives: broadcasts of a generator's state.
         """
@@ -129,7 +128,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         """Return ``input @ weight.T + bias``.
 
         Args:
-            input: Of shape (..., in_features), or this rank's shard of it.
+            input: The input, of shape (..., in_features), or this rank's shard of it.
 
         Returns:
             A tensor of shape (..., out_features), or with split outputs this rank's shard of it.
@@ -142,7 +141,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         return linear(input, self.weight, self.bias, self, self.group, self)
 
     def extra_repr(self) -> str:
-        """Return what the layer was made with."""
+        """Return the layer's options."""
         described = (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, dim={self.dim}"
@@ -158,31 +157,31 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         gather_output: bool = False,
         group: GroupLike = None,
     ) -> nn.Module:
-        """Turn all linear layers of a module into parallel ones that hold its values.
+        """Convert all linear layers of a module to parallel layers with the same values.
 
-        Subclasses of ``nn.Linear`` stay what they are, if their ``forward`` leaves the product to
-        ``super().forward``. Tied and frozen parameters, hooks and the mode stay. Attention of
-        torch's own stays whole: it reads weights past its layers' ``forward``.
+        A subclass of ``nn.Linear`` keeps its class if its ``forward`` calls ``super().forward`` for the
+        product. Tied and frozen parameters, hooks and the mode are kept. torch's own attention stays whole:
+        it reads weights without calling its layers' ``forward``.
 
         Args:
-            module: A linear layer, or a module with some in it, which is changed in place. All
-                ranks must have the same values in it.
+            module: A linear layer, or a module that contains some and is changed in place. All ranks must
+                hold the same values.
             dim: 1 or -1 to split the output features, 0 the input features, ``None`` for neither.
-            gather_output: Whether split outputs are joined, so that anything can follow.
+            gather_output: Whether to join split outputs, so that anything can follow.
             group: The ranks; the current model-parallel group by default.
 
         Returns:
-            The module; a new one if it is a linear layer itself.
+            The module; a new layer if the module is a linear layer itself.
 
         Raises:
-            ModelError: A subclass of ``nn.Linear`` uses its weight in a ``forward`` of its own.
+            ModelError: A subclass of ``nn.Linear`` uses its weight in its own ``forward``.
             ConfigError: ``dim`` is another number.
         """
         return convert_layers(module, nn.Linear, dim, gather_output=gather_output, group=as_group(group))
 
     @classmethod
     def from_plain(cls, linear: nn.Linear, dim: int | None, *, gather_output: bool, group: Group) -> Self:
-        """Return a parallel layer with the settings of a plain one, and no parameters yet."""
+        """Return a parallel layer with the options of a plain one, without parameters."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k not in ("_parameters",)})
@@ -205,7 +204,7 @@ def linear_splits(
     group: Group,
     ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None,
 ) -> dict[str, Split]:
-    """Return how the weight and the bias of a linear layer are cut.
+    """Return the splits of the weight and the bias of a linear layer.
 
     Raises:
         ConfigError: There are fewer input features than ranks, or ``ranges`` do not fit.

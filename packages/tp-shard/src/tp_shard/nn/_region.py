@@ -1,7 +1,7 @@
-"""What lies between column and row layers, where each rank works on its own part of the features.
+"""Checks of the region between column and row layers, where each rank works on its own part of the features.
 
-Autograd's graph says it, whatever the modules are called: going back from the input of a row layer, one
-meets column layers, and any other parameter met on the way is used by each rank for its own part alone.
+Autograd's graph shows the region, whatever the modules are called. The walk back from the input of a row
+layer ends at column layers. Each rank uses any other parameter on the way for its own part alone.
 """
 
 import weakref
@@ -16,8 +16,8 @@ from tp_shard.nn._sequence import _Gather, _ReduceScatter, _SumAll
 from tp_shard.nn._sequence import _Scatter as _SequenceScatter
 from tp_shard.nn._split_products import _Column, _Row
 
-# The nodes of a Function are of a class that torch keeps under a private name; the tests of regions
-# would find nothing without it.
+# Private: torch has no public name for the class of a Function's graph nodes. Without it the walk would stop
+# nowhere; `a_plan_that_forgets_what_stands_inside_names_it_at_the_first_forward` notices its loss.
 _BEGIN = (_Column._backward_cls, _Gather._backward_cls)
 _SUMMED = (
     _Copy._backward_cls,
@@ -27,27 +27,28 @@ _SUMMED = (
 )
 _END = (_Row._backward_cls, _ReduceScatter._backward_cls)
 _PASSING = "RegisterPostBackwardFunctionBackward"
-"""The node that torch's ``fully_shard`` puts under all inputs of a unit: each goes through it by itself."""
+"""The node that ``fully_shard`` puts under all inputs of a unit: each input passes through it separately."""
 
+# Weak on both sides: a reference from a module to its model would keep the model alive.
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def remember_names(model: nn.Module) -> None:
-    """Let messages about the modules of a model call them by their names in it."""
+    """Remember the model of its modules, so that messages name them by their paths."""
     reference = weakref.ref(model)
     for module in model.modules():
         _models[module] = reference
 
 
 def check_region(x: Tensor, layer: nn.Module) -> bool:
-    """Make sure that each rank's part of a row layer's input depends on no unsummed whole parameter.
+    """Raise if a row layer's input depends on a whole parameter with a gradient that is not summed.
 
     Returns:
-        Whether there was a graph to look at.
+        Whether there was a graph to check.
 
     Raises:
-        ModelError: The input depends on such a parameter; the message names it and what to write. On every
-            rank alike.
+        ModelError: The input depends on such a parameter, on every rank. The message names it and the styles
+            to add.
     """
     if x.grad_fn is None:
         return False
@@ -70,13 +71,13 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
 
 
 def check_inside(x: object, module: nn.Module) -> bool:
-    """Make sure that a replicated module's input is this rank's part of some features.
+    """Raise if the input of a replicated module is whole, and not this rank's part of the features.
 
     Returns:
-        Whether there was a graph to look at.
+        Whether there was a graph to check.
 
     Raises:
-        ModelError: Its input is the same on all ranks, so that sums of gradients would be too large.
+        ModelError: The input is the same on all ranks, so the sum of the gradients would be too large.
     """
     if not isinstance(x, Tensor) or x.grad_fn is None:
         return False
@@ -84,7 +85,7 @@ def check_inside(x: object, module: nn.Module) -> bool:
     if stops & {*_BEGIN, _Scatter._backward_cls}:
         return True
     if any(not isinstance(leaf, nn.Parameter) or holds_shard(leaf) for leaf in leaves):
-        return False  # a graph of which only a piece is seen, as in a recomputation
+        return False  # only a piece of the graph is visible, as when a checkpoint recomputes it
     msg = (
         f"{_name(module)} is Replicated() in the plan, and its input comes from no column layer: all ranks "
         "have the same, and summing their gradients would multiply them; leave it out of the plan"
@@ -93,13 +94,15 @@ def check_inside(x: object, module: nn.Module) -> bool:
 
 
 def _walk(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
-    """Go back from a tensor; return the kinds of nodes at which it stopped, and the leaves it met."""
+    """Walk the graph back from a tensor; return the classes of the nodes that ended it, and its leaves."""
     met: set[type] = set()
     leaves: list[Tensor] = []
     seen = set()
     waiting = [(x.grad_fn, x.output_nr)]
     while waiting:
         node, output = waiting.pop()
+        # Through this node only the input of the same number is followed: through all of them every tensor of
+        # the unit would seem to depend on every other one (T5 under `fully_shard`).
         passes = type(node).__name__ == _PASSING
         edge = node, output if passes else None
         if node is None or edge in seen:
@@ -132,15 +135,14 @@ def _root(module: nn.Module) -> nn.Module | None:
     return None if reference is None else reference()
 
 
-# -- Layers without parameters: dropout of what is split, and a mark on what goes through ---------
+# -- Layers without parameters: dropout of split features, and a mark on activations --------------
 
 
 class RegisterParallelDim(nn.Module):
-    """Marks a tensor as split along a dimension, and hands on a view of it.
+    """A layer that marks its input as split along a dimension, and returns a view of it.
 
     Args:
-        dim: 1 or -1 where output features are split, 0 where input features are; ``None`` for a tensor
-            that is whole.
+        dim: 1 or -1 for split output features, 0 for split input features; ``None`` for a whole tensor.
 
     Raises:
         ConfigError: ``dim`` is another number.
@@ -158,25 +160,25 @@ class RegisterParallelDim(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a view of ``input``, of any shape, with the mark."""
-        # A view: the mark is not meant for those who hold the argument.
+        # A view, so that the caller's own tensor does not get the mark.
         output = input.view_as(input)
         register_parallel_dim(output, self.dim)
         return output
 
     def extra_repr(self) -> str:
-        """Return what the layer was made with."""
+        """Return the layer's options."""
         return f"dim={self.dim}"
 
 
 class ParallelDropout(nn.Dropout):
-    """Dropout of what is split over ranks: each of them draws its own mask.
+    """A dropout of split features: each rank draws its own mask.
+
+    The masks follow torch's generator, so ``torch.utils.checkpoint`` draws the same ones again.
 
     Args:
         p: The probability, from 0 to 1, with which an element is dropped.
         inplace: Whether the input is overwritten.
-        tracker: The rank's own random numbers; layers of one model share one.
-
-    Under ``torch.utils.checkpoint`` masks are drawn alike the second time: they follow torch's generator.
+        tracker: The rank's own random numbers; the layers of one model share it.
 
     Collectives: none.
 
@@ -191,7 +193,7 @@ class ParallelDropout(nn.Dropout):
         self.tracker = tracker
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's shard, of any shape; in training some elements are 0, the others scaled."""
+        """Drop elements of this rank's shard, of any shape, and scale the others, in training alone."""
         if not self.training or self.p == 0:
             return input
         with self.tracker.fork(input.device):

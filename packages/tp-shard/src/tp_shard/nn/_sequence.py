@@ -1,8 +1,8 @@
 """Sequence parallelism: between the split layers each rank has a part of the sequence.
 
-As in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198): what a row layer would all-reduce is reduce-scattered along the sequence, and
-what a column layer takes is gathered again, so that norms and dropout work on a part each.
+As in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198):
+a row layer reduce-scatters its output along the sequence, where it would all-reduce it. A column layer
+gathers its input again. Norms and dropout between them work on a part each.
 """
 
 from dataclasses import dataclass, field
@@ -26,25 +26,27 @@ from tp_shard._groups._collectives import (
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds, shard_sizes
 
+# Renamed in torch 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# -- What the layers of one model know about the lengths of its sequences -------------------------
+# -- The sequence lengths of a model --------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """The lengths that sequences have had: with a rank's part, they give the length of the whole.
+    """The lengths of sequences so far, by which a rank finds the whole length from its part.
 
-    Lengths that differ by less than the number of ranks may have parts of the same length. Then, and
-    only then, ranks have to ask one another: whether they do depends on nothing but the lengths that all
-    have seen, so that all ask or none does. Several lengths may be under way at once, as in an encoder and
-    a decoder, or where activations are computed again for a batch before the last one.
+    Lengths that differ by less than the number of ranks may give a rank parts of the same length. Then, and
+    only then, the ranks exchange their lengths. Whether they do depends on nothing but the lengths so far,
+    which all ranks have seen: so all of them take part, or none.
+
+    Several lengths may be in use at once, as in an encoder and a decoder, or where a checkpoint recomputes
+    the activations of an earlier batch.
 
     Attributes:
-        dim: Which dimension the sequence is, counted from the end.
+        dim: The sequence dimension, counted from the end.
         lengths: All lengths so far.
-        is_split_here: Whether a layer of the model splits sequences; else they come in parts, from someone
-            who knows their lengths.
+        is_split_here: Whether a layer of the model splits sequences; if not, the caller passes parts.
     """
 
     dim: int = -2
@@ -58,9 +60,9 @@ class SequenceState:
         return length
 
     def whole(self, part: int, group: Group, device: torch.device) -> int:
-        """Return the length of the sequence of which this rank has ``part`` places.
+        """Return the length of the whole sequence, from this rank's ``part`` of it.
 
-        Collectives: an all-gather of a number, where the lengths so far are ambiguous.
+        Collectives: an all-gather of a number, if the lengths so far are ambiguous.
         """
         if self.is_split_here:
             fitting = [n for n in self.lengths if _part(n, group) == part]
@@ -69,9 +71,10 @@ class SequenceState:
         return self.note(sum(gather_sizes(part, group, device)))
 
     def _has_neighbors(self, length: int, ranks: int) -> bool:
-        """Return whether other lengths may have the same part on some rank; the same on all ranks.
+        """Return whether another length may give some rank the same part; the answer is alike on all ranks.
 
-        Any rank may take ``length`` for one nearby, and that for the next: the whole chain counts.
+        A rank may confuse ``length`` with a near one, and another rank that one with the next. So the whole
+        chain counts: with direct neighbors alone some ranks would communicate and others not.
         """
         chain, waiting = {length}, [length]
         while waiting:
@@ -87,7 +90,7 @@ def _part(length: int, group: Group) -> int:
     return stop - start
 
 
-# -- Scattering and gathering sequences -----------------------------------------------------------
+# -- Scatter and gather along the sequence --------------------------------------------------------
 
 
 def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -100,10 +103,10 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
 
 
 def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
-    """Return the whole sequence of the ranks' parts, for a layer whose outputs are split.
+    """Return the whole sequence from the ranks' parts, for a layer with split outputs.
 
-    Forward: an all-gather; one more of a number, where the lengths so far are ambiguous.
-    Backward: a reduce-scatter.
+    Forward: an all-gather; one more of a number, if the lengths so far are ambiguous. Backward: a
+    reduce-scatter, because each rank has the gradient of its own features alone.
     """
     if group.size == 1:
         return tensor
@@ -121,9 +124,10 @@ def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) 
 
 
 def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
-    """Return the whole sequence of the ranks' parts, for what all ranks go on with alike.
+    """Return the whole sequence from the ranks' parts, if all ranks compute the same with it.
 
-    Forward: an all-gather. Backward: nothing, each rank takes its own part of the gradient.
+    Forward: an all-gather; one more of a number, if the lengths so far are ambiguous. Backward: nothing, each
+    rank takes its own part of the gradient.
     """
     if group.size == 1:
         return tensor
@@ -134,7 +138,7 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
 def sum_gradient(parameter: Tensor, group: Group) -> Tensor:
     """Return a parameter that all ranks have, for use on a part of the sequence.
 
-    Forward: nothing. Backward: an all-reduce.
+    Forward: nothing. Backward: an all-reduce of its gradient.
     """
     return copy(parameter, group=group)
 
@@ -145,7 +149,10 @@ def _take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 
 def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    """Sum over the ranks and keep one part; shorter parts are padded for the journey."""
+    """Sum over the ranks and return this rank's part.
+
+    Collectives: one reduce-scatter, of parts padded to the longest.
+    """
     if _debug.state.enabled:
         _debug.check("reduce_scatter", tensor, group, "the sequence")
     sizes = shard_sizes(size, group.size)
@@ -158,10 +165,11 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
     return mine[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 
-# Each backward pass applies the counterpart, which makes them differentiable twice.
+# Each backward pass applies another autograd function, so that all of them can be differentiated twice.
 
 
 class _Scatter(torch.autograd.Function):
+    # Forward: nothing. Backward: an all-gather.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
@@ -173,6 +181,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _GatherAlike(torch.autograd.Function):
+    # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
@@ -184,12 +193,14 @@ class _GatherAlike(torch.autograd.Function):
 
 
 class _Gather(_GatherAlike):
+    # Forward: an all-gather. Backward: a reduce-scatter.
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return apply(_ReduceScatter, grad, *ctx.args), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
+    # Forward: a reduce-scatter. Backward: an all-gather.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
@@ -200,17 +211,18 @@ class _ReduceScatter(torch.autograd.Function):
         return apply(_Gather, grad, *ctx.args), None, None, None
 
 
-# -- The gradients of all parameters that work on parts of a sequence, in one all-reduce of each step
+# -- Gradients of parameters that work on parts of a sequence: one all-reduce for all of them -----
 
 
 class SummedGradients:
-    """Parameters of one model whose gradients are sums over the ranks.
+    """The parameters of one model with gradients that are summed over the ranks.
 
-    At the beginning of the model's ``forward`` all of them pass one function, whose backward comes when the
-    last of their gradients is there, and sums them together. Where a module is called alone, or computes
-    again what was not kept, or the parameters are another's by then (``fully_shard``), each is summed alone.
+    At the beginning of the model's ``forward`` all of them pass through one autograd function. Its backward
+    runs when the last of their gradients is there, and sums all of them together. A parameter is summed alone
+    if its module is called outside the model's ``forward``, as in a recomputation, or if ``fully_shard`` has
+    replaced the parameter.
 
-    Forward: nothing. Backward: one all-reduce, for each type that parameters have.
+    Forward: nothing. Backward: one all-reduce for each type of parameters.
     """
 
     def __init__(self, group: Group) -> None:
@@ -219,7 +231,7 @@ class SummedGradients:
         self._passed: dict[int, Tensor] = {}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Let a parameter be one of them."""
+        """Add a parameter."""
         self.owners.append((module, name))
 
     def passed(self, parameter: Tensor) -> Tensor:
@@ -228,8 +240,9 @@ class SummedGradients:
         return sum_gradient(parameter, self.group) if found is None else found
 
     def begin(self, _model: nn.Module, _args: Any) -> None:
-        """Let all parameters pass; a hook before the model's ``forward``."""
+        """Pass all parameters through the function; a hook before the model's ``forward``."""
         self._passed.clear()
+        # Without a graph there is no backward, and a compiler orders collectives itself.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.group.size == 1:
             return
         own = {
@@ -240,7 +253,8 @@ class SummedGradients:
             self._passed.update(zip(own, through, strict=True))
 
     def end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        """Forget what has passed; a hook after the model's ``forward``, even if it raised."""
+        """Forget the passed parameters; a hook after the model's ``forward``, even if it raised."""
+        # A later call of a module alone must not find a parameter of a graph that may be freed by then.
         self._passed.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -248,6 +262,7 @@ class SummedGradients:
 
 
 class _SumAll(torch.autograd.Function):
+    # Forward: nothing. Backward: one all-reduce for each type and device.
     @staticmethod
     def forward(group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - it is for backward
         return tuple(p.view_as(p) for p in parameters)
@@ -255,11 +270,11 @@ class _SumAll(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - torch's signature
         ctx.group = inputs[0]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an unused parameter keeps no gradient, where zeros would be one
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # a second derivative will be asked for
+        if torch.is_grad_enabled():  # for a second derivative: a plain collective has none
             return (None, *(None if g is None else reduce(g, group=ctx.group) for g in grads))
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for index, grad in enumerate(grads):

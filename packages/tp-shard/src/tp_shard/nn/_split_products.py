@@ -1,4 +1,4 @@
-"""Lookups in a table and products with a weight that are split over ranks, with the collectives they need."""
+"""Products with split weights and lookups in split tables, as autograd functions with their collectives."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tp_shard.errors import OutOfRangeError
 
 
 class Lookup:
-    """How a table is looked up, as ``F.embedding`` takes it."""
+    """The options of a lookup, as ``F.embedding`` takes them."""
 
     __slots__ = ("max_norm", "norm_type", "padding_idx", "scale_grad_by_freq", "sparse")
 
@@ -43,14 +43,13 @@ class Lookup:
 
 
 def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
-    """Make sure on the CPU that all tokens are in the table.
-
-    On accelerators the look-up itself asserts it, as torch's does: asking here would wait for the
-    device. So it does in compiled code, which asking would break in two. Fake tensors have no values.
+    """Raise on the CPU if a token is not in the table.
 
     Raises:
         OutOfRangeError: A token is not in the table.
     """
+    # Elsewhere the lookup itself asserts it, as torch's does: reading a value would wait for an accelerator
+    # and break a compiled graph, and fake tensors have no values.
     is_fake = hasattr(tokens, "fake_mode")
     if tokens.device.type != "cpu" or tokens.numel() == 0 or torch.compiler.is_compiling() or is_fake:
         return
@@ -64,17 +63,17 @@ def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
 def vocabulary_embedding(
     tokens: Tensor, weight: Tensor, num_embeddings: int, lookup: Lookup, group: Group, layer: Any
 ) -> Tensor:
-    """Look tokens up in a table whose rows are split.
+    """Look up tokens in a table with split rows.
 
     Forward: an all-reduce of the output. Backward: nothing.
 
     Args:
-        tokens: The same on all ranks; of any shape.
+        tokens: Tokens of any shape, the same on all ranks.
         weight: This rank's rows, of shape (local rows, features).
-        num_embeddings: The number of rows of all ranks.
+        num_embeddings: The number of rows over all ranks.
         lookup: The options; ``padding_idx`` counts in the whole table.
         group: The ranks.
-        layer: Who communicates, for messages.
+        layer: The layer that communicates, for messages.
 
     Returns:
         A tensor of shape (..., features), the same on all ranks.
@@ -84,7 +83,8 @@ def vocabulary_embedding(
     padding = lookup.padding_idx
     padding = padding - start if padding is not None and start <= padding < stop else None
     if lookup.scale_grad_by_freq or lookup.max_norm is not None:
-        # Rows are counted and rescaled by how they are looked up: look up no others.
+        # Each row that is looked up is counted and rescaled: so row 0 must not stand in for other ranks'
+        # tokens.
         found = F.embedding(
             tokens[mine] - start,
             weight,
@@ -97,12 +97,12 @@ def vocabulary_embedding(
         output = found.new_zeros((*tokens.shape, weight.size(1)))
         output = output.masked_scatter(mine.unsqueeze(-1), found)
     elif stop == start:
-        # Nothing to look up, but still part of the sum; the gradient is that of an empty table.
+        # This rank still takes part in the sum, or the others would wait; the weight stays in the graph.
         output = weight.new_zeros((*tokens.shape, weight.size(1))) + weight.sum()
     else:
         local = torch.where(mine, tokens - start, 0)
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            # What is in no table at all stays out of range, for the device to assert.
+            # A token of no rank stays out of range, so that the device asserts.
             known = (tokens >= 0) & (tokens < num_embeddings)
             local = torch.where(known, local, stop - start)
         output = F.embedding(local, weight, padding, sparse=lookup.sparse)
@@ -112,9 +112,9 @@ def vocabulary_embedding(
 
 @torch.no_grad()
 def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, layer: Any) -> None:
-    """Scale the rows of ``tokens`` to a norm of at most ``max_norm``, where the features are split.
+    """Scale the rows of ``tokens`` to a norm of at most ``max_norm``, in a table with split features.
 
-    Collectives: an all-reduce of one number for each different token.
+    Collectives: an all-reduce of one number for each distinct token; none without ``max_norm``.
     """
     if lookup.max_norm is None:
         return
@@ -134,21 +134,21 @@ def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, l
     weight[rows] = values * scale.unsqueeze(1)
 
 
-# -- The two products with a split weight, each one autograd function with its collective inside
+# -- Column and row products: each is one autograd function with its collective inside ------------
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-    """Apply a weight whose output features are split to an input that all ranks have.
+    """Apply a weight with split output features to an input that all ranks have.
 
-    Forward: nothing. Backward: an all-reduce of the input's gradient, which runs while the
-    weight's gradient is computed.
+    Forward: nothing. Backward: an all-reduce of the input's gradient, which overlaps the computation of the
+    weight's gradient.
 
     Args:
-        input: Of shape (..., in).
-        weight: Of shape (local out, in).
-        bias: Of shape (local out,).
+        input: The input, of shape (..., in).
+        weight: This rank's shard, of shape (local out, in).
+        bias: This rank's shard, of shape (local out,).
         group: The ranks.
-        layer: Who communicates, for messages.
+        layer: The layer that communicates, for messages.
 
     Returns:
         A tensor of shape (..., local out).
@@ -159,16 +159,16 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-    """Apply a weight whose input features are split to an input that is split alike.
+    """Apply a weight with split input features to an input with the same split.
 
     Forward: an all-reduce of the output. Backward: nothing.
 
     Args:
-        input: Of shape (..., local in).
-        weight: Of shape (out, local in).
-        bias: Of shape (out,), the same on all ranks; added once.
+        input: This rank's shard, of shape (..., local in).
+        weight: This rank's shard, of shape (out, local in).
+        bias: The bias, of shape (out,), the same on all ranks; added once.
         group: The ranks.
-        layer: Who communicates, for messages.
+        layer: The layer that communicates, for messages.
 
     Returns:
         A tensor of shape (..., out), the same on all ranks.
@@ -179,7 +179,7 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast would; the backward pass runs outside of it and must find one type."""
+    """Cast as autocast does; the backward pass runs outside of autocast and needs one type."""
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
@@ -189,12 +189,12 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor of other than two dimensions as (rows, features)."""
+    """Reshape a tensor of one, three or more dimensions to (rows, features)."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
-# The order of what follows is that of a hot path: what a tiny layer costs is mostly Python. torch looks at
-# each argument of a function by itself, so that the group and the layer are one.
+# A hot path: most of the cost of a tiny layer is Python. torch inspects each argument of a Function, so the
+# group and the layer are one argument.
 _Where = tuple[Group, Any]
 
 
@@ -204,11 +204,12 @@ def _keep(ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, where: _Whe
 
 
 class _Column(torch.autograd.Function):
+    # Forward: nothing. Backward: an all-reduce of the input's gradient.
     keep = staticmethod(_keep)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: _Where) -> Tensor:
-        ctx.save_for_backward(x, weight)  # as keep does
+        ctx.save_for_backward(x, weight)  # as `_keep` does, without the cost of a call
         ctx.where = where
         return F.linear(x, weight, bias)
 
@@ -220,11 +221,12 @@ class _Column(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = work = None
         if needs[0]:
             grad_input = grad.matmul(weight)
-            if torch.is_grad_enabled():  # a second derivative will be asked for
+            if torch.is_grad_enabled():  # for a second derivative: a plain collective has none
                 grad_input = reduce(grad_input, group=group)
-            elif torch.compiler.is_compiling():  # what overlaps is the compiler's to say
+            elif torch.compiler.is_compiling():  # the compiler decides itself what overlaps
                 grad_input = all_reduce_(grad_input, group, layer=layer)
             else:
+                # Before the weight's gradient and waited for after it, so that the two overlap.
                 work = start_all_reduce_(grad_input, group, layer=layer)
         if grad.dim() != 2:
             grad, x = _flat(grad), _flat(x)
@@ -238,13 +240,15 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
+    # Forward: an all-reduce of the output. Backward: nothing.
     keep = staticmethod(_keep)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: _Where) -> Tensor:
-        ctx.save_for_backward(x, weight)  # as keep does
+        ctx.save_for_backward(x, weight)  # as `_keep` does, without the cost of a call
         ctx.where = where
         group, layer = where
+        # The bias after the sum: all ranks have it, and before it would be added once per rank.
         output = all_reduce_(F.linear(x, weight), group, layer=layer)
         return as_output(output if bias is None else output.add_(bias))
 
@@ -253,7 +257,7 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
-        if torch.is_grad_enabled():  # a second derivative will be asked for
+        if torch.is_grad_enabled():  # for a second derivative: the gradients of the ranks' parts are summed there
             grad = copy(grad, group=ctx.where[0])
         if needs[0]:
             grad_input = grad.matmul(weight)

@@ -1,4 +1,4 @@
-"""Functional forms of the parallel layers, for shards that the caller keeps."""
+"""Functional forms of the parallel layers, for shards that the caller holds."""
 
 from typing import NamedTuple, Protocol
 
@@ -50,7 +50,7 @@ def parallel_linear(
     group: GroupLike = None,
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Apply a linear layer whose weight is split: ``input @ weight.T + bias``.
+    """Apply a linear layer with a split weight: ``input @ weight.T + bias``.
 
     The column- and row-parallel products of Megatron-LM (arXiv:1909.08053, section 3).
 
@@ -58,25 +58,24 @@ def parallel_linear(
 
     - 1 or -1, split outputs: forward none, backward an all-reduce of the input's gradient; with
       ``gather_output`` an all-gather forward.
-    - 0, split inputs: forward an all-reduce of the output, backward none; an input that is not
-      split is scattered, whose backward is an all-gather.
-    - An input that is split and should not be is gathered: an all-gather forward.
+    - 0, split inputs: forward an all-reduce of the output, backward none. A whole input is scattered: forward
+      nothing, backward an all-gather.
+    - A split input to a layer that takes a whole one is gathered: an all-gather forward.
 
     Args:
-        input: Of shape (..., in), or (..., local in) where it is split over the ranks.
+        input: The input, of shape (..., in), or (..., local in) if it is split over the ranks.
         weight: This rank's shard in torch's order: (local out, in), or (out, local in).
-        bias: Of shape (local out,), or (out,) for split inputs, where it is the same on all ranks
-            and added once.
+        bias: The bias, of shape (local out,). For split inputs of shape (out,), the same on all ranks and
+            added once.
         dim: 1 or -1 for split outputs, 0 for split inputs, ``None`` for a layer that is not split.
-        gather_output: Whether split outputs are joined; those of split inputs are whole anyway.
-        input_is_parallel: Whether the last dimension of the input is split. By default its width
-            tells.
-        out_features: The width of the output over all ranks, where outputs are split.
-        group: Who; the current model-parallel group by default.
+        gather_output: Whether to join split outputs; with split inputs the output is whole anyway.
+        input_is_parallel: Whether the last dimension of the input is split. By default its width decides.
+        out_features: The width of the output over all ranks, for split outputs.
+        group: The ranks; the current model-parallel group by default.
         layer: The module that communicates, or a name for it, for messages.
 
     Returns:
-        A tensor of shape (..., out), or (..., local out) where outputs are split.
+        A tensor of shape (..., out), or (..., local out) for split outputs.
 
     Raises:
         ConfigError: The input is neither as wide as the layer nor as wide as this rank's shard, or ``dim``
@@ -88,7 +87,7 @@ def parallel_linear(
 
 
 class LinearForm(Protocol):
-    """How a linear layer is split, as :func:`parallel_linear` takes it; a layer says it by its attributes."""
+    """The split of a linear layer, as :func:`parallel_linear` takes it; a layer has it as attributes."""
 
     @property
     def dim(self) -> int | None: ...
@@ -115,7 +114,10 @@ def linear(
     group: Group,
     layer: nn.Module | str | None,
 ) -> Tensor:
-    """Do what :func:`parallel_linear` says, for arguments that are known to be right."""
+    """Compute :func:`parallel_linear`, without its checks of arguments.
+
+    Collectives: those of :func:`parallel_linear`.
+    """
     dim, gather_output, input_is_parallel = form.dim, form.gather_output, form.input_is_parallel
     out_features = form.out_features
     if group.size == 1:
@@ -158,26 +160,27 @@ def parallel_embedding(
     group: GroupLike = None,
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Look tokens up in a table that is split, as Megatron-LM splits its vocabulary (arXiv:1909.08053).
+    """Look up tokens in a split table, as Megatron-LM splits its vocabulary (arXiv:1909.08053).
 
-    Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none.
-    1 or -1, split features: an all-gather forward, or none without ``gather_output``; ``max_norm``
-    costs an all-reduce of one number for each different token.
+    Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none. 1 or -1,
+    split
+    features: forward an all-gather, or none without ``gather_output``, backward none. ``max_norm`` costs an
+    all-reduce of one number for each distinct token.
 
     Args:
         input: Tokens, integers of any shape (...), the same on all ranks.
         weight: This rank's shard, of shape (local rows, features) or (rows, local features).
         padding_idx: The row, of the whole table, that gets no gradient.
-        max_norm: Rows that are looked up are first scaled to a norm of at most this.
-        norm_type: Which norm.
-        scale_grad_by_freq: Whether a row's gradient is divided by how often it is looked up.
+        max_norm: The largest norm of a row; longer rows are scaled to it when they are looked up.
+        norm_type: The order of that norm.
+        scale_grad_by_freq: Whether to divide a row's gradient by the number of times it is looked up.
         sparse: Whether the weight's gradient is sparse.
-        num_embeddings: The number of rows of the whole table; the sum over the ranks' shards where
-            they have the same size.
+        num_embeddings: The number of rows of the whole table. By default the ranks' shards have the same
+            size.
         dim: 0 for split rows, 1 or -1 for split features, ``None`` for a table that is not split.
         embedding_dim: The number of features over all ranks.
-        gather_output: Whether split features are joined.
-        group: Who; the current model-parallel group by default.
+        gather_output: Whether to join split features.
+        group: The ranks; the current model-parallel group by default.
         layer: The module that communicates, or a name for it, for messages.
 
     Returns:
@@ -185,7 +188,7 @@ def parallel_embedding(
 
     Raises:
         OutOfRangeError: A token is not in the table; on every rank, before anything is sent. On
-            accelerators it is the device's own assertion, as with torch.
+            accelerators the device asserts instead, as with torch.
         ConfigError: The weight is not this rank's shard of ``num_embeddings`` rows, ``padding_idx`` is none
             of them, or ``dim`` is another number.
     """
@@ -223,7 +226,8 @@ def parallel_embedding(
 
 
 def mark_output(output: Tensor, size: int | None) -> Tensor:
-    """Mark an output as split along its last dimension: for people, no layer looks at it."""
+    """Mark an output as split along its last dimension."""
+    # With setattr and not `register_parallel_dim`: a hot path. The loss reads the mark, no layer does.
     if not torch.compiler.is_compiling():
         setattr(output, PARALLEL_DIM, -1)
         setattr(output, PARALLEL_SIZE, size)
