@@ -1,4 +1,4 @@
-"""Blocks of a transformer whose layers are split: attention with shared heads, and a gated MLP."""
+"""Transformer blocks with split layers: attention with shared key heads, and a gated MLP."""
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,14 @@ from tp_shard.nn._sequence import SequenceState
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention whose heads are split over ranks, with key heads that query heads may share.
+    """A self-attention with heads that are split over ranks, and key heads that query heads may share.
 
-    Heads are split as in Megatron-LM (arXiv:1909.08053); shared key heads are grouped-query attention
-    (arXiv:2305.13245); ``sequence`` is its sequence parallelism (arXiv:2205.05198). Inputs and outputs have
-    shape (..., seq, dim), the same on all ranks; with ``sequence`` each rank has its part of seq.
+    Heads are split as in Megatron-LM (arXiv:1909.08053). Shared key heads are grouped-query attention
+    (arXiv:2305.13245). ``sequence`` is Megatron-LM's sequence parallelism (arXiv:2205.05198). Inputs and
+    outputs have shape (..., seq, dim), the same on all ranks; with ``sequence`` each rank has its part of
+    seq.
 
-    Collectives: an all-reduce forward and one backward; with fewer key heads than ranks one more, of
+    Collectives: an all-reduce forward and one backward. With fewer key heads than ranks one more backward, of
     the gradients of the key and value heads that ranks share. With ``sequence`` an all-gather and a
     reduce-scatter take the place of each all-reduce.
 
@@ -25,12 +26,12 @@ class ParallelAttention(nn.Module):
         dim: The width of the input and the output.
         heads: The number of query heads, over all ranks.
         kv_heads: The number of key heads; as many by default.
-        bias: Whether the projections add one.
-        causal: Whether a place sees only those before it.
+        bias: Whether the projections add a bias.
+        causal: Whether a position attends only to itself and earlier ones.
         dropout: The probability, from 0 to 1, with which an attention weight is dropped in training.
-        sequence: What the layers of the model know of the sequence, if it is split between them.
-        device: Where the parameters are.
-        dtype: Their type.
+        sequence: The sequence lengths of the model, if sequences are split between its layers.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
         group: The ranks; the current model-parallel group by default.
 
     Raises:
@@ -101,18 +102,19 @@ class ParallelSwiGLU(nn.Module):
     """The gated MLP ``down(silu(gate(x)) * up(x))``, with gate and up in one split layer.
 
     From Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), split as Megatron-LM's MLP
-    (arXiv:1909.08053). Inputs and outputs have shape (..., dim), the same on all ranks; with ``sequence``,
-    which is sequence parallelism (arXiv:2205.05198), each rank has its part of the sequence.
+    (arXiv:1909.08053). Inputs and outputs have shape (..., dim), the same on all ranks. With ``sequence``
+    (sequence parallelism, arXiv:2205.05198) each rank has its part of the sequence.
 
-    Collectives: an all-reduce forward and one backward.
+    Collectives: an all-reduce forward and one backward. With ``sequence`` an all-gather and a reduce-scatter
+    take the place of each all-reduce.
 
     Args:
         dim: The width of the input and the output.
-        hidden: The width between, over all ranks.
-        bias: Whether the layers add one.
-        sequence: What the layers of the model know of the sequence, if it is split between them.
-        device: Where the parameters are.
-        dtype: Their type.
+        hidden: The width of the hidden layer, over all ranks.
+        bias: Whether the layers add a bias.
+        sequence: The sequence lengths of the model, if sequences are split between its layers.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
         group: The ranks; the current model-parallel group by default.
 
     Example:

@@ -1,4 +1,4 @@
-"""Turning the layers of a finished model into parallel ones."""
+"""The conversion of a finished model's layers to parallel layers."""
 
 from collections.abc import Callable
 from typing import Any, SupportsIndex, TypeVar, cast
@@ -15,7 +15,7 @@ from tp_shard.nn._kinds import form_of, why_not_split
 
 
 class Conversion:
-    """One conversion of a model: what was a layer or a parameter in two places stays one.
+    """One conversion of a model: a layer or a parameter that is used in two places stays one object.
 
     Args:
         root: The model.
@@ -35,18 +35,18 @@ class Conversion:
 
     def partners(self, layer: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the other modules, with their paths, that share the weight of ``layer``."""
-        weight = layer._parameters.get("weight")  # None where it is computed
+        weight = layer._parameters.get("weight")  # None if it is computed
         return [(p, m) for p, m in self._owners.get(id(weight), ()) if m is not layer]
 
     def layer(self, layer: nn.Module, dim: int | None, *, gather_output: bool) -> nn.Module:
-        """Return the parallel form of a layer of torch's, the same one if it is asked for again."""
+        """Return the parallel form of a layer of torch, the same object for each call."""
         make = form_of(type(layer))
         return self.replace(
             layer, lambda: make.from_plain(layer, dim, gather_output=gather_output, group=self.group)
         )
 
     def replace(self, layer: nn.Module, make: Callable[[], ParallelLayer]) -> nn.Module:
-        """Return what ``make`` makes of a layer, with this rank's shards; the same if it is asked for again.
+        """Return the layer that ``make`` returns, filled with this rank's shards; the same for each call.
 
         Raises:
             ModelError: The layer has no weight of its own to split.
@@ -66,24 +66,25 @@ class Conversion:
         return made
 
     def shard_of(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return what a parameter has become, itself if it was not split."""
+        """Return the shard of a parameter, the parameter itself if it was not split."""
         return next(
             (shard for (key, _), shard in self._parameters.items() if key == id(parameter)), parameter
         )
 
     def _shard(self, parameter: nn.Parameter, split: Split | None) -> nn.Parameter:
-        """Return this rank's shard of a parameter, the same one for all who share it."""
+        """Return this rank's shard of a parameter, the same object for all layers that share it."""
         if split is None or self.group.size == 1:
             return parameter
         key = (id(parameter), split.dim)
         if key not in self._parameters:
-            self._originals.append(parameter)  # so that no other gets its id
+            # Kept alive: the key is its id, which Python would give to another parameter after it is freed.
+            self._originals.append(parameter)
             self._parameters[key] = self.take(parameter, split, self.group)
         return self._parameters[key]
 
     @staticmethod
     def take(parameter: nn.Parameter, split: Split, group: Group) -> nn.Parameter:
-        """Return this rank's shard of a parameter, with all that it carries."""
+        """Return this rank's shard of a parameter, with its attributes and its gradient."""
         if group.size == 1:
             return parameter
         shard = nn.Parameter(split.take(parameter.detach(), group.rank), parameter.requires_grad)
@@ -96,20 +97,21 @@ class Conversion:
 def convert_layers(
     root: nn.Module, kind: type[nn.Module], dim: int | None, *, gather_output: bool, group: Group
 ) -> nn.Module:
-    """Turn all layers of a kind into parallel ones, in place; return the root, or what became of it.
+    """Convert all layers of a kind to parallel layers, in place; return the root, or the layer in its place.
 
-    A linear layer and an embedding that share a weight are split alike: the rows of the table are the
+    A linear layer and an embedding that share a weight get the same split: the rows of the table are the
     outputs of the linear layer. The one that is not of this kind then has whole outputs.
 
     Args:
-        root: A layer, or a module with some in it.
+        root: A layer, or a module that contains some.
         kind: ``nn.Linear`` or ``nn.Embedding``.
-        dim: Along which dimension they are split; ``None`` for none.
-        gather_output: Whether split outputs are joined.
+        dim: The dimension to split; ``None`` for none.
+        gather_output: Whether to join split outputs.
         group: The ranks.
 
     Raises:
-        ModelError: The root is wrapped, a layer cannot be split, or shares its weight with what cannot.
+        ModelError: The root is wrapped, a layer cannot be split, or it shares its weight with one that
+            cannot.
         ConfigError: ``dim`` is not a dimension to split along.
     """
     check_dim(dim)
@@ -153,19 +155,21 @@ def convert_layers(
 
 
 def leave_fast_path(module: nn.Module) -> None:
-    """Keep an encoder layer of torch's from the path that reads its weights past their layers."""
+    """Disable the fast path of torch's encoder layer, which reads weights without calling their layers."""
     if isinstance(module, nn.TransformerEncoderLayer):
+        # What torch checks before the fast path: 1 and 2 are its fused relu and gelu. On it a rank would
+        # multiply with its shards alone (`encoder_layers_of_torch_are_right_in_evaluation`).
         module.activation_relu_or_gelu = 0
 
 
 def leave_nested_tensors(module: nn.Module) -> None:
-    """Keep an encoder of torch's from nested tensors, which only its layers' fast path takes."""
+    """Disable nested tensors in torch's encoder, which only the fast path of its layers takes."""
     if isinstance(module, nn.TransformerEncoder):
         module.use_nested_tensor = False
 
 
 def _walk(root: nn.Module, path: str = "", seen: set[int] | None = None) -> "list[tuple[str, nn.Module]]":
-    """List the modules whose ``forward`` is called: torch's attention reads its layers' weights itself."""
+    """List the modules that get called; torch's attention reads its layers' weights without calling them."""
     seen = set() if seen is None else seen
     if id(root) in seen or isinstance(root, nn.MultiheadAttention):
         return []
@@ -177,18 +181,19 @@ def _walk(root: nn.Module, path: str = "", seen: set[int] | None = None) -> "lis
     return found
 
 
-# -- Modules of any class that get a class made of their own and one of ours, also out of a pickle
+# -- Mixins for modules of any class --------------------------------------------------------------
 
 
 class Mixin:
-    """What is added to a module of any class, with the attributes that subclasses declare."""
+    """A base for mixins to a module of any class; subclasses declare their attributes."""
 
     @classmethod
-    def members(cls, kind: type[nn.Module]) -> dict[str, Any]:  # noqa: ARG003 - for those who need it
-        """Return what else the class of both gets."""
+    def members(cls, kind: type[nn.Module]) -> dict[str, Any]:  # noqa: ARG003 - for subclasses
+        """Return further members of the joint class."""
         return {}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # By its two bases: pickle finds no generated class by name.
         mixin, kind = type(self).__bases__
         return _rebuild, (mixin, kind), self.__dict__
 
@@ -198,7 +203,8 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def mix_in(mixin: type[Added], module: nn.Module, **attributes: Any) -> Added:
-    """Let a module be one of a class of its own and ``mixin``, in place, with these attributes; return it."""
+    """Add ``mixin`` to the class of a module, in place, and set these attributes; return the module."""
+    # In place, where a new module would lose hooks and the references that others hold.
     module.__class__ = _mixed(mixin, type(module))
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -1,12 +1,12 @@
-"""Random numbers between column and row layers: a rank's own for what is split, alike for all else.
+"""Random numbers between column and row layers: a rank's own for split tensors, the same for all others.
 
-Between such layers torch's default generators stand at the rank's own state, as in Megatron-LM
-(arXiv:1909.08053, appendix B): whatever draws there, kernels and what a checkpoint computes again included,
-draws the rank's own numbers. Afterwards they are put back, one number further if something was drawn, so that
-what all ranks compute alike draws alike, though one of them has more heads or features than another.
+Between such layers torch's default generators are in the rank's own state, as in Megatron-LM
+(arXiv:1909.08053, appendix B). All that draws there draws the rank's own numbers, kernels and recomputations
+of a checkpoint included. After the row layer the generators are restored, one number further if something was
+drawn. So the ranks stay in step, even if one of them has more heads or features than another.
 
-Blocks that draw there are also watched, function by function, for what is not split after all: dropout of
-the block's own input, or one number per sample.
+A block that draws there is also watched, function by function, for tensors that are not split: dropout of the
+block's own input, or one number per sample.
 """
 
 import sys
@@ -26,7 +26,7 @@ from tp_shard._groups._random import get_state, mixed_seed, set_state
 from tp_shard._shards._attributes import holds_shard
 
 _SPLIT = "_is_split"
-"""The attribute that says of a tensor in a watched block whether each rank has its own part of it."""
+"""The attribute that marks a tensor in a watched block as split, or as the same on all ranks."""
 _CPU = torch.device("cpu")
 
 
@@ -44,7 +44,7 @@ _DROP_CHANNELS = _functions(
 
 @dataclass(slots=True)
 class _Inside:
-    """The default generators while they are the rank's own: what they were, and where they began."""
+    """The default generators between column and row layers: their states before and at the beginning."""
 
     drawn: int
     before: dict[torch.device, Tensor]
@@ -57,12 +57,12 @@ class _Visit:
     """One call of a block.
 
     Attributes:
-        trains: Whether it, or a dropout in it, is in training mode.
-        mode: Watches the functions that it calls.
+        trains: Whether the block, or a dropout in it, is in training mode.
+        mode: The mode that watches the functions that the block calls.
         leading: The sizes of the dimensions before the features: batch, seq.
         inside: The generators, between column and row layers.
         has_drawn: Whether anything was drawn there.
-        frame: Where it is a piece of a block that a checkpoint computes again: the frame that does so.
+        frame: The frame of the checkpoint, if it recomputes a piece of a block alone.
     """
 
     trains: bool
@@ -78,27 +78,27 @@ class SplitDraws:
 
     Args:
         group: The ranks.
-        seed: The same on all ranks.
+        seed: A seed, the same on all ranks.
 
     Collectives: none.
     """
 
     def __init__(self, group: Group, seed: int) -> None:
         self._group, self._seed = group, seed
-        self.visits: list[_Visit] = []  # of blocks in blocks
+        self.visits: list[_Visit] = []  # a stack: blocks may contain blocks
         self._has_drawn_alike = False
 
     def begin(self, x: Tensor) -> bool:
-        """Let the generators be the rank's own from here on.
+        """Set the generators to the rank's own state.
 
         Args:
-            x: What a column layer takes, or any other tensor of that device.
+            x: The input of a column layer, or any other tensor of that device.
 
         Returns:
-            Whether the block is watched, and tensors have to be marked.
+            Whether the block is watched, so that tensors have to be marked.
 
         Raises:
-            ModelError: A checkpoint computes a piece of a block again, and it cannot be known what it drew.
+            ModelError: A checkpoint recomputes a piece of a block alone, and what that drew is not known.
         """
         self.forget_pieces()
         if not self.visits:
@@ -115,7 +115,8 @@ class SplitDraws:
         visit = self.visits[-1]
         if x.dim():
             visit.leading = tuple(x.shape[:-1])
-        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()  # states cannot be read then
+        # During the capture of a CUDA graph the state of its generator cannot be read.
+        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if visit.inside is None and not is_captured:
             outer = self._inside()
             places = [_CPU] if x.device == _CPU else [_CPU, x.device]
@@ -127,7 +128,7 @@ class SplitDraws:
         return self.is_watching
 
     def end(self) -> None:
-        """Put the generators back, one number further if something was drawn."""
+        """Restore the generators, one number further if something was drawn."""
         self.forget_pieces()
         visit = self.visits[-1] if self.visits else None
         if visit is None or visit.inside is None:
@@ -137,25 +138,25 @@ class SplitDraws:
             not torch.equal(state, get_state(place, None)) for place, state in inside.began.items()
         )
         _set_states(inside.before)
-        if has_drawn:  # a model without dropout draws what it draws in one piece
+        # Not if nothing was drawn: a model without dropout then draws the numbers of the whole model
+        # (`a_block_without_draws_draws_what_the_whole_one_draws`).
+        if has_drawn:
             visit.has_drawn = True
             if self._inside() is None:
                 _number()
 
     def forget_pieces(self) -> None:
-        """Forget pieces of blocks whose checkpoint has ended; it has put the generators back itself."""
+        """Forget recomputed pieces after their checkpoint has ended; it restores the generators itself."""
         while (
             self.visits and (frame := self.visits[-1].frame) is not None and frame is not _checkpoint_frame()
         ):
             self.visits.pop()
 
     def draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that draws in a watched block, and mark what it returns."""
+        """Call a random function in a watched block, and mark its results."""
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         inside = self._inside()
-        if (
-            inside is None and given is not None and _mark(given)
-        ):  # something split that a row layer took before
+        if inside is None and given is not None and _mark(given):  # a split tensor from before the row layer
             self.begin(given)
             inside = self._inside()
         if inside is None or not self._is_alike(function, given, args, kwargs):
@@ -181,9 +182,9 @@ class SplitDraws:
         return torch.Generator(place).manual_seed(mixed_seed(drawn, self._seed, rank)).get_state()
 
     def _alike(self, inside: _Inside, function: Any) -> Any:
-        """Call a function that draws with numbers that are the same on all ranks.
+        """Call a random function with numbers that are the same on all ranks.
 
-        They come from a third state: where ranks take different ones after all, no other draw is moved.
+        They come from a third state, so that no other draw moves if the ranks take different amounts of them.
         """
         own = {place: get_state(place, None) for place in inside.before}
         _set_states({p: inside.alike.get(p, self._seeded(p, inside.drawn, -1)) for p in own})
@@ -194,7 +195,7 @@ class SplitDraws:
             _set_states(own)
 
     def _is_alike(self, function: Any, given: Tensor | None, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Return whether all ranks have the same of what a function draws for."""
+        """Return whether a function draws for a tensor that is the same on all ranks."""
         leading = next(v.leading for v in reversed(self.visits) if v.inside is not None)
         is_split = None if given is None else _mark(given)
         if is_split is False:
@@ -204,7 +205,7 @@ class SplitDraws:
         if is_split:
             return False
         shape = list(_size(args, kwargs) if given is None else given.shape)
-        while shape and shape[-1] == 1:  # one number per sample, in the dimensions of what it is for
+        while shape and shape[-1] == 1:  # one number per sample, with dimensions of size 1 to broadcast
             shape.pop()
         return tuple(shape) == leading[: len(shape)]
 
@@ -213,21 +214,23 @@ class SplitDraws:
 
 
 class BlockDraws:
-    """The hooks of a block: the module whose ``forward`` calls column layers and the row layers after them.
+    """The hooks of a block: the module with a ``forward`` that calls column layers and then row layers.
 
     Args:
-        draws: Those of the model.
-        block: The module, which gets the hooks.
+        draws: The random numbers of the model.
+        block: The module to hook.
         begins: Whether it is split from its beginning, as experts are.
-        is_watched: Whether its first calls are watched.
+        is_watched: Whether to watch its first calls.
     """
 
     def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool, is_watched: bool = True) -> None:
         self._draws, self._begins = draws, begins
         self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
-        # In training and in evaluation. Watching costs as much as a small operation for each function that is
-        # called: it ends with the first call in which nothing was drawn, and comes back with the next draw.
+        # By mode. Watching costs as much as a small operation for each function that is called. So it ends
+        # after the first call in which nothing was drawn, and resumes after the next draw.
         self._is_watched = {True: is_watched, False: is_watched}
+        # First of the hooks before, and called after an error too: otherwise the generators would stay in the
+        # rank's own state, and the ranks would draw apart from then on.
         block.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         block.register_forward_hook(self.leave, always_call=True)
 
@@ -235,7 +238,7 @@ class BlockDraws:
         """Begin a call of the block."""
         draws = self._draws
         if torch.compiler.is_compiling():
-            # States of generators are no part of a graph: a block with dropout becomes several graphs.
+            # The states of generators are no part of a graph: a block with dropout breaks it into several.
             if any(m.training and getattr(m, name) > 0 for m, name in self._rates):
                 draws.visits.append(_Visit(trains=True))
             return
@@ -257,7 +260,7 @@ class BlockDraws:
             draws.begin(given[0])
 
     def leave(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        """End a call of the block, whatever came of it."""
+        """End a call of the block, also after an error."""
         if not self._draws.visits:
             return
         self._draws.end()
@@ -268,7 +271,7 @@ class BlockDraws:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at each function that a block calls: what it makes of what is split is split."""
+    """A mode that marks the results of each function in a block: split if one of its inputs is."""
 
     def __init__(self, draws: SplitDraws) -> None:
         super().__init__()
@@ -290,8 +293,8 @@ class _Watch(TorchFunctionMode):
 
 
 def mark(tensor: Any, *, is_split: bool) -> None:
-    """Say of a tensor in a watched block whether each rank has its own part of it."""
-    if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):  # torch saves theirs
+    """Mark a tensor in a watched block as split, or as the same on all ranks."""
+    if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):  # torch saves their attributes
         setattr(tensor, _SPLIT, is_split)
 
 
@@ -320,7 +323,9 @@ def _is_rate(module: nn.Module, name: str) -> bool:
 
 
 def _checkpoint_frame() -> FrameType | None:
-    """Return the innermost frame of ``torch.utils.checkpoint`` that is running."""
+    """Return the innermost running frame of ``torch.utils.checkpoint``."""
+    # By file name, as torch has no function that says whether it recomputes. Without it recomputed dropout
+    # would draw other masks: `recomputation_draws_the_same_masks`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
@@ -328,7 +333,7 @@ def _checkpoint_frame() -> FrameType | None:
 
 
 def _number() -> int:
-    """Draw a number; the generator is named so that a watched block takes it for none of its own draws."""
+    """Draw a number; the generator is explicit, so that a watched block does not count it as its own draw."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=torch.default_generator))
 
 
@@ -338,7 +343,7 @@ def _set_states(states: dict[torch.device, Tensor]) -> None:
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the size that a function without tensors was given."""
+    """Return the size argument of a function without tensors."""
     for value in (kwargs.get("size"), *args):
         if isinstance(value, tuple | list):
             return tuple(value)

@@ -1,4 +1,4 @@
-"""An embedding whose table is split over ranks."""
+"""An embedding with a table that is split over ranks."""
 
 from typing import Self
 
@@ -18,29 +18,29 @@ from tp_shard.nn.init import init_shard_
 
 @stands_for(nn.Embedding)
 class ParallelEmbedding(ParallelLayer, nn.Embedding):
-    """A ``torch.nn.Embedding`` whose table is split over the ranks of a group.
+    """A ``torch.nn.Embedding`` with a table that is split over the ranks of a group.
 
-    On one rank, and with ``dim=None``, it is torch's own. From the same seed it starts with the
-    values that torch's own starts with. Split rows are Megatron-LM's embedding (arXiv:1909.08053).
+    On one rank, and with ``dim=None``, it equals torch's layer. From the same seed it starts with the same
+    values. Split rows are Megatron-LM's embedding (arXiv:1909.08053).
 
-    Collectives: with split rows (``dim=0``) an all-reduce of the output forward and none backward;
-    with split features (``dim`` 1 or -1) an all-gather of the output forward and none backward, or none at
-    all with ``gather_output=False``. Making one broadcasts a generator's state.
+    Collectives: with split rows (``dim=0``) an all-reduce of the output forward and none backward. With split
+    features (``dim`` 1 or -1) an all-gather of the output forward and none backward, or none at all with
+    ``gather_output=False``. Making a layer broadcasts a generator's state.
 
     Args:
         num_embeddings: Rows of the table, over all ranks.
         embedding_dim: Features of a row, over all ranks.
         padding_idx: The row, of the whole table, that starts at zero and gets no gradient.
-        max_norm: Rows that are looked up are first scaled to a norm of at most this.
-        norm_type: Which norm.
-        scale_grad_by_freq: Whether a row's gradient is divided by how often it is looked up.
+        max_norm: The largest norm of a row; longer rows are scaled to it when they are looked up.
+        norm_type: The order of that norm.
+        scale_grad_by_freq: Whether to divide a row's gradient by the number of times it is looked up.
         sparse: Whether the weight's gradient is sparse.
-        _weight: The whole table to start with, of shape (num_embeddings, embedding_dim).
-        _freeze: Whether the table is not trained.
+        _weight: The initial values of the whole table, of shape (num_embeddings, embedding_dim).
+        _freeze: Whether to exclude the table from training.
         dim: 0 to split the rows, 1 or -1 the features, ``None`` for neither.
-        gather_output: Whether split features are joined, as torchshard does.
-        device: Where the table is.
-        dtype: Its type.
+        gather_output: Whether to join split features, as torchshard does.
+        device: The device of the table.
+        dtype: The type of the table.
         group: The ranks; the current model-parallel group by default.
 
     Attributes:
@@ -120,7 +120,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         return table if split is None or self.group.size == 1 else split.take(table, self.group.rank)
 
     def reset_parameters(self) -> None:
-        """Draw the values that torch's own layer would start with.
+        """Draw the initial values of torch's own layer.
 
         Collectives: broadcasts of a generator's state.
         """
@@ -131,7 +131,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
                 self.weight[row].fill_(0)
 
     def _local_padding_idx(self) -> int | None:
-        """Return which of this rank's rows is the padding's, ``None`` if another rank has it."""
+        """Return the index of the padding row among this rank's rows, ``None`` if another rank has it."""
         split = self.splits.get("weight")
         if self.padding_idx is None or split is None or split.dim != 0:
             return self.padding_idx
@@ -169,7 +169,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         )
 
     def extra_repr(self) -> str:
-        """Return what the layer was made with."""
+        """Return the layer's options."""
         described = super().extra_repr()
         described += "" if self.dim is None else f", dim={self.dim}"
         return described + ("" if self.gather_output or self.dim in (None, 0) else ", gather_output=False")
@@ -183,22 +183,22 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         gather_output: bool = True,
         group: GroupLike = None,
     ) -> nn.Module:
-        """Turn all embeddings of a module into parallel ones that hold its values.
+        """Convert all embeddings of a module to parallel embeddings with the same values.
 
-        Options, tied and frozen parameters, hooks and the mode stay.
+        Options, tied and frozen parameters, hooks and the mode are kept.
 
         Args:
-            module: An embedding, or a module with some in it, which is changed in place. All ranks
-                must have the same values in it.
+            module: An embedding, or a module that contains some and is changed in place. All ranks must hold
+                the same values.
             dim: 0 to split the rows, 1 or -1 the features, ``None`` for neither.
-            gather_output: Whether split features are joined, so that anything can follow.
+            gather_output: Whether to join split features, so that anything can follow.
             group: The ranks; the current model-parallel group by default.
 
         Returns:
-            The module; a new one if it is an embedding itself.
+            The module; a new layer if the module is an embedding itself.
 
         Raises:
-            ModelError: A subclass of ``nn.Embedding`` uses its weight in a ``forward`` of its own.
+            ModelError: A subclass of ``nn.Embedding`` uses its weight in its own ``forward``.
             ConfigError: ``dim`` is another number.
         """
         return convert_layers(module, nn.Embedding, dim, gather_output=gather_output, group=as_group(group))
@@ -207,7 +207,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
     def from_plain(
         cls, embedding: nn.Embedding, dim: int | None, *, gather_output: bool, group: Group
     ) -> Self:
-        """Return a parallel embedding with the settings of a plain one, and no table yet."""
+        """Return a parallel embedding with the options of a plain one, without a table."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.__dict__.update({k: v for k, v in embedding.__dict__.items() if k not in ("_parameters",)})

@@ -1,4 +1,4 @@
-"""Attention heads over ranks: who has which, and attention on those that are here."""
+"""Attention heads over ranks: their distribution, and attention on the local heads."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ Holds = Literal["q", "kv", "qkv"]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads and the key and value heads that they share, over the ranks of a group.
+    """Query heads, and the key and value heads that they share, over the ranks of a group.
 
-    Where there are as many key heads as ranks or more, a rank has some of them with all their query
-    heads. Where there are fewer, several ranks have the same key head and part of its query heads.
+    With at least as many key heads as ranks, a rank has some of them with all their query heads. With fewer,
+    several ranks have the same key head, each with a part of its query heads.
 
     Attributes:
         query: The number of query heads.
-        kv: The number of key heads, which is that of value heads; it divides ``query``.
-        ranks: How many ranks there are.
+        kv: The number of key heads, and of value heads; it divides ``query``.
+        ranks: The number of ranks.
 
     Raises:
         ConfigError: The heads cannot be divided.
@@ -50,14 +50,14 @@ class Heads:
             raise ConfigError(msg)
 
     def kv_bounds(self, rank: int) -> tuple[int, int]:
-        """Return which key heads ``rank`` has."""
+        """Return the first key head of ``rank``, and the one after its last."""
         if self.kv >= self.ranks:
             return bounds(self.kv, self.ranks, rank)
         head = rank * self.kv // self.ranks
         return head, head + 1
 
     def query_bounds(self, rank: int) -> tuple[int, int]:
-        """Return which query heads ``rank`` has."""
+        """Return the first query head of ``rank``, and the one after its last."""
         each = self.query // self.kv
         first, last = self.kv_bounds(rank)
         if self.kv >= self.ranks:
@@ -67,12 +67,12 @@ class Heads:
         return first * each + start, first * each + stop
 
     def ranges(self, head_dim: int, holds: Holds) -> tuple[Ranges, ...]:
-        """Return for each rank the features that it has of the heads' projection.
+        """Return for each rank its features of the heads' projection.
 
         Args:
             head_dim: The features of one head.
-            holds: Which heads the projection makes: "q", "kv" (keys or values), or "qkv", all three
-                behind one another.
+            holds: The heads that the projection makes: "q", "kv" (keys or values), or "qkv", all three
+                one after another.
         """
         everyone = []
         for rank in range(self.ranks):
@@ -85,7 +85,7 @@ class Heads:
 
 
 def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
-    """Return for each rank the features that it has of ``sections`` equal ones behind one another.
+    """Return for each rank its features of ``sections`` equal sections one after another.
 
     Raises:
         ConfigError: The features cannot be divided into so many equal sections.
@@ -101,9 +101,9 @@ def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
 
 
 def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
-    """Return a shard some pieces of which other ranks hold too, so that their gradients are summed.
+    """Return a shard, with summed gradients for the pieces that other ranks hold too.
 
-    Forward: nothing. Backward: an all-reduce of those pieces' gradients, if there are such.
+    Forward: nothing. Backward: an all-reduce of the shared pieces' gradients, if there are any.
     """
     if group.size == 1 or not _shared(split):
         return tensor
@@ -117,6 +117,7 @@ def _shared(split: Split) -> list[tuple[int, int]]:
 
 
 class _SumShared(torch.autograd.Function):
+    # Forward: nothing. Backward: one all-reduce.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, split: Split, group: Group) -> Tensor:
         ctx.split, ctx.group = split, group
@@ -129,6 +130,8 @@ class _SumShared(torch.autograd.Function):
         shared = _shared(split)
         shape = list(grad.shape)
         shape[split.dim] = sum(b - a for a, b in shared)
+        # One tensor with a place for every shared piece, zero for those of other ranks: all ranks take part
+        # in the same all-reduce, though none of them holds all pieces.
         total, at = grad.new_zeros(shape), 0
         places = {}
         for a, b in shared:
@@ -139,7 +142,7 @@ class _SumShared(torch.autograd.Function):
             if piece in mine:
                 place.copy_(mine[piece])
         all_reduce_(total, group, layer="key and value heads that ranks share")
-        result = grad.clone()
+        result = grad.clone()  # autograd may still hold the incoming gradient
         for piece, part in _pieces(result, split, group.rank):
             if piece in places:
                 part.copy_(places[piece])
@@ -163,30 +166,28 @@ def parallel_attention(
     dropout: float = 0.0,
     group: GroupLike = None,
 ) -> Tensor:
-    """Compute scaled dot-product attention with the heads that this rank has.
+    """Compute scaled dot-product attention with this rank's heads.
 
-    Heads are split as in Megatron-LM (arXiv:1909.08053), and key heads may be shared by query heads
-    (arXiv:2305.13245).
+    Heads are split as in Megatron-LM (arXiv:1909.08053). Query heads may share key heads (arXiv:2305.13245).
 
     Collectives: none; the row layer that follows joins the heads.
 
     Args:
-        qkv: Queries, keys and values of this rank's heads behind one another, of shape (..., seq, (local
-            query heads + 2 x local key heads) x head features), as a layer makes them whose plan is
-            ``Column(heads=heads, kv_heads=kv_heads, holds="qkv")``.
+        qkv: Queries, keys and values of this rank's heads one after another, of shape (..., seq, (local query
+            heads + 2 x local key heads) x head features). A layer with the style
+            ``Column(heads=heads, kv_heads=kv_heads, holds="qkv")`` makes them.
         heads: The number of query heads over all ranks.
-        kv_heads: That of key heads; as many by default.
-        causal: Whether a place sees only those before it.
+        kv_heads: The number of key heads; as many as query heads by default.
+        causal: Whether a position attends only to itself and earlier ones.
         dropout: The probability, from 0 to 1, with which a weight is dropped; each rank draws for its own
             heads.
-        group: Who; the current model-parallel group by default.
+        group: The ranks; the current model-parallel group by default.
 
     Returns:
         A tensor of shape (..., seq, local query heads x head features).
 
     Raises:
-        ConfigError: The width is not that of this rank's heads, or the heads cannot be divided over the
-            ranks.
+        ConfigError: The width does not fit this rank's heads, or the heads cannot be divided over the ranks.
 
     Example:
         >>> parallel_attention(torch.ones(2, 5, 3 * 8), heads=4, causal=True).shape  # on one rank

@@ -1,7 +1,7 @@
-"""What kind of layer a module is, and the class of parallel layers that stands for it.
+"""The kinds of layers that can be split, and the class of parallel layers for each.
 
-Which parallel layer stands for which of torch's is noted by the layers themselves (:func:`stands_for`), so
-that a linear layer can be converted together with the embedding that shares its weight.
+The parallel layers register themselves with :func:`stands_for`. So a linear layer can be converted together
+with the embedding that shares its weight, without an import of either.
 """
 
 import dis
@@ -21,7 +21,7 @@ _parallel_classes: dict[tuple[type, type], type] = {}
 
 
 def stands_for(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
-    """Note that a class of parallel layers is what ``plain`` ones are converted to."""
+    """Register a class of parallel layers as the one to which ``plain`` layers are converted."""
 
     def note(parallel: type[Layer]) -> type[Layer]:
         _forms[plain] = parallel
@@ -31,10 +31,10 @@ def stands_for(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
 
 
 def form_of(kind: type[nn.Module]) -> Any:
-    """Return the class of parallel layers that layers of a class are converted to, with its ``from_plain``.
+    """Return the parallel class, with a ``from_plain``, to which layers of a class are converted.
 
     Raises:
-        ModelError: Its own ``forward`` uses the weight, and would meet a shard.
+        ModelError: Its own ``forward`` uses the weight, and would get a shard.
     """
     plain = next(plain for plain in _forms if issubclass(kind, plain))
     return parallel_class(kind, plain, _forms[plain])
@@ -44,7 +44,7 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
     """Return the class of a parallel layer that is also a ``kind``, a subclass of ``base``.
 
     Raises:
-        ModelError: Its own ``forward`` uses the weight, and would meet a shard.
+        ModelError: Its own ``forward`` uses the weight, and would get a shard.
     """
     if kind is base or kind.__module__.startswith("torch.nn."):
         return parallel
@@ -56,7 +56,8 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
                     "shard; let it call super().forward, or leave it out of the conversion"
                 )
                 raise ModelError(msg)
-        # Between the subclass and torch's layer: super().forward() of the one finds the other's.
+        # In the order of bases ours stands between the subclass and torch's layer: `super().forward()` of the
+        # subclass then finds ours (`subclasses_stay_what_they_are`).
         _parallel_classes[kind, parallel] = type(
             f"Parallel{kind.__name__}",
             (kind, parallel),
@@ -68,8 +69,7 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
 def computes_linear(layer: nn.Module) -> bool:
     """Return whether a subclass of ``nn.Linear`` with its own ``forward`` computes what ``nn.Linear`` does.
 
-    It is tried with other weights, so that neither their size nor their device matters; nor does a
-    default device.
+    It is tried with small weights on the CPU, so that neither the size nor the device of its own matters.
     """
     if not isinstance(layer, nn.Linear) or set(layer._parameters) - {"weight", "bias"} or layer._modules:
         return False
@@ -91,7 +91,8 @@ def computes_linear(layer: nn.Module) -> bool:
 
 
 def _uses_weight(forward: Any) -> bool:
-    """Return whether a method takes the values of a weight, and not only its type or device."""
+    """Return whether a method reads the values of a weight, and not only its type or device."""
+    # By its bytecode: the source may be missing, and calling it would need an input.
     if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
         return False
     steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
@@ -102,7 +103,7 @@ def _uses_weight(forward: Any) -> bool:
 
 
 def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it
-    """Pickle a layer of a made-up class by the classes that it was made of."""
+    """Pickle a layer of a generated class by its base classes: pickle finds no generated class by name."""
     return _rebuild, self._kinds, self.__dict__
 
 
@@ -112,7 +113,7 @@ def _rebuild(kind: type[nn.Module], base: type[nn.Module], parallel: type[nn.Mod
 
 
 def why_not_split(layer: nn.Module) -> str | None:
-    """Return why a layer has no weight and bias of its own to split, ``None`` if it has."""
+    """Return the reason why a layer has no weight and bias of its own to split, ``None`` if it has."""
     for name in ("weight", "bias"):
         if isinstance(layer._parameters.get(name), nn.UninitializedParameter):
             return (
@@ -121,7 +122,7 @@ def why_not_split(layer: nn.Module) -> str | None:
             )
         made = parametrize.is_parametrized(layer, name) or name in vars(layer) or name in layer._buffers
         if name not in layer._parameters and made:
-            transforms: Any = layer._forward_pre_hooks.values()  # of torch's older functions and of pruning
+            transforms: Any = layer._forward_pre_hooks.values()  # torch's older functions and pruning
             if parametrize.is_parametrized(layer, name):
                 transforms = layer.parametrizations[name]  # type: ignore[index]  # a ModuleDict
             kinds = [type(t).__name__.strip("_") for t in transforms if not isfunction(t)]
@@ -134,7 +135,8 @@ def why_not_split(layer: nn.Module) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether it is the ``Conv1D`` of transformers, a linear layer whose weight is (in, out)."""
+    """Return whether a module is the ``Conv1D`` of transformers, a linear layer with a weight (in, out)."""
+    # By name, so that transformers need not be installed.
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 

@@ -1,4 +1,4 @@
-"""The layers that a plan makes: with shared heads, and with sequences that are split between them."""
+"""The layers that a plan makes: with heads that ranks share, and with split sequences between the layers."""
 
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -30,17 +30,18 @@ from tp_shard.nn.functional import linear, mark_output, wrong_width
 
 
 class PlannedLinear(ParallelLinear):
-    """A :class:`ParallelLinear` some of whose features other ranks may hold too, or in sequence parallelism.
+    """A :class:`ParallelLinear` with pieces that ranks may share, and with sequence parallelism.
 
-    Collectives, with a sequence: for split outputs an all-gather forward and a reduce-scatter
-    backward, for split inputs the other way round and an all-reduce of the bias's gradient. Pieces
-    that ranks share cost an all-reduce of their gradients.
+    Collectives, with a sequence: for split outputs an all-gather forward and a reduce-scatter backward. For
+    split inputs a reduce-scatter forward, and backward an all-gather and an all-reduce of the bias's
+    gradient. Pieces that ranks share cost an all-reduce of their gradients.
 
     Attributes:
-        sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
-        takes_whole: Whether the block around it has gathered the sequence, and sums its gradient.
-        summed: Sums the gradient of a row layer's bias with those of other parameters.
-        draws: The random numbers that its model draws between column and row layers.
+        sequence: The sequence lengths of the model; ``None`` if the sequence is whole.
+        takes_whole: Whether the block around the layer gathers the sequence, and sums its gradient.
+        summed: The parameters that share one all-reduce with the bias of a row layer.
+        region_is_checked: Whether the region before a row layer was checked.
+        draws: The random numbers of the model between column and row layers.
     """
 
     sequence: SequenceState | None = None
@@ -60,7 +61,7 @@ class PlannedLinear(ParallelLinear):
         ranges: tuple[Ranges, ...] | None,
         sequence: SequenceState | None,
     ) -> Self:
-        """Return a layer with the settings of a plain one, and no parameters yet."""
+        """Return a layer with the options of a plain one, without parameters."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k != "_parameters"})
@@ -85,13 +86,15 @@ class PlannedLinear(ParallelLinear):
         """Return ``input @ weight.T + bias``, as :class:`ParallelLinear` does.
 
         Args:
-            input: Of shape (..., in_features), or this rank's shard of it; with a sequence and split
-                outputs, this rank's part of the sequence.
+            input: The input, of shape (..., in_features), or this rank's shard of it. With a sequence and
+                split outputs, this rank's part of the sequence.
 
         Returns:
             A tensor of shape (..., out_features), or with split outputs this rank's shard of it; with a
             sequence and split inputs, this rank's part of the sequence.
         """
+        # The states of generators are no part of a compiled graph: without an open visit no dropout is
+        # active.
         if self.draws is None or (_compiling() and not self.draws.visits):
             return self._product(input)
         if self.dim == 0:
@@ -112,7 +115,8 @@ class PlannedLinear(ParallelLinear):
             and not _compiling()
             and (_debug.state.enabled or not self.region_is_checked)
         ):
-            # What a module uses does not change from step to step. An input that is whole is cut here.
+            # Once is enough outside of debug mode: the modules of a region do not change from step to step. A
+            # whole input is scattered by this layer, so it has no region.
             is_part = input.dim() > 0 and input.size(-1) != self.in_features
             self.region_is_checked = is_part and check_region(input, self)
         weight: Tensor = self.weight
@@ -140,12 +144,12 @@ class PlannedLinear(ParallelLinear):
 
 
 class PlannedEmbedding(ParallelEmbedding):
-    """A :class:`ParallelEmbedding` whose output is split along the sequence.
+    """A :class:`ParallelEmbedding` with an output that is split along the sequence.
 
     Collectives: those of its table, and an all-gather backward.
 
     Attributes:
-        sequence: What the layers of the model know of the sequence; ``None`` where it is whole.
+        sequence: The sequence lengths of the model; ``None`` if the sequence is whole.
         takes_whole: Whether the block around it works on whole sequences.
     """
 
@@ -153,7 +157,7 @@ class PlannedEmbedding(ParallelEmbedding):
     takes_whole = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of ``input``, as :class:`ParallelEmbedding` does, of this rank's part."""
+        """Return the rows of ``input``, this rank's part of the sequence."""
         output = super().forward(input)
         if self.sequence is None or self.takes_whole:
             return output
@@ -161,7 +165,7 @@ class PlannedEmbedding(ParallelEmbedding):
 
 
 class SequenceMixin(Mixin):
-    """What works on a part of the sequence, or of the features, with parameters that all ranks have.
+    """A module with parameters that all ranks have, on a part of the sequence or of the features.
 
     Forward: nothing. Backward: an all-reduce of the parameters' gradients, one for all of the model.
     """
@@ -176,6 +180,9 @@ class SequenceMixin(Mixin):
             alone = self.sequence_group.size == 1
             self.region_is_checked = alone or check_inside(next(iter(args), None), self)  # type: ignore[arg-type]  # mixed into a module
         own = self.__dict__["_parameters"]
+        # Replaced for this call alone, past `__setattr__`: what takes their place are no parameters but
+        # results that sum their gradients. The optimizer and the state must not see them, also after an
+        # error.
         self.__dict__["_parameters"] = {
             name: None if p is None else self._passed(p) for name, p in own.items()
         }

@@ -257,7 +257,7 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
-        if torch.is_grad_enabled():  # for a second derivative: the gradients of the ranks' parts are summed there
+        if torch.is_grad_enabled():  # for a second derivative, which sums those of the ranks' parts
             grad = copy(grad, group=ctx.where[0])
         if needs[0]:
             grad_input = grad.matmul(weight)

@@ -1,4 +1,4 @@
-"""Initial values of shards: those that the whole tensor would have had from the same seed."""
+"""Initial values of shards, equal to those of the whole tensor from the same seed."""
 
 import math
 import warnings
@@ -20,18 +20,18 @@ from tp_shard._split import Split
 __all__ = ["init_shard_", "shard_init_helper_"]
 
 
-# -- What an initialization method does to a tensor, written down and done again to a shard of it
-# Methods that treat each element alike need no whole tensor: what they draw is drawn in blocks, in
-# the order in which the whole tensor would have been filled, and a shard keeps its own. So the values
-# and the generator's state afterwards are those of the whole tensor.
+# -- Recording and replay of an initialization method ---------------------------------------------
+# An element-wise method needs no whole tensor. Its values are drawn in blocks, in the order in which the
+# whole tensor would have been filled, and a shard keeps its own. So the values, and the generator's state
+# afterwards, equal those of the whole tensor.
 
 
 _BLOCK = 1 << 20
-"""Elements that are drawn at once; a multiple of 16, by which torch fills normal values."""
+"""The number of elements drawn at once; a multiple of 16, the group in which torch fills normal values."""
 
 _aten = torch.ops.aten
-# Drawn element by element, in order, on the CPU. Others (exponential_, bernoulli_) may hand the
-# whole tensor to a library that draws in an order of its own.
+# The CPU draws these element by element, in order. Others (exponential_, bernoulli_) may pass the whole
+# tensor to a library with an order of its own, so drawing them in blocks would give other values.
 _DRAWS = {_aten.uniform_.default, _aten.normal_.default}
 _POINTWISE = {
     _aten.abs_.default,
@@ -61,7 +61,7 @@ _POINTWISE = {
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One step of a method: an operation in place, and what it takes beside the tensor."""
+    """One step of a method: an in-place operation, and its arguments after the tensor."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -69,21 +69,22 @@ class _Operation:
 
     @property
     def draws(self) -> bool:
-        """Return whether it takes values from a generator."""
+        """Return whether the operation draws from a generator."""
         return self.function in _DRAWS
 
 
 class _NotElementwiseError(Exception):
-    """The method does something that depends on more than one element."""
+    """An operation that depends on more than one element."""
 
 
 class _Probe(torch.Tensor):
-    """A tensor without values that writes down what is done to it.
+    """A tensor without values that records the operations on it.
 
-    Not one of the meta device: some methods see that one coming and do nothing.
+    It is not on the meta device: some methods check for that device and do nothing.
     """
 
     operations: list[_Operation]
+    # Private, but the way of torch's own wrapper subclasses: without it each result would be wrapped again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own do
 
     @classmethod
@@ -102,11 +103,11 @@ class _Probe(torch.Tensor):
 def _record(
     method: Callable[..., Any], shape: tuple[int, ...], like: Tensor, kwargs: dict[str, Any]
 ) -> list[_Operation] | None:
-    """Return what ``method`` does to a tensor of ``shape``, ``None`` if it needs the whole tensor.
+    """Return the operations of ``method`` on a tensor of ``shape``, ``None`` if it needs the whole tensor.
 
-    Nothing is drawn. An accelerator's generator fills a block otherwise than a part of a whole:
-    there every method needs the whole tensor.
+    It draws nothing.
     """
+    # An accelerator's generator fills a block with other values than the same part of a larger tensor.
     if like.device.type != "cpu":
         return None
     probe = torch.Tensor._make_wrapper_subclass(_Probe, shape, dtype=like.dtype, device=like.device)
@@ -114,20 +115,20 @@ def _record(
     generator = kwargs.get("generator") or torch.default_generator
     before = generator.get_state()
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the method itself warns if it is called again
+        warnings.simplefilter("ignore")  # the call on the real tensor warns
         try:
             method(probe, **kwargs)
-        except Exception:  # noqa: BLE001 - whatever it needs, a tensor without values did not have it
+        except Exception:  # noqa: BLE001 - the method needs values, and the probe has none
             probe.operations.clear()
     if not torch.equal(generator.get_state(), before):
         generator.set_state(before)
-        return None  # it draws for itself too, in between: that order has to be kept
+        return None  # the method itself draws in between, and a replay would lose that order
     return probe.operations or None
 
 
 @torch.no_grad()
 def _replay(operations: list[_Operation], shard: Tensor, split: Split | None, rank: int) -> None:
-    """Do to a contiguous shard what was recorded of the whole tensor."""
+    """Apply the recorded operations to a contiguous shard."""
     for operation in operations:
         if operation.draws and split is not None:
             _draw(operation, shard, split, rank)
@@ -136,10 +137,10 @@ def _replay(operations: list[_Operation], shard: Tensor, split: Split | None, ra
 
 
 def _draw(operation: _Operation, shard: Tensor, split: Split, rank: int) -> None:
-    """Fill a shard with what the whole tensor would get there, block by block."""
+    """Fill a shard with the values that the whole tensor would get there, block by block."""
     shape = split.full_shape(tuple(shard.shape))
     inner = math.prod(shape[split.dim + 1 :])
-    row = shape[split.dim] * inner  # elements of the whole for each index before the cut dimension
+    row = shape[split.dim] * inner  # elements of the whole tensor per index before the split dimension
     total = math.prod(shape)
     local = shard.view(math.prod(shape[: split.dim]), split.local_size(rank) * inner)
     buffer = shard.new_empty(min(total, 2 * _BLOCK))
@@ -150,7 +151,7 @@ def _draw(operation: _Operation, shard: Tensor, split: Split, rank: int) -> None
 
 
 def _blocks(total: int) -> Iterator[tuple[int, int]]:
-    """Cut ``total`` into blocks, the last one of which is not short: torch ends short ones apart."""
+    """Split ``total`` into blocks, with a long last one: torch draws the end of a short one differently."""
     begin = 0
     while total - begin >= 2 * _BLOCK:
         yield begin, begin + _BLOCK
@@ -160,15 +161,15 @@ def _blocks(total: int) -> Iterator[tuple[int, int]]:
 
 
 def _keep(block: Tensor, begin: int, local: Tensor, row: int, columns: list[tuple[int, int]]) -> None:
-    """Copy those elements of a block of the whole into the shard that are its own.
+    """Copy the shard's own elements out of a block of the whole tensor.
 
-    The whole is seen as rows of ``row`` elements, of which the shard has the ``columns``.
+    The whole tensor is read as rows of ``row`` elements; the shard has the ``columns`` of each.
     """
     end = begin + block.numel()
     position = begin
     while position < end:
         index, offset = divmod(position, row)
-        if offset == 0 and end - position >= row:  # as many whole rows as there are, at once
+        if offset == 0 and end - position >= row:  # all whole rows of the block at once
             count = (end - position) // row
             rows = block[position - begin : position - begin + count * row].view(count, row)
             _copy_columns(rows, 0, local[index : index + count], columns)
@@ -191,27 +192,28 @@ def _copy_columns(rows: Tensor, offset: int, local: Tensor, columns: list[tuple[
         at += b - a
 
 
-# -- Initial values of shards: those that the whole tensor would have had from the same seed ------
+# -- Initialization of shards ---------------------------------------------------------------------
 
 
 def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> None:
     """Initialize a shard with the values that the whole tensor would have had from the same seed.
 
-    The generator of the group's first rank counts, whatever the others were seeded with, and those
-    that were seeded alike go on alike. Where torch's method treats each element alike (uniform,
-    normal, constant, Xavier's and Kaiming's, and custom methods that are made of them), values
-    are drawn in blocks and no rank holds the whole tensor. What does not (orthogonal, sparse, eye,
-    dirac; trunc_normal, which torch draws until all elements are within the bounds), and any method
-    on an accelerator, makes the whole tensor on each rank for a moment.
+    The generator of the group's first rank counts, whatever the others were seeded with. Ranks that were
+    seeded alike stay in step.
+
+    An element-wise method draws in blocks, and no rank holds the whole tensor: uniform, normal, constant,
+    Xavier's and Kaiming's, and custom methods that consist of them. Other methods, and any method on an
+    accelerator, make the whole tensor on each rank for a moment: orthogonal, sparse, eye, dirac, and
+    trunc_normal, which torch draws until all elements are within the bounds.
 
     Args:
-        init_method: A method of ``torch.nn.init``, or anything that fills a tensor in place.
-        tensor: A parameter of a parallel layer, or a tensor with its marks; one without is
+        init_method: A method of ``torch.nn.init``, or any function that fills a tensor in place.
+        tensor: A parameter of a parallel layer, or a tensor with its marks. A tensor without marks is
             initialized alike on all ranks. Its type is kept. On the meta device nothing happens.
-        **kwargs: What else ``init_method`` takes.
+        **kwargs: Further arguments of ``init_method``.
 
     Raises:
-        Exception: Whatever ``init_method`` raises, such as a ValueError for a shape that it does not take.
+        Exception: An error of ``init_method``, such as a ValueError for a shape that it does not take.
 
     Collectives: two broadcasts of a generator's state.
 
@@ -230,7 +232,10 @@ def init_shard_(
     group: Group,
     kwargs: dict[str, Any],
 ) -> None:
-    """Do what :func:`shard_init_helper_` does, for a tensor whose cut is known."""
+    """Initialize a shard as :func:`shard_init_helper_` does, with a known split.
+
+    Collectives: two broadcasts of a generator's state.
+    """
     if tensor.is_meta:
         return
     generator = kwargs.get("generator")
@@ -253,9 +258,9 @@ def init_shard_(
 def same_generator(
     group: Group, device: torch.device, generator: torch.Generator | None = None
 ) -> Iterator[None]:
-    """Draw what the first rank of all would draw: in its data-parallel group, then in ``group``.
+    """Set the generator to the state of the first rank: of the data-parallel group, then of ``group``.
 
-    Ranks whose generator was in another state get that one back afterwards.
+    A rank with another state gets its own back afterwards. Other ranks keep the new one, in step.
 
     Collectives: two broadcasts of a generator's state.
     """
@@ -265,6 +270,8 @@ def same_generator(
         return
     state = get_state(device, generator)
     theirs = state.clone()
+    # Data first: then the first rank of each copy has the state of the first copy, for the others of its
+    # copy.
     for ranks in (data, group):
         if ranks.size > 1:
             theirs = _broadcast(theirs, ranks, device)
@@ -281,6 +288,6 @@ def same_generator(
 def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
     if _debug.state.enabled:
         _debug.check("broadcast of a generator's state", state, group, None)
-    moved = state.to(device)  # NCCL sends nothing from the CPU
+    moved = state.to(device)  # NCCL cannot send from the CPU
     dist.broadcast(moved, group_src=0, group=group.handle)
     return moved.to(state.device)

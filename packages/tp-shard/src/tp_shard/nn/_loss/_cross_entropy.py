@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are split over ranks."""
+"""Cross entropy of logits with classes that are split over ranks."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ SECOND_BACKWARD = (
 
 
 def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inplace: bool) -> Tensor:
-    """Return the loss of rows of logits whose classes are split.
+    """Return the loss of rows of logits with split classes.
 
     Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
 
     Args:
-        logits: Of shape (rows, local classes).
-        target: Of shape (rows,), the same on all ranks.
-        options: What is computed.
+        logits: This rank's logits, of shape (rows, local classes).
+        target: Classes of shape (rows,), the same on all ranks.
+        options: The options of the loss.
         inplace: Whether the logits are overwritten, in the forward or the backward pass.
     """
     if torch.compiler.is_compiling():
@@ -42,11 +42,13 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes exponentials once and turns them into the gradient, where they are.
+    """A loss that computes exponentials once and turns them into the gradient in the same buffer.
 
-    In place they take the logits' own buffer. Otherwise they have one of their own, which becomes the
-    gradient of the first backward pass; for a second one they are computed again, as they are for half
-    types, of which a buffer of exponentials would be larger than the gradient.
+    With ``inplace`` that is the buffer of the logits. Otherwise it is a new one, which becomes the gradient
+    of the first backward pass. A second backward pass computes the exponentials again. So do half types,
+    because their buffer of float32 exponentials would be larger than the gradient.
+
+    Forward: an all-gather. Backward: nothing.
     """
 
     @staticmethod
@@ -63,7 +65,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.options, ctx.inplace, ctx.dtype = options, inplace, dtype
         ctx.buffer = detached if inplace else keep
         if inplace:
-            # Whoever saved the logits for a backward pass of their own gets autograd's error.
+            # An operation that saved the logits for its own backward pass then gets autograd's error, where
+            # it would compute with overwritten values.
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(
             None if inplace else logits,
@@ -105,23 +108,25 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None
 
 
-# -- Cross entropy of split logits in compiled code, where buffers and passes are the compiler's concern
+# -- Cross entropy in compiled code ---------------------------------------------------------------
+# Without buffers that are filled twice: in a compiled graph buffers and passes are the compiler's concern.
 
 
 def compiled_cross_entropy(logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
-    """Return the loss of rows of logits whose classes are split, in one graph.
+    """Return the loss of rows of logits with split classes, in one compiled graph.
 
     Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
 
     Args:
-        logits: Of shape (rows, local classes).
-        target: Of shape (rows,), the same on all ranks.
-        options: What is computed.
+        logits: This rank's logits, of shape (rows, local classes).
+        target: Classes of shape (rows,), the same on all ranks.
+        options: The options of the loss.
     """
     return apply(_Compiled, logits, target, options)
 
 
 class _Compiled(torch.autograd.Function):
+    # Forward: an all-gather. Backward: nothing.
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
         dtype = computed_in(logits.dtype)
@@ -159,12 +164,12 @@ class _Compiled(torch.autograd.Function):
 
 
 def _measure(logits: Tensor, rows: Rows, options: LossOptions) -> Tensor:
-    """Return what :func:`measure` does, of logits in the type that is computed in."""
+    """Return the columns of :func:`measure`, for logits in the type of the computation."""
     if logits.size(1) == 0:
         found = logits.new_zeros(logits.size(0), options.columns)
         return found.index_fill(1, torch.tensor([0], device=logits.device), float("-inf"))
     maximum = logits.amax(-1)
-    # A row of which all classes are excluded has no maximum to subtract.
+    # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
     below = logits - maximum.clamp_min(torch.finfo(logits.dtype).min).unsqueeze(1)
     at_target = torch.where(rows.mine, logits.gather(1, rows.index.unsqueeze(1)).squeeze(1), 0)
     columns = [maximum, below.exp().sum(-1), at_target]

@@ -1,4 +1,4 @@
-"""Losses over class shards as functions and modules: what their arguments mean, and what is refused."""
+"""Losses over class shards as functions and modules, with the checks of their arguments."""
 
 from dataclasses import replace
 
@@ -14,15 +14,15 @@ from tp_shard.nn._loss._fused import LinearKind, fused_cross_entropy
 from tp_shard.nn._loss._softmax import LossOptions, computed_in
 from tp_shard.nn._split_products import autocast
 
-# -- How logits and options of a loss are read, and what is refused -------------------------------
+# -- Arguments of a loss: their meaning, and their checks -----------------------------------------
 
 
-_CHUNK = 1 << 24  # logits that exist at a time: 64 MiB in float32
-_CHUNK_ROWS = 128  # fewer would read the weight more often than it is worth
+_CHUNK = 1 << 24  # logits in memory at a time: 64 MiB in float32
+_CHUNK_ROWS = 128  # with fewer rows per chunk, reading the whole weight for each chunk would dominate
 
 
 def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    """Make sure that a loss can be made with these options.
+    """Raise unless a loss can be computed with these options.
 
     Raises:
         ConfigError: An option is unknown, or outside of its range.
@@ -54,10 +54,10 @@ def check_head(
     num_classes: int | None,
     ranks: Group,
 ) -> int:
-    """Make sure that features, a head's shard and targets fit; return the number of classes over all ranks.
+    """Check the shapes of features, a head's shard and targets; return the number of classes over all ranks.
 
     Raises:
-        ConfigError: The shapes of input, weight and targets do not fit, or the number of classes.
+        ConfigError: The shapes of input, weight and targets do not fit, or the number of classes does not.
     """
     if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
         msg = (
@@ -85,7 +85,7 @@ def check_head(
 
 
 def read_chunk_rows(chunk_rows: int | None, local_classes: int) -> int:
-    """Return how many rows of logits exist at a time; ``None`` leaves it to us.
+    """Return the number of rows of logits in memory at a time; ``None`` gives the default.
 
     Raises:
         ConfigError: ``chunk_rows`` is not a number of rows, 1 or more.
@@ -106,7 +106,11 @@ def read_width(
     class_dim: int | None,
     ranks: Group,
 ) -> tuple[int, bool]:
-    """Return the number of classes over all ranks, and whether the logits are split."""
+    """Return the number of classes over all ranks, and whether the logits are split.
+
+    Raises:
+        ConfigError: ``num_classes`` is not a number of classes, or does not fit the logits.
+    """
     if num_classes is not None and (isinstance(num_classes, bool) or num_classes < 1):
         msg = f"num_classes is a number of classes, 1 or more, got {num_classes!r}"
         raise ConfigError(msg)
@@ -120,7 +124,7 @@ def read_width(
             if num_classes == 1:
                 msg = "whether logits of one class are split cannot be seen: say parallel=True or False"
                 raise ConfigError(msg)
-            # As torch has it, the classes may be in dim 1 though the last dimension would fit too.
+            # The classes may be in dim 1, as torch takes them, even if the last dimension would fit too.
             widths = {width, input.size(min(1, input.dim() - 1))} if class_dim is None else {width}
             start, stop = bounds(num_classes, ranks.size, ranks.rank)
             parallel = stop - start in widths and num_classes not in widths
@@ -137,7 +141,9 @@ def read_width(
 
 
 def check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
-    """Refuse shapes that can be read in two ways on any of the ranks, on all of them."""
+    """Raise on all ranks for shapes that any of them could read in two ways."""
+    # By the sizes of all shards, and not of this rank's: if one rank raised alone, the others would wait for
+    # it.
     inner = set(target.shape[1:])
     if target.dim() > 1 and len(inner) == 1 and inner <= set(shard_sizes(size, ranks.size)):
         msg = (
@@ -187,7 +193,7 @@ def check_local_width(
 
 
 def read_options(options: LossOptions, input: Tensor) -> LossOptions:
-    """Return options whose class weights are in the type in which the loss of ``input`` is computed.
+    """Return the options with class weights in the type in which the loss of ``input`` is computed.
 
     Raises:
         ConfigError: The input has no floating-point numbers, or there is not one weight for each class.
@@ -220,47 +226,48 @@ def parallel_cross_entropy(
     group: GroupLike = None,
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Return the cross entropy of logits whose classes are split over the ranks.
+    """Return the cross entropy of logits with classes that are split over the ranks.
 
-    It equals ``torch.nn.functional.cross_entropy`` of the whole logits, which no rank ever has, as in
-    Megatron-LM (arXiv:1909.08053): only a row's maximum, sum of exponentials and target logit travel. Half
-    types are computed in float32. Without ``inplace`` the largest thing that it makes is one buffer of
-    the logits' size, in the forward pass, which becomes their gradient; for half types it is the gradient.
+    It equals ``torch.nn.functional.cross_entropy`` of the whole logits, which no rank ever has. As in
+    Megatron-LM (arXiv:1909.08053), the ranks exchange only a row's maximum, sum of exponentials and target
+    logit. Half types are computed in float32.
 
-    Collectives: forward an all-gather of 3 numbers per row, 4 with label smoothing; backward none.
-    For logits that are whole there are none.
+    Without ``inplace`` its largest allocation is one buffer of the logits' size. The forward pass makes it,
+    and it becomes the gradient of the logits; for half types it is the gradient alone.
+
+    Collectives: forward an all-gather of 3 numbers per row, 4 with label smoothing; backward none. For whole
+    logits there are none.
 
     Args:
-        input: Logits of shape (..., local classes), or as torch has them (batch, local classes, d1,
-            ...). Where both readings are possible, whole logits are read as torch does, and split
-            ones need ``class_dim``.
-        target: Classes, counted over all ranks, of the shape of ``input`` without its classes; the
-            same on all ranks.
+        input: Logits of shape (..., local classes), or in torch's order (batch, local classes, d1, ...). If
+            both readings are possible, whole logits are read in torch's order, and split ones need
+            ``class_dim``.
+        target: Classes, counted over all ranks, of the shape of ``input`` without its classes; the same on
+            all ranks.
         weight: A factor for each class, of shape (num_classes,), on every rank in full.
-        ignore_index: Targets that count for nothing.
+        ignore_index: The target of rows that do not count.
         reduction: "mean" (over the weights of the targets, as torch does), "sum" or "none".
-        label_smoothing: How much of a target is spread over all classes, from 0 to 1.
-        num_classes: Over all ranks. Logits as wide as that are whole, as wide as this rank's shard
-            split. Uneven shards need it, or a mark that carries it.
-        parallel: Whether the logits are split. By default ``num_classes`` tells, else their mark (see
+        label_smoothing: The part of a target that is spread over all classes, from 0 to 1.
+        num_classes: The number of classes over all ranks. Logits of this width are whole; logits as wide as
+            this rank's shard are split. Uneven shards need it, or a mark that carries it.
+        parallel: Whether the logits are split. By default ``num_classes`` decides, else their mark (see
             :func:`~tp_shard.get_parallel_dim`); without either they are whole.
-        class_dim: Which dimension has the classes: 1 or -1. By default the target's shape tells.
-        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts, as in
-            PaLM (arXiv:2204.02311).
-        inplace: Whether the logits are overwritten, so that no buffer of their size is made. The
-            caller loses them, and there is one backward pass. In compiled code buffers are the compiler's
-            concern.
-        group: Who; the current model-parallel group by default.
+        class_dim: The dimension of the classes: 1 or -1. By default the target's shape decides.
+        z_loss: A factor of ``logsumexp(logits) ** 2``, which is added to the loss of each row that counts, as
+            in PaLM (arXiv:2204.02311).
+        inplace: Whether to overwrite the logits, so that no buffer of their size is made. The caller loses
+            them, and can run one backward pass. In compiled code the compiler manages buffers.
+        group: The ranks; the current model-parallel group by default.
         layer: The module that communicates, or a name for it, for messages.
 
     Returns:
-        A scalar, or with "none" a tensor of the target's shape; of the logits' type, and under
-        autocast a float32.
+        A scalar, or with "none" a tensor of the target's shape. It has the logits' type; under autocast it is
+        float32.
 
     Raises:
         ConfigError: Shapes, options and marks contradict each other.
-        OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled
-            code it is torch's own assertion, as with torch's own loss.
+        OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
+            torch asserts instead, as in torch's own loss.
         DisagreementError: Ranks have different targets or count different numbers of classes.
         RuntimeError: A second backward pass with ``inplace``.
 
@@ -322,18 +329,19 @@ def parallel_linear_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of ``input @ weight.T + bias`` without ever holding its logits.
 
-    A head with split outputs and :func:`parallel_cross_entropy` in one, computed in chunks of rows:
-    the logits of one chunk exist at a time, in the forward and in the backward pass. With "mean" and
-    "sum" the gradients are computed in the forward pass, with three products in all as without
-    fusion; with "none", and for float16, where a loss scale has to reach small gradients, the logits are
-    computed twice.
+    It joins a head with split outputs and :func:`parallel_cross_entropy`, in chunks of rows. The logits of
+    one chunk are in memory at a time, in the forward and in the backward pass.
 
-    Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of
-    the input's gradient beside the next products; backward none. Where logits are computed twice:
-    forward one all-gather, backward the all-reduces.
+    With "mean" and "sum" the forward pass computes the gradients, with three products in all as without
+    fusion. With "none", and for float16, the logits are computed twice: in float16 a loss scale has to reach
+    small gradients.
+
+    Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of the
+    input's gradient that overlaps the next products; backward none. If logits are computed twice: forward one
+    all-gather, backward the all-reduces.
 
     Args:
-        input: Of shape (..., in), the same on all ranks.
+        input: Features, of shape (..., in), the same on all ranks.
         weight: This rank's shard of the head, of shape (local classes, in).
         target: Classes, of shape (...), the same on all ranks.
         bias: This rank's shard, of shape (local classes,).
@@ -341,12 +349,12 @@ def parallel_linear_cross_entropy(
         ignore_index: As in :func:`parallel_cross_entropy`, like the following.
         reduction: "mean", "sum" or "none".
         label_smoothing: From 0 to 1.
-        num_classes: Over all ranks. By default the weight's mark says it, and without it the ranks'
-            shards have the same size.
+        num_classes: The number of classes over all ranks. By default it comes from the weight's mark; without
+            a mark the ranks' shards have the same size.
         z_loss: The factor of the squared log-sum-exp.
-        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+        chunk_rows: The number of rows of logits in memory at a time; by default as many as give 16 million
             logits, 128 at least.
-        group: Who; the current model-parallel group by default.
+        group: The ranks; the current model-parallel group by default.
         layer: The module that communicates, or a name for it, for messages.
 
     Returns:
@@ -379,23 +387,23 @@ def parallel_linear_cross_entropy(
 
 
 class ParallelCrossEntropyLoss(nn.Module):
-    """A ``torch.nn.CrossEntropyLoss`` of logits whose classes may be split over ranks.
+    """A ``torch.nn.CrossEntropyLoss`` for logits with classes that may be split over ranks.
 
-    Collectives: forward an all-gather of 3 or 4 numbers per row, backward none; none at all for
-    logits that are whole. See :func:`functional.parallel_cross_entropy`.
+    Collectives: forward an all-gather of 3 or 4 numbers per row, backward none; none at all for whole logits.
+    See :func:`functional.parallel_cross_entropy`.
 
     Args:
         weight: A factor for each class, of shape (num_classes,), on every rank in full.
-        ignore_index: Targets that count for nothing.
+        ignore_index: The target of rows that do not count.
         reduction: "mean", "sum" or "none".
-        label_smoothing: How much of a target is spread over all classes, from 0 to 1.
-        num_classes: Over all ranks; logits as wide as this rank's shard are split. Uneven shards need
-            it, or a mark that carries it.
-        parallel: Whether logits are split. By default ``num_classes`` tells, else their mark.
-        class_dim: Which dimension has the classes: 1 or -1; by default the target's shape tells.
-        z_loss: This times ``logsumexp(logits) ** 2`` is added to the loss of each row that counts.
-        inplace: Whether the logits are overwritten; there is one backward pass then.
-        group: Who; the current model-parallel group by default.
+        label_smoothing: The part of a target that is spread over all classes, from 0 to 1.
+        num_classes: The number of classes over all ranks; logits as wide as this rank's shard are split.
+            Uneven shards need it, or a mark that carries it.
+        parallel: Whether logits are split. By default ``num_classes`` decides, else their mark.
+        class_dim: The dimension of the classes: 1 or -1; by default the target's shape decides.
+        z_loss: A factor of ``logsumexp(logits) ** 2``, which is added to the loss of each row that counts.
+        inplace: Whether to overwrite the logits, which allows one backward pass.
+        group: The ranks; the current model-parallel group by default.
 
     Raises:
         ConfigError: An option has a value that is not listed here.
@@ -473,7 +481,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return what the loss was made with."""
+        """Return the options of the loss."""
         return (
             f"num_classes={self.num_classes}, reduction={self.reduction!r}, "
             f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"

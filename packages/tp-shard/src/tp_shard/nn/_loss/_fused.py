@@ -1,4 +1,4 @@
-"""Losses of a head over class shards, of whose logits a chunk of rows exists at a time."""
+"""Losses fused with their head over class shards, with one chunk of logits in memory at a time."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -22,11 +22,11 @@ from tp_shard.nn._loss._softmax import (
     returned_in,
 )
 
-# -- The head of a fused loss whose logits are ``x @ weight.T + bias`` ----------------------------
+# -- The linear head: logits ``x @ weight.T + bias`` ----------------------------------------------
 
 
 class LinearKind:
-    """A head without settings."""
+    """The kind of a linear head, which has no options."""
 
     def open(
         self,
@@ -45,13 +45,13 @@ class LinearKind:
 
 
 class LinearHead:
-    """Logits of a linear layer.
+    """A linear head over class shards.
 
     Args:
-        x: Of shape (rows, in).
-        weight: Of shape (local classes, in).
-        bias: Of shape (local classes,).
-        options: Who communicates.
+        x: Features of shape (rows, in).
+        weight: This rank's shard, of shape (local classes, in).
+        bias: This rank's shard, of shape (local classes,).
+        options: The options of the loss, with the group that communicates.
         needed: Whether the gradients of the three are needed.
     """
 
@@ -74,9 +74,9 @@ class LinearHead:
         return x.mm(weight.t()) if self._bias is None else torch.addmm(self._bias, x, weight.t())
 
     def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:  # noqa: ARG002 - as above
-        """Add what the gradient of some rows' logits gives.
+        """Add the gradients from the gradient of some rows' logits.
 
-        Collectives: begins an all-reduce of the features' gradient.
+        Collectives: starts an all-reduce of the features' gradient.
         """
         self._products.add(grad, start, stop)
         if self._grad_bias is not None:
@@ -88,7 +88,7 @@ class LinearHead:
 
 
 class Products:
-    """The gradients of the two factors of ``x @ weight.T``, summed up over chunks of rows."""
+    """The gradients of the two factors of ``x @ weight.T``, summed over chunks of rows."""
 
     def __init__(self, x: Tensor, weight: Tensor, options: LossOptions, needed: tuple[bool, ...]) -> None:
         dtype = computed_in(weight.dtype)
@@ -99,20 +99,21 @@ class Products:
         self._works: list[Any] = []
 
     def add(self, grad: Tensor, start: int, stop: int) -> None:
-        """Add what the product's gradient of some rows gives.
+        """Add the gradients from the product's gradient of some rows.
 
-        Collectives: begins an all-reduce of the gradient of ``x``.
+        Collectives: starts an all-reduce of the gradient of ``x``.
         """
         if self._grad_x is not None:
             mine = self._grad_x[start:stop]
             torch.mm(grad, self._weight, out=mine)
             if self._options.group.size > 1:
+                # Not waited for until the last chunk: it runs beside the products of the next one.
                 layer = self._options.layer or "the head and loss"
                 self._works.append(start_all_reduce_(mine, self._options.group, layer=layer))
         if self._grad_weight is not None:
             total, part = self._grad_weight, self._x[start:stop]
             if total.dtype == grad.dtype:
-                # A factor of 0 leaves out what is there: nothing has to be filled with zeros first.
+                # With beta=0 torch ignores the old values, so the buffer needs no zeros.
                 torch.addmm(total, grad.t(), part, beta=0 if self._is_first else 1, out=total)
             elif self._is_first:
                 total.copy_(grad.t().mm(part))
@@ -121,36 +122,36 @@ class Products:
         self._is_first = False
 
     def wait(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients, after the ranks have summed that of ``x``."""
+        """Wait for the sum of the gradient of ``x`` over the ranks, and return both gradients."""
         for work in self._works:
             work.wait()
         return self._grad_x, self._grad_weight
 
 
-# -- Losses of a head over class shards, of whose logits a chunk of rows exists at a time ---------
+# -- Fused losses over chunks of rows -------------------------------------------------------------
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Head(Protocol):
-    """What makes logits out of features, and sums up the gradients of what it makes them of."""
+    """A head: it computes logits from features, and sums the gradients of its inputs over chunks."""
 
     def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
         """Return the logits of some rows, of shape (rows, local classes), in a buffer of their own."""
 
     def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
-        """Add what the gradient of some rows' logits gives; it may be overwritten.
+        """Add the gradients from the gradient of some rows' logits, which may be overwritten.
 
-        Collectives: begins an all-reduce of the features' gradient.
+        Collectives: starts an all-reduce of the features' gradient.
         """
 
     def gradients(self) -> Gradients:
-        """Return the gradients of features, weight and bias, ``None`` where one is not needed."""
+        """Return the gradients of features, weight and bias, ``None`` for one that is not needed."""
 
 
 class HeadKind(Protocol):
-    """Which head it is, with its settings."""
+    """A kind of head, with its options."""
 
     def open(
         self,
@@ -163,7 +164,7 @@ class HeadKind(Protocol):
         """Return the head over these tensors."""
 
     def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
-        """Return the weight's gradient out of that of the classes which have logits."""
+        """Return the gradient of the whole weight, from the gradient of the classes with logits."""
 
 
 def fused_cross_entropy(
@@ -178,29 +179,33 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Return the loss of a head's logits.
 
-    Forward: an all-gather of 3 or 4 numbers per row for each chunk, and where gradients are needed
-    an all-reduce of the features' gradient, chunk by chunk, beside the computation of the next.
-    Backward: nothing; with reduction "none" and for float16 the logits are computed again, the all-gather
-    is one and the all-reduce happens here.
+    Forward: for each chunk an all-gather of 3 or 4 numbers per row. If gradients are needed, also an
+    all-reduce of the features' gradient, which overlaps the computation of the next chunk. Backward: nothing.
+    With reduction "none" and for float16 the logits are computed again. Forward: one all-gather. Backward: an
+    all-reduce for each chunk.
 
     Args:
-        kind: The head.
+        kind: The kind of head.
         x: Features of shape (rows, in), the same on all ranks.
-        weight: Of shape (local classes, in).
-        bias: Of shape (local classes,).
-        target: Of shape (rows,), the same on all ranks.
-        options: What is computed.
-        chunk_rows: How many rows of logits exist at a time.
+        weight: This rank's shard, of shape (local classes, in).
+        bias: This rank's shard, of shape (local classes,).
+        target: Classes of shape (rows,), the same on all ranks.
+        options: The options of the loss.
+        chunk_rows: The number of rows of logits in memory at a time.
     """
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    # A loss scale has to be in float16 gradients when they are computed: small ones would be 0 before it.
+    # float16 gradients need the loss scale when they are computed; in the forward pass it is not known yet,
+    # and small ones would become 0 (`small_float16_gradients_survive_under_a_loss_scale`).
     is_known = options.reduction != "none" and x.dtype != torch.float16
     function = _AtOnce if needed and is_known else _Twice
     return apply(function, x, weight, bias, kind, target, options, chunk_rows)
 
 
 class _AtOnce(torch.autograd.Function):
-    """Computes gradients in the forward pass, while a chunk's logits are there; backward scales them."""
+    """A fused loss with gradients from the forward pass, while a chunk's logits exist; backward scales them.
+
+    Forward: an all-gather and an all-reduce for each chunk. Backward: nothing.
+    """
 
     @staticmethod
     def forward(
@@ -243,7 +248,8 @@ class _AtOnce(torch.autograd.Function):
                 SECOND_BACKWARD.format("its gradients were given to the first", 'use reduction="none"')
             )
         grads, ctx.grads = ctx.grads, None
-        if grad.device.type != "cpu" or float(grad) != 1.0:  # asking a device would wait for it
+        # Reading a value of an accelerator would wait for it.
+        if grad.device.type != "cpu" or float(grad) != 1.0:
             for g in grads:
                 if g is not None:
                     g.mul_(grad)
@@ -251,7 +257,10 @@ class _AtOnce(torch.autograd.Function):
 
 
 class _Twice(torch.autograd.Function):
-    """Computes each chunk's logits in both passes: what the loss's gradient is counts for each element."""
+    """A fused loss that computes each chunk's logits in both passes, for gradients that differ by row.
+
+    Forward: one all-gather. Backward: an all-reduce for each chunk.
+    """
 
     @staticmethod
     def forward(
@@ -272,7 +281,7 @@ class _Twice(torch.autograd.Function):
             part = rows.part(a, b)
             logits = head.logits(a, b, part)
             found[a:b] = measure(logits, part, options, dtype, logits if logits.dtype == dtype else None)
-            del logits  # before the next chunk's are made
+            del logits  # or two chunks would exist at once: `no_more_than_a_chunk_of_logits_exists`
         merged = merge(exchange(found, rows, options), rows, options)
         ctx.kind, ctx.options, ctx.chunk_rows, ctx.dtype = kind, options, chunk_rows, dtype
         ctx.save_for_backward(
@@ -299,7 +308,7 @@ class _Twice(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """Rows whose logits are there."""
+    """A chunk of rows with its logits."""
 
     at: slice
     rows: Rows
@@ -307,7 +316,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(rows: int, size: int) -> list[tuple[int, int]]:
-    # One chunk at least: the ranks check their targets with it.
+    # One chunk at least, so that every rank takes part in the exchange and its check of the targets.
     return [(a, min(rows, a + size)) for a in range(0, max(rows, 1), size)]
 
 
@@ -321,7 +330,7 @@ def _placed(
     kind: HeadKind,
     options: LossOptions,
 ) -> list[Tensor | None]:
-    """Return the gradients in the types, and that of the weight in the shape, of what they are of."""
+    """Cast the gradients to the types of their tensors, and give the weight's gradient its shape."""
     placed: list[Tensor | None] = []
     for i, (grad, like) in enumerate(zip(grads, likes, strict=True)):
         if grad is None or like is None:
@@ -340,16 +349,16 @@ def _gradients(
     options: LossOptions,
     chunk_rows: int,
 ) -> Gradients:
-    """Return the head's gradients, made chunk by chunk out of logits that become their own gradient.
+    """Compute the head's gradients chunk by chunk; each chunk's logits are overwritten by their gradient.
 
     Args:
-        head: Makes the logits.
+        head: The head.
         rows: All rows.
         row_grad: The gradient of each row's loss, of shape (rows,).
-        softmax: Returns what makes a softmax out of a chunk's logits, and their largest ones where `measure`
-            has left exponentials in their place.
-        options: What is computed.
-        chunk_rows: How many rows of logits exist at a time.
+        softmax: A function that returns the softmax's factors for a chunk. If `measure` has replaced the
+            logits by exponentials, it also returns their maxima.
+        options: The options of the loss.
+        chunk_rows: The number of rows of logits in memory at a time.
 
     Collectives: those of ``softmax`` and of `Head.add`, for each chunk.
     """
@@ -367,5 +376,5 @@ def _gradients(
             options,
         )
         head.add(chunk.logits, a, b, part)
-        del chunk  # before the next one's logits are made
+        del chunk  # as above, before the next chunk's logits are computed
     return head.gradients()

@@ -24,14 +24,14 @@ from tp_shard.nn._loss._fused import Products, fused_cross_entropy
 from tp_shard.nn._loss._softmax import LossOptions, Rows, block_rows, computed_in
 from tp_shard.nn.init import init_shard_
 
-# -- Which class centers take part in a step, where not all do ------------------------------------
+# -- Samples of class centers ---------------------------------------------------------------------
 # Partial FC (An et al., "Partial FC: Training 10 Million Identities on a Single Machine",
-# arXiv:2010.05222, and "Killing Two Birds with One Stone", arXiv:2203.15565): the centers of a batch's
-# own classes always take part, and of the others a sample that is drawn anew in each step.
+# arXiv:2010.05222, and "Killing Two Birds with One Stone", arXiv:2203.15565): a step uses the centers of the
+# batch's own classes and a new sample of the others.
 
 
-_BLOCK = 1 << 16  # classes that one seed is for
-_SEEDS = 2**63  # how many there are
+_BLOCK = 1 << 16  # classes per seed; another number would draw other samples, also in resumed runs
+_SEEDS = 2**63  # the number of seeds that a generator takes
 
 
 def sample_classes(
@@ -42,19 +42,20 @@ def sample_classes(
     device: torch.device | str | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Return which of this rank's classes are in a sample of all classes.
+    """Return the indices of this rank's classes that are in a sample of all classes.
 
     For Partial FC (arXiv:2010.05222): a step of a margin loss takes these classes and its targets' own. Each
-    class is in it with probability ``rate``, independently: the number of classes in it varies a little.
-    The sample depends on ``seed`` and ``num_classes`` alone. On any number of ranks, on any device, it is
-    the same, and a rank draws no more numbers than it has classes.
+    class is in the sample with probability ``rate``, independently, so the number of classes varies a little.
+
+    The sample depends on ``rate``, ``seed`` and ``num_classes`` alone. It is the same on any number of ranks
+    and on any device. A rank draws numbers only for the blocks of classes that contain its own.
 
     Args:
-        num_classes: Over all ranks.
+        num_classes: The number of classes over all ranks.
         rate: The probability of a class, above 0 and at most 1.
-        seed: Another one for each step.
-        device: Where the result is; the CPU by default, where the numbers are drawn anyway.
-        group: Who holds the classes; the current model-parallel group by default.
+        seed: A seed, another one for each step.
+        device: The device of the result; the CPU by default, where the numbers are drawn anyway.
+        group: The ranks that hold the classes; the current model-parallel group by default.
 
     Returns:
         Indices into this rank's shard, sorted, of shape (classes in the sample,).
@@ -71,7 +72,8 @@ def sample_classes(
     start, stop = bounds(num_classes, ranks.size, ranks.rank)
     kept = []
     for block in range(start // _BLOCK, -(-stop // _BLOCK) if stop > start else 0):
-        # Far apart for neighboring seeds and blocks.
+        # Two large odd factors keep neighboring seeds and blocks apart. A plain sum would give block 1 of one
+        # step the numbers of block 0 of the next.
         mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xBF58476D1CE4E5B9) % _SEEDS
         first = block * _BLOCK
         drawn = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(mixed)) < rate
@@ -81,7 +83,7 @@ def sample_classes(
 
 
 def check_sample_rate(rate: float) -> None:
-    """Make sure that a sample can be drawn at this rate.
+    """Raise unless a sample can be drawn at this rate.
 
     Raises:
         ConfigError: The rate is not above 0 and at most 1.
@@ -95,9 +97,9 @@ def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOp
     """Return options for a sample and the targets' own classes.
 
     Args:
-        options: What is computed for all classes.
+        options: The options for all classes.
         sampled: Indices into this rank's shard.
-        target: Of shape (rows,), of all ranks' classes.
+        target: Classes over all ranks, of shape (rows,).
 
     Raises:
         ConfigError: ``sampled`` are not indices into this rank's shard.
@@ -134,24 +136,24 @@ def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOp
     return replace(options, sampled=everything, num_sampled=count)
 
 
-# -- The head of a loss with margins: cosines of features and class centers, harder for the target's class
-# The margins are those of ArcFace (Deng et al., arXiv:1801.07698), which are CosFace's (Wang et al.,
-# arXiv:1801.09414) and SphereFace's (Liu et al., arXiv:1704.08063) in one formula.
+# -- The margin head: cosines of features and class centers, with a margin at the targets ---------
+# The formula of ArcFace (Deng et al., arXiv:1801.07698), which includes the margins of CosFace (Wang et al.,
+# arXiv:1801.09414) and SphereFace (Liu et al., arXiv:1704.08063).
 
 
-_TINY = 1e-12  # shorter centers are divided by this, as torch.nn.functional.normalize does
+_TINY = 1e-12  # the least norm to divide by, as in torch.nn.functional.normalize
 
 
 @dataclass(frozen=True, slots=True)
 class MarginKind:
-    """Margins, and what becomes of the gradient of centers that were not sampled.
+    """The kind of a margin head: its margins, and the form of the gradient of sampled centers.
 
     Attributes:
-        m1: By what the angle between a feature and its center is multiplied.
-        m2: What is added to the angle then, in radians.
-        m3: What is subtracted from its cosine.
-        scale: By what cosines are multiplied to be logits.
-        monotonic: Whether the cosine falls on beyond pi, as SphereFace has it, or rises again.
+        m1: The factor of the angle between a feature and its center.
+        m2: The angle that is added then, in radians.
+        m3: The number that is subtracted from the cosine.
+        scale: The factor from cosines to logits.
+        monotonic: Whether the cosine continues to fall beyond pi, as in SphereFace, or rises again.
         sparse: Whether the gradient is a sparse tensor of the sampled centers.
 
     Raises:
@@ -190,16 +192,18 @@ class MarginKind:
         return MarginHead(self, x, weight, options, needed)
 
     def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
-        """Return the gradient of all centers out of that of the sampled ones."""
+        """Return the gradient of all centers, from the gradient of the sampled ones."""
         if options.sampled is None:
             return grad
         if self.sparse:
             index = options.sampled.unsqueeze(0)
+            # The indices are sorted and distinct (`with_sample`): checking that would wait for an
+            # accelerator.
             return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
         return grad.new_zeros(shape).index_copy_(0, options.sampled, grad)
 
     def apply(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines of targets with their margins, and the derivative by the cosines."""
+        """Return the cosines of the targets with margins, and the derivative with respect to the cosines."""
         if self.m1 == 1 and self.m2 == 0:
             return cosine - self.m3, torch.ones_like(cosine)
         angle = cosine.acos().mul_(self.m1).add_(self.m2)
@@ -208,22 +212,24 @@ class MarginKind:
             turns = (angle / math.pi).floor_()
             sign = 1 - 2 * turns.remainder(2)
             value, slope = value * sign - 2 * turns, slope * sign
-        # Where feature and center coincide the slope is infinite: sines below what can be resolved are one.
+        # The slope is infinite where feature and center coincide: without the least sine its gradient would
+        # be NaN (`a_feature_on_or_opposite_of_its_center_has_finite_gradients`).
         sine = ((1 - cosine) * (1 + cosine)).clamp_min_(torch.finfo(cosine.dtype).eps).sqrt_()
         return value - self.m3, slope * self.m1 / sine
 
 
 class MarginHead:
-    """Scaled cosines. Centers are normalized where they have to be copied anyway, and there alone.
+    """A margin head: scaled cosines of features and centers.
 
-    Sampled centers are gathered, and for a half type all of them are cast: that copy is of unit length.
-    Otherwise the centers are multiplied as they are, and the logits' columns are divided by their norms.
+    Centers are normalized only if they have to be copied anyway: sampled ones are gathered, and for a half
+    type all of them are cast. Otherwise they are multiplied as they are, and the logits' columns are divided
+    by their norms.
 
     Args:
         kind: The margins.
         x: Unit vectors of shape (rows, in), in the type of the products.
         weight: Centers of shape (local classes, in), of any norm.
-        options: Which of them are sampled, and who communicates.
+        options: The options of the loss, with the sample and the group that communicates.
         needed: Whether the gradients of the two are needed.
     """
 
@@ -249,7 +255,7 @@ class MarginHead:
         self._slope = torch.ones(x.size(0), dtype=self._dtype, device=x.device)
 
     def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
-        """Return the scaled cosines of some rows, with their margins, in the type that is computed in."""
+        """Return the scaled cosines of some rows, with their margins, in the type of the computation."""
         logits = self._x[start:stop].mm(self._factors.t()).to(self._dtype).mul_(self._columns)
         if self._count:
             index = rows.index.unsqueeze(1)
@@ -260,9 +266,9 @@ class MarginHead:
         return logits
 
     def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
-        """Add what the gradient of some rows' logits gives; it is overwritten.
+        """Add the gradients from the gradient of some rows' logits, which is overwritten.
 
-        Collectives: begins an all-reduce of the features' gradient.
+        Collectives: starts an all-reduce of the features' gradient.
         """
         if self._count:
             index = rows.index.unsqueeze(1)
@@ -273,7 +279,7 @@ class MarginHead:
         """Return the gradients of the unit vectors and of the centers that have logits."""
         grad_x, grad = self._products.wait()
         if grad is not None:
-            for a, b in self._blocks():  # a center's length changes nothing: what is along it goes
+            for a, b in self._blocks():  # a center's length changes no cosine: remove the component along it
                 block, inverse = grad[a:b], self._inverse[a:b].unsqueeze(1)
                 unit = self._centers(a, b) * inverse
                 block.addcmul_(unit, (unit * block).sum(1, keepdim=True), value=-1)
@@ -287,7 +293,7 @@ class MarginHead:
             yield a, min(self._count, a + step)
 
     def _centers(self, start: int, stop: int) -> Tensor:
-        """Return some of the centers that have logits, in the type that is computed in."""
+        """Return some of the centers with logits, in the type of the computation."""
         if self._sampled is None:
             return self._weight[start:stop].to(self._dtype)
         return self._weight.index_select(0, self._sampled[start:stop]).to(self._dtype)
@@ -315,37 +321,38 @@ def parallel_margin_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of cosines of features and class centers, with a margin at the targets.
 
-    The logit of a class is ``scale * cos(angle)`` between feature and center, whatever their lengths; that
-    of the target is ``scale * (cos(m1 * angle + m2) - m3)``. ``m2`` alone is ArcFace (arXiv:1801.07698),
-    ``m3`` alone CosFace (arXiv:1801.09414), ``m1`` alone SphereFace (arXiv:1704.08063) with a scale. No rank
-    ever has the logits of all classes, and this rank's logits exist for a chunk of rows at a time.
+    The logit of a class is ``scale * cos(angle)`` between feature and center, whatever their lengths. The
+    logit of the target is ``scale * (cos(m1 * angle + m2) - m3)``. ``m2`` alone is ArcFace
+    (arXiv:1801.07698), ``m3`` alone CosFace (arXiv:1801.09414), ``m1`` alone SphereFace (arXiv:1704.08063)
+    with a scale. No rank ever has the logits of all classes. This rank's logits are in memory for a chunk of
+    rows at a time.
 
     Collectives: forward for each chunk an all-gather of 3 or 4 numbers per row, and an all-reduce of the
-    features' gradient beside the next products; backward none. With reduction "none", and for float16, where
-    a loss scale has to reach small gradients: forward one all-gather, backward the all-reduces. With
-    ``sampled`` and label smoothing one more, of a number.
+    features' gradient that overlaps the next products; backward none. With reduction "none", and for float16,
+    where a loss scale has to reach small gradients: forward one all-gather, backward the all-reduces. With
+    ``sampled`` and label smoothing one more all-gather forward, of a number.
 
     Args:
         input: Features of shape (..., in), the same on all ranks.
         weight: This rank's shard of the class centers, of shape (local classes, in).
         target: Classes, of shape (...), the same on all ranks.
-        m1: By what the target's angle is multiplied.
-        m2: What is added to it then, in radians, from 0 to pi.
-        m3: What is subtracted from its cosine.
-        scale: By what cosines are multiplied.
-        monotonic: Whether an angle that the margins bring beyond pi goes on to lower the logit, as SphereFace
-            has it; otherwise its cosine rises again.
-        ignore_index: Targets that count for nothing.
+        m1: The factor of the target's angle.
+        m2: The angle that is added then, in radians, from 0 to pi.
+        m3: The number that is subtracted from the cosine.
+        scale: The factor from cosines to logits.
+        monotonic: Whether an angle beyond pi continues to lower the logit, as in SphereFace; otherwise its
+            cosine rises again.
+        ignore_index: The target of rows that do not count.
         reduction: "mean", "sum" or "none".
-        label_smoothing: How much of a target is spread over all classes that take part, from 0 to 1.
-        num_classes: Over all ranks. By default the weight's mark says it, and without it the ranks'
-            shards have the same size.
-        sampled: Which of this rank's classes take part, as indices into its shard (:func:`sample_classes`
-            draws some); those of the targets always do. ``None`` for all.
+        label_smoothing: The part of a target that is spread over all classes that take part, from 0 to 1.
+        num_classes: The number of classes over all ranks. By default it comes from the weight's mark; without
+            a mark the ranks' shards have the same size.
+        sampled: The classes of this rank that take part, as indices into its shard (:func:`sample_classes`
+            draws some); the targets' classes always do. ``None`` for all.
         sparse: Whether the centers' gradient is a sparse tensor of those that took part.
-        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+        chunk_rows: The number of rows of logits in memory at a time; by default as many as give 16 million
             logits, 128 at least.
-        group: Who; the current model-parallel group by default.
+        group: The ranks; the current model-parallel group by default.
         layer: The module that communicates, or a name for it, for messages.
 
     Returns:
@@ -402,44 +409,44 @@ def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
 class MarginCrossEntropy(ParallelLayer):
     """A head of class centers and its loss with angular margins, for identities, products or words.
 
-    Features and centers are compared by their cosine; the target's has to be better than the others' by a
-    margin. The defaults are ArcFace's (arXiv:1801.07698); ``m2=0, m3=0.4`` is CosFace (arXiv:1801.09414),
-    ``m1=1.35, m2=0`` SphereFace (arXiv:1704.08063) with a scale. Centers are split over the ranks of a
-    group, and logits exist for a chunk of rows at a time.
+    Features and centers are compared by their cosine. The target's cosine has to be larger than the others'
+    by a margin. The defaults are ArcFace's (arXiv:1801.07698); ``m2=0, m3=0.4`` is CosFace
+    (arXiv:1801.09414), ``m1=1.35, m2=0`` SphereFace (arXiv:1704.08063) with a scale. Centers are split over
+    the ranks of a group, and logits are in memory for a chunk of rows at a time.
 
     With ``sample_rate`` below 1 a training step computes with the centers of its own classes and a sample of
-    the others (Partial FC, arXiv:2010.05222). The sample follows from ``seed`` and the default generator of
-    the CPU, from which each step takes one number: ranks that are seeded alike take the same sample however
-    many they are, and a resumed run, or a forward pass that is computed again, the one it had. In evaluation
+    the others (Partial FC, arXiv:2010.05222). The sample follows from ``seed`` and the CPU's default
+    generator, from which each step takes one number. Ranks that are seeded alike take the same sample on any
+    number of ranks. A resumed run and a recomputed forward pass take the sample that they had. In evaluation
     all centers take part.
 
-    What becomes of the other centers is the optimizer's affair. By default their gradient is 0 and the
-    optimizer treats them as any others: momentum and weight decay move them, as in the paper's second version
-    (arXiv:2203.15565), and any optimizer goes. With ``sparse=True`` the gradient has no rows for them, which
-    saves its memory and the optimizer's time: :func:`tp_shard.update_sampled_rows` lets any element-wise
-    optimizer leave those centers and their state untouched, as in the paper's first version.
+    The optimizer decides how the other centers change. By default their gradient is 0, so momentum and weight
+    decay move them as in the paper's second version (arXiv:2203.15565), and any optimizer works. With
+    ``sparse=True`` the gradient has no rows for them, which saves its memory and the optimizer's time. Then
+    :func:`tp_shard.update_sampled_rows` makes any element-wise optimizer leave those centers and their state
+    untouched, as in the paper's first version.
 
-    Collectives: see :func:`functional.parallel_margin_cross_entropy`. Making one broadcasts a generator's
+    Collectives: see :func:`functional.parallel_margin_cross_entropy`. Making a layer broadcasts a generator's
     state.
 
     Args:
         in_features: Size of a feature.
-        num_classes: Over all ranks; they need not divide it.
-        m1: By what the target's angle is multiplied.
-        m2: What is added to it then, in radians, from 0 to pi.
-        m3: What is subtracted from its cosine.
-        scale: By what cosines are multiplied to be logits.
-        monotonic: Whether an angle that the margins bring beyond pi goes on to lower the logit.
-        label_smoothing: How much of a target is spread over all classes that take part, from 0 to 1.
-        ignore_index: Targets that count for nothing.
+        num_classes: The number of classes over all ranks; the ranks need not divide it.
+        m1: The factor of the target's angle.
+        m2: The angle that is added then, in radians, from 0 to pi.
+        m3: The number that is subtracted from the cosine.
+        scale: The factor from cosines to logits.
+        monotonic: Whether an angle beyond pi continues to lower the logit.
+        label_smoothing: The part of a target that is spread over all classes that take part, from 0 to 1.
+        ignore_index: The target of rows that do not count.
         reduction: "mean", "sum" or "none".
         sample_rate: The share of the other centers that take part in a training step, above 0 and at most 1.
-        seed: Another one for another sequence of samples.
+        seed: A seed; another one gives another sequence of samples.
         sparse: Whether the centers' gradient is a sparse tensor of those that took part.
-        chunk_rows: How many rows of logits exist at a time; by default as many as give 16 million
+        chunk_rows: The number of rows of logits in memory at a time; by default as many as give 16 million
             logits, 128 at least.
-        device: Where the centers are.
-        dtype: Their type.
+        device: The device of the centers.
+        dtype: The type of the centers.
         group: The ranks; the current model-parallel group by default.
 
     Attributes:
@@ -500,7 +507,7 @@ class MarginCrossEntropy(ParallelLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw centers from a normal distribution; their directions are what counts.
+        """Draw centers from a normal distribution; only their directions matter.
 
         Collectives: broadcasts of a generator's state.
         """
@@ -545,6 +552,9 @@ class MarginCrossEntropy(ParallelLayer):
 
     def draw_sample(self) -> Tensor:
         """Return the next sample of this rank's classes, as sorted indices into its shard, (sampled,)."""
+        # From the CPU's generator, which all ranks have in the same state and checkpoints restore: every rank
+        # draws the same sample
+        # (`the_layer_trains_like_the_whole_one_and_a_resumed_one_goes_on_with_its_samples`).
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         return sample_classes(
             self.num_classes,
@@ -555,7 +565,7 @@ class MarginCrossEntropy(ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        """Return what the layer was made with."""
+        """Return the layer's options."""
         described = (
             f"in_features={self.in_features}, num_classes={self.num_classes}, m1={self.m1}, m2={self.m2}, "
             f"m3={self.m3}, scale={self.scale}"

@@ -1,4 +1,4 @@
-"""Softmax over classes that are split over ranks: the loss of a row, its parts, their one exchange."""
+"""Softmax over classes that are split over ranks: the parts of a row's loss, and their one exchange."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,26 +13,26 @@ from tp_shard._groups._group import Group
 from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError
 
-# -- What makes the loss of a row, and the targets of some rows as one rank sees them -------------
+# -- Options of a loss, and the targets as one rank sees them -------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOptions:
-    """What makes the loss of a row.
+    """The options of a loss over class shards.
 
     Attributes:
-        num_classes: Over all ranks.
-        weight: A factor for each class, of shape (num_classes,), in the type that is computed in.
-        ignore_index: Targets that count for nothing.
-        label_smoothing: How much of a target is spread over all classes.
+        num_classes: The number of classes over all ranks.
+        weight: A factor for each class, of shape (num_classes,), in the type of the computation.
+        ignore_index: The target of rows that do not count.
+        label_smoothing: The part of a target that is spread over all classes.
         reduction: "mean", "sum" or "none".
         z_loss: The factor of the squared logarithm of the softmax's denominator.
-        group: Who holds the logits together.
-        layer: Who communicates, for messages.
-        sampled: Which of this rank's classes have logits, as sorted indices into its shard; ``None``
-            for all of them. Every target of a class of this rank is among them.
-        num_sampled: How many have logits over all ranks; read where ``sampled`` is given and labels are
-            smoothed.
+        group: The ranks that hold the logits together.
+        layer: The layer that communicates, for messages.
+        sampled: The classes of this rank with logits, as sorted indices into its shard; ``None`` for all of
+            them. It contains each target that is a class of this rank.
+        num_sampled: The number of classes with logits over all ranks; used with ``sampled`` and label
+            smoothing.
     """
 
     num_classes: int
@@ -48,7 +48,7 @@ class LossOptions:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Where this rank's classes begin and end."""
+        """The first class of this rank, and the one after its last."""
         return bounds(self.num_classes, self.group.size, self.group.rank)
 
     @property
@@ -59,14 +59,14 @@ class LossOptions:
 
     @property
     def spread(self) -> float:
-        """How much of a target goes to each class that has a logit."""
+        """The part of a target that goes to each class with a logit."""
         if self.label_smoothing == 0:
             return 0.0
         return self.label_smoothing / (self.num_classes if self.sampled is None else self.num_sampled)
 
     @property
     def columns(self) -> int:
-        """How many numbers per row travel."""
+        """The number of values per row that the ranks exchange."""
         return 4 if self.label_smoothing > 0 else 3
 
 
@@ -75,9 +75,9 @@ class Rows:
 
     Attributes:
         target: The classes.
-        valid: Which rows count.
-        mine: Which targets are classes of this rank.
-        index: Where they are among this rank's logits, 0 for others.
+        valid: Whether the row counts.
+        mine: Whether the target is a class of this rank.
+        index: The target's place among this rank's logits, 0 for targets of other ranks.
         factor: The weight of the target's class, 0 for rows that do not count.
     """
 
@@ -112,39 +112,41 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def returned_in(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the loss: the logits', as torch's own loss has it, and under autocast ``dtype``."""
+    """Return the type of the loss: the type of the logits, as in torch's loss; under autocast ``dtype``."""
     return dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
 
 
-# -- The one exchange of a loss over class shards, which carries the check of its targets along ---
+# -- The one exchange of a loss, which includes the check of the targets --------------------------
 
 
-_HEADER = 3  # numbers before the rows: a wrong target or none, the number of classes, the targets' sum
-_EXACT = 1 << 23  # integers below it are exact in float32
+_HEADER = 3  # values before the rows: a wrong target or 0, the number of classes, a checksum of the targets
+_EXACT = 1 << 23  # float32 represents integers below it exactly
 _OUT_OF_RANGE = float(1 << 24)
 
 
 def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
-    """Return what all ranks found, of shape (ranks, rows, columns).
+    """Return the values of all ranks, of shape (ranks, rows, columns).
 
-    Targets are checked before anything is sent, and what the check found travels along: a rank
-    that alone has a wrong target ends no other in a wait.
+    Each rank checks its targets first and sends the result of the check along. So a wrong target raises on
+    all ranks, where a rank that raised alone would leave the others waiting.
 
     Raises:
         OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
-            it is torch's own assertion.
-        DisagreementError: Ranks have other targets, or another number of classes.
+            torch asserts instead.
+        DisagreementError: Ranks have different targets, or count different numbers of classes; on the CPU,
+            and not in compiled code.
 
-    Collectives: one all-gather.
+    Collectives: one all-gather; none on one rank.
     """
     group = options.group
-    # Asking for numbers would make an accelerator wait, and break a compiled graph in two.
+    # Reading values would wait for an accelerator and break a compiled graph in two.
     has_values = not hasattr(found, "fake_mode")
     can_ask = found.device.type == "cpu" and has_values and not torch.compiler.is_compiling()
     header = _check_targets(rows, options) if can_ask else [0.0] * _HEADER
     if not can_ask:
         wrong = rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))
-        # Private: torch has no public assertion that does not wait. Tests of compiled losses notice its loss.
+        # Private: torch has no public assertion that does not wait for the device. The test
+        # `a_wrong_target_is_an_error_in_the_graph_too` notices its loss.
         torch._assert_async(~wrong.any(), "a target is none of the classes")  # type: ignore[no-untyped-call,unused-ignore]  # torch leaves it so
     if group.size == 1:
         _refuse_wrong([header], options)
@@ -166,7 +168,7 @@ def _check_targets(rows: Rows, options: LossOptions) -> list[float]:
         if low < 0 or high >= options.num_classes:
             bad = rows.target[rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))]
             wrong = max(-_OUT_OF_RANGE, min(_OUT_OF_RANGE, float(bad[0]) * 2 + 1)) if bad.numel() else 0.0
-    places = torch.arange(1, rows.target.numel() + 1)  # so that another order gives another sum
+    places = torch.arange(1, rows.target.numel() + 1)  # factors, so that the checksum depends on the order
     total = float(int(rows.target.dot(places)) % _EXACT)
     return [wrong, float(options.num_classes % _EXACT), total]
 
@@ -196,11 +198,11 @@ def _refuse_wrong(headers: list[list[float]], options: LossOptions) -> None:
         raise DisagreementError(msg)
 
 
-# -- Rows of logits whose classes are split over ranks: what each rank finds, and what they find together
-# The idea is that of the vocabulary-parallel loss of Megatron-LM (Shoeybi et al., "Megatron-LM:
-# Training Multi-Billion Parameter Language Models Using Model Parallelism", arXiv:1909.08053): logits
-# stay where they are, and a few numbers per row travel. Here they travel at once, as in a softmax
-# that is computed online: each rank sends its own maximum and its sum below that maximum.
+# -- The values of each rank, and their merge -----------------------------------------------------
+# After the vocabulary-parallel loss of Megatron-LM (Shoeybi et al., "Megatron-LM: Training Multi-Billion
+# Parameter Language Models Using Model Parallelism", arXiv:1909.08053): logits stay on their rank, and the
+# ranks exchange a few values per row. Here in one exchange, as in an online softmax: each rank sends its own
+# maximum and its sum of exponentials relative to that maximum.
 
 
 _CPU_BLOCK = 1 << 17  # elements: half a megabyte in float32 stays in a core's cache
@@ -209,13 +211,13 @@ _DEVICE_BLOCK = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """What the ranks found together, one number per row.
+    """The merged values of all ranks, one number per row.
 
     Attributes:
         lse: The logarithm of the softmax's denominator.
         loss: The loss before reduction.
-        softmax_factor: By what the softmax is multiplied in the loss's gradient.
-        target_factor: What is subtracted from it at the target.
+        softmax_factor: The factor of the softmax in the loss's gradient.
+        target_factor: The number that is subtracted from it at the target.
     """
 
     lse: Tensor
@@ -225,7 +227,7 @@ class Merged:
 
 
 def block_rows(width: int, device: torch.device) -> int:
-    """Return how many rows of logits or centers are worth several passes together."""
+    """Return the number of rows of logits or centers to process in one block."""
     size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
     return max(1, size // max(1, width))
 
@@ -233,15 +235,15 @@ def block_rows(width: int, device: torch.device) -> int:
 def measure(
     logits: Tensor, rows: Rows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
 ) -> Tensor:
-    """Return what this rank finds in its logits, to be exchanged.
+    """Return the values of this rank's logits that the ranks exchange.
 
     Args:
-        logits: Of shape (rows, local classes).
+        logits: This rank's logits, of shape (rows, local classes).
         rows: Their targets.
-        options: What is computed.
-        dtype: The type that is computed in.
-        keep: Where ``exp(z - maximum)`` is kept, of the logits' shape and of type ``dtype``; it may be
-            ``logits`` itself. ``None`` if it is not needed any more.
+        options: The options of the loss.
+        dtype: The type of the computation.
+        keep: A tensor for ``exp(z - maximum)``, of the logits' shape and of type ``dtype``; it may be
+            ``logits`` itself. ``None`` if the exponentials are not needed later.
 
     Returns:
         A tensor of shape (rows, 3 or 4): the maximum, the sum of the exponentials below it, the
@@ -269,19 +271,19 @@ def measure(
         if sums:
             sums[0].copy_(block.sum(-1, keepdim=True) if weight is None else (block @ weight).unsqueeze(1))
         torch.amax(block, -1, keepdim=True, out=maximum)
-        # A row of which all classes are excluded has no maximum to subtract.
+        # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
         torch.sub(block, maximum.clamp_min(lowest), out=exponentials).exp_()
         torch.sum(exponentials, -1, keepdim=True, out=total)
     return found
 
 
 def merge(everyones: Tensor, rows: Rows, options: LossOptions) -> Merged:
-    """Put together what the ranks found, by log-sum-exp.
+    """Merge the values of all ranks by log-sum-exp.
 
     Args:
-        everyones: Of shape (ranks, rows, columns).
+        everyones: The values, of shape (ranks, rows, columns).
         rows: The targets.
-        options: What is computed.
+        options: The options of the loss.
     """
     maximum = everyones[..., 0].amax(0)
     below = (everyones[..., 0] - maximum).exp_()  # (ranks, rows)
@@ -314,13 +316,13 @@ def fill_gradient(
     """Write the gradient of some rows of logits.
 
     Args:
-        out: Where to, of shape (rows, local classes); it may be ``logits`` itself.
-        logits: The logits; or, where ``maximum`` is given, what :func:`measure` made of them.
-        maximum: This rank's maximum of each row, if they were overwritten.
+        out: The result, of shape (rows, local classes); it may be ``logits`` itself.
+        logits: The logits; with ``maximum`` the exponentials that :func:`measure` kept.
+        maximum: This rank's maximum of each row, if ``logits`` are exponentials.
         merged: ``lse``, ``softmax_factor`` and ``target_factor`` of :class:`Merged`.
         rows: ``index`` and ``mine`` of :class:`Rows`.
         grad: The gradient of each row's loss, 0 for rows that do not count.
-        options: What is computed.
+        options: The options of the loss.
     """
     lse, softmax_factor, target_factor = merged
     index, mine = rows
@@ -365,7 +367,7 @@ def fill_gradient(
 
 
 def reduce_rows(loss: Tensor, factor: Tensor, reduction: str) -> Tensor:
-    """Return the loss of all rows: their mean weighted by ``factor``, their sum, or each of them."""
+    """Reduce the loss of all rows: to their mean weighted by ``factor``, their sum, or not at all."""
     if reduction == "none":
         return loss
     return loss.sum() / factor.sum() if reduction == "mean" else loss.sum()
