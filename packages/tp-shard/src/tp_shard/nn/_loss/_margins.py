@@ -31,7 +31,7 @@ from tp_shard.nn.init import init_shard_
 
 
 _BLOCK = 1 << 16  # classes per seed; another number would draw other samples, also in resumed runs
-_SEEDS = 2**63  # the number of seeds that a generator takes
+_SEEDS = 2**63  # seeds stay below it, in the range of `manual_seed`
 
 
 def sample_classes(
