@@ -5,32 +5,33 @@ Example:
     >>> layer(torch.ones(8, 20)).shape
     torch.Size([8, 30])
 
-The way of a finished model that is split and trained, and the files that it passes::
+The steps from a finished model to a split and trained one, and the files of each step::
 
-    plans.auto, plans.from_hf     _search/: run it and look at what feeds what (_trace), try styles on its
-        |                         blocks (_variants), keep what is proven (_prove)
+    plans.auto, plans.from_hf     _search/: run it and find which layers feed which (_trace), try styles on
+    its
+        |                         blocks (_variants), keep the proven ones (_prove)
         |   a plan                _plans/_styles: {"name": Column(), ...}
         v
     verify                        _verify/: the whole model beside the split one, on ranks that are threads
         |                         (_simulate), compared step by step (_report)
         v
-    parallelize                   _plans/: which modules, how they are cut and what becomes of each (_maker);
-        |                         modules of others get a mixin or hooks (_local, _hooks)
+    parallelize                   _plans/: the modules of a plan, their splits and their new layers (_maker);
+        |                         modules of users get a mixin or hooks (_local, _hooks)
         v
     layers with shards            nn/: _linear, _embedding, and with shared heads or sequences _planned;
-        |                         each is a ParallelLayer (_shards/_layer), whose parameters have marks
+        |                         each is a ParallelLayer (_shards/_layer), with marks on its parameters
         |   groups                distributed, _groups/: the ranks of one copy, and the copies of a shard;
-        |                         _guards: until they are left, torch knows of shards or refuses them
+        |                         _guards: while there are groups, torch handles shards or refuses them
         v
-    forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its
-        |                         counterpart backward;  nn/_sequence: the same along sequences
+    forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its backward
+        |                         collective;  nn/_sequence: the same along sequences
         |   logits                nn/_loss/: of this rank's classes; one exchange of numbers per row
         v
-    clip_grad_norm_, GradScaler   _training: norms of which each rank has a part
+    clip_grad_norm_, GradScaler   _training: norms from the parts of all ranks
         v
-    save_sharded, export          _state/: which part of the whole a shard is: _shards/_slices
+    save_sharded, export          _state/; the place of a shard in the whole tensor: _shards/_slices
 
-The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is split already.
+The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is already split.
 """
 
 from typing import TYPE_CHECKING

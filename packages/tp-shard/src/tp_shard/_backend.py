@@ -19,19 +19,17 @@ class ShardOptions:
     """The options of the backend ``shard``.
 
     Attributes:
-        group_size: How many ranks hold one copy of the model, -1 for all; for jobs whose groups
-            were not formed by ``ts.distributed.init_process_group``.
+        group_size: The number of ranks that hold one copy of the model, -1 for all. It counts if
+            ``ts.distributed.init_process_group`` has not formed the groups.
         find_unused_parameters: For models that do not use every parameter in every step.
-        bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` is torch's
-            own choice.
-        data: What the copies of the model do. "ddp" averages gradients between those that hold the same
-            shards; "fsdp" shards those once more over them, with gradients and optimizer state, by torch's
-            ``fully_shard``; `tp_core.plugins.FullyShardOptions` say how in detail. "auto" is "ddp" where
-            that fits the memory, as far as is known.
+        bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` for torch's default.
+        data: The parallelism over copies of the model. "ddp" averages gradients between ranks that hold the
+            same shards. "fsdp" shards those once more over the copies, with gradients and optimizer state, by
+            torch's ``fully_shard``; `tp_core.plugins.FullyShardOptions` sets its details. "auto" is "ddp" if
+            the estimated memory suffices, else "fsdp".
 
     Raises:
-        ConfigError: ``data`` is something else, or an option of the other way is given with it, or a bucket
-            is not above 0.
+        ConfigError: ``data`` has another value, an option does not apply to it, or a bucket is not above 0.
     """
 
     group_size: int = -1
@@ -58,7 +56,7 @@ class ShardOptions:
 
     @property
     def fully_sharded(self) -> "FullyShardOptions | None":
-        """How shards are to be sharded over the copies; ``None`` where that was not asked for."""
+        """The options for sharding shards over the copies; ``None`` if ``data`` does not ask for it."""
         from tp_core.plugins import FullyShardOptions
 
         if isinstance(self.data, FullyShardOptions):
@@ -67,13 +65,13 @@ class ShardOptions:
 
 
 class ShardBackend(Backend[ShardOptions]):
-    """Runs one process per device; some hold a copy of the model together, copies share the data."""
+    """A backend with one process per device: groups of them hold a copy of the model together."""
 
     name: ClassVar[str] = "shard"
     options_type = ShardOptions
 
     def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each and a model with split parameters."""
+        """Return a fit for several processes with one device each and a model with split parameters."""
         import torch.distributed as dist
 
         environment, devices = job.environment, job.devices
@@ -113,7 +111,7 @@ class ShardBackend(Backend[ShardOptions]):
         return f"; shards are fully sharded over the copies{units}"
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what each rank needs: its shards, and the batch of all ranks that hold a copy with it."""
+        """Return the memory of each rank: for its shards, and for the batch of all ranks of its copy."""
         if job.footprint is None:
             return None
         options = self._fully_sharded(job)
@@ -133,7 +131,7 @@ class ShardBackend(Backend[ShardOptions]):
         )
 
     def _ranks(self, job: Job) -> tuple[int, int]:
-        """Return how many ranks hold a copy of the model together, and how many copies there are."""
+        """Return the number of ranks that hold a copy of the model together, and the number of copies."""
         from tp_shard._groups._group import current_group
 
         ranks, size = job.environment.world_size, self.parse_options(job).group_size
@@ -142,7 +140,7 @@ class ShardBackend(Backend[ShardOptions]):
         return together, max(1, ranks // together)
 
     def _fully_sharded(self, job: Job) -> "FullyShardOptions | None":
-        """Return how shards are sharded over the copies; ``None`` where they are not."""
+        """Return the options for sharding shards over the copies; ``None`` if they are not."""
         options = self.parse_options(job)
         if options.data != "auto" or job.footprint is None:
             return options.fully_sharded
@@ -154,12 +152,12 @@ class ShardBackend(Backend[ShardOptions]):
         return FullyShardOptions()
 
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":
-        """Split a plain model over all ranks, by the plan that is found for it.
+        """Find a plan for a plain model, and split it over all ranks.
 
         Raises:
             ConfigError: Nothing in the model can be split.
 
-        Collectives: those of forming the groups, unless that was done.
+        Collectives: those of forming the groups, if they are not formed yet.
         """
         from tp_shard import distributed, plans
         from tp_shard._plans._parallelize import parallelize
@@ -172,8 +170,10 @@ class ShardBackend(Backend[ShardOptions]):
         """Join the process group and form the model-parallel groups, unless the script has.
 
         Raises:
-            ConfigError: The group size does not divide the number of ranks, or the options of the sharding do
-                not go with the ranks or the device.
+            ConfigError: The group size does not divide the number of ranks, or the sharding options do not
+                fit the ranks or the device.
+
+        Collectives: those of forming the groups, if they are not formed yet.
         """
         options = self.parse_options(job)
         sharded = self._fully_sharded(job)
@@ -197,7 +197,7 @@ class ShardBackend(Backend[ShardOptions]):
 
 
 def _is_fully_sharded(model: "nn.Module | None") -> bool:
-    """Return whether DTensors of a model are shards sharded once more, as in models prepared before."""
+    """Return whether a model has DTensors that are shards of ours, as after an earlier preparation."""
     from tp_core.internal import is_dtensor
 
     from tp_shard._shards._attributes import holds_shard

@@ -1,7 +1,7 @@
-"""What torch and other libraries would silently do wrong with a shard: taught, or refused by name.
+"""Replacements in torch and other libraries that would silently handle a shard as a whole tensor.
 
-Importing this package notes what is to be replaced when groups are formed, see ``_groups/_patches``;
-importing it replaces nothing.
+Each either handles shards correctly or refuses them with an error. Importing this module only registers the
+replacements; they take place when groups are formed, see ``_groups/_patches``.
 """
 
 import functools
@@ -25,24 +25,25 @@ from tp_shard._shards._attributes import get_parallel_dim, holds_shard
 from tp_shard._shards._layer import ParallelLayer
 
 # -- DistributedDataParallel beside parallel layers -----------------------------------------------
-# DDP averages gradients over its ranks, and starts by giving all of them rank 0's parameters. Among
-# ranks that hold different shards both would be wrong. It can be given names to leave alone, but only
-# before it is made, and only on the very module that it wraps. So while there are model-parallel groups
-# DDP is wrapped to ask for these names itself; the parameters that it then leaves alone are averaged
-# here, among those who hold the same.
+# DDP averages gradients over its ranks, and starts with a broadcast of rank 0's parameters. Among ranks that
+# hold different shards both would be wrong. DDP reads the names of parameters to ignore once, when it is
+# made, and only from the very module that it wraps. So while there are model-parallel groups its `__init__`
+# is replaced and sets these names. The ignored parameters are averaged here, among the ranks that hold the
+# same.
 
 
-# Private: where DDP looks for names to leave alone. The tests of data parallelism notice its loss.
+# Private: the attribute in which DDP looks for names to ignore. Without it DDP would overwrite the shards
+# with rank 0's (`a_split_layer_alone_under_ddp_keeps_its_shards`).
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _hooks = WeakTensorKeyDictionary()
 
 
 def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
-    """Let DistributedDataParallel leave the parameters of parallel layers alone.
+    """Make DistributedDataParallel ignore the parameters of parallel layers.
 
-    They are averaged all the same where that is right: a shard among those who hold the same one, a
-    parameter that all ranks have among all ranks. Calling it is optional, before or after the module
-    is wrapped: DDP over ranks that hold different shards does so on its own.
+    They are still averaged where that is right: a shard among the ranks that hold the same one, a parameter
+    that all ranks have among all ranks. The call is optional, before or after the module is wrapped: DDP over
+    ranks with different shards makes it itself.
 
     Args:
         module: The module that DDP will wrap, or has wrapped.
@@ -59,7 +60,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         _patches.install()
     names = _parallel_names(module)
     if not isinstance(module, DistributedDataParallel):
-        # DDP spells the names of the wrapped module's own parameters in two ways.
+        # DDP looks up a parameter of the wrapped module itself as "name" in one place and ".name" in another.
         spelled = {n for name in names for n in (name, name if "." in name else f".{name}")}
         setattr(module, _IGNORED, sorted({*getattr(module, _IGNORED, ()), *spelled}))
     return names
@@ -78,7 +79,7 @@ def _parallel_names(module: nn.Module) -> list[str]:
 
 @_patches.while_split
 def patch_ddp() -> list[_patches.Undo]:
-    """Let every DDP that is made from now on know of shards; return what ends it."""
+    """Make each new DDP handle shards; return the functions that end this."""
     original = DistributedDataParallel.__init__
     signature = inspect.signature(original)
 
@@ -100,9 +101,11 @@ def patch_ddp() -> list[_patches.Undo]:
 
 
 class _AllSplit(DistributedDataParallel):
-    """What DDP is around a model of which nothing is left to it: shards are averaged by their own hooks.
+    """A DDP around a model with nothing left for DDP to average: hooks average all of its shards.
 
-    Torch refuses to wrap such a model. Buffers are shared as DDP does.
+    Torch refuses to wrap such a model. Buffers are broadcast as DDP does.
+
+    Collectives: a broadcast of each buffer that is not split, before each forward pass in training.
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -113,13 +116,14 @@ class _AllSplit(DistributedDataParallel):
 
 
 def _all_ignored(module: nn.Module) -> bool:
-    """Return whether DDP is to leave all trained parameters to us; without any its own message is right."""
+    """Return whether DDP has to ignore all trained parameters; without any, its own error is right."""
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
     return bool(trained) and trained <= set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
 
 
 def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
     group, mesh = given.get("process_group"), given.get("device_mesh")
+    # In place: this runs inside `__init__`, which cannot return another object.
     ddp.__class__ = _AllSplit
     nn.Module.__init__(ddp)
     ddp.module = module
@@ -136,15 +140,18 @@ def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _share_buffers(ddp: DistributedDataParallel) -> None:
-    """Give all ranks the first one's buffers; a broadcast each."""
+    """Copy the first rank's buffers to all ranks.
+
+    Collectives: a broadcast for each buffer that is not split.
+    """
     for name, buffer in ddp.module.named_buffers():
-        # A buffer that is split is another one on each rank, and a broadcast would overwrite it.
+        # A split buffer differs by rank, and a broadcast would overwrite it.
         if name not in ddp.parameters_to_ignore and get_parallel_dim(buffer) is None:
             dist.broadcast(buffer, group_src=0, group=ddp.process_group)
 
 
 def _holds_different_shards(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Return whether the ranks of a DDP to be hold different shards of a layer."""
+    """Return whether the ranks of a new DDP hold different shards of a layer."""
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if mesh is not None:
         group = mesh.get_group(0)
@@ -158,7 +165,10 @@ def _holds_different_shards(module: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def _average_ignored(ddp: DistributedDataParallel) -> None:
-    """Begin alike, and average gradients, where DDP leaves parallel parameters alone."""
+    """Broadcast the parallel parameters that DDP ignores, and average their gradients from now on.
+
+    Collectives: a broadcast of each such parameter; backward an all-reduce of each gradient.
+    """
     ignored = set(ddp.parameters_to_ignore)
     for name in _parallel_names(ddp.module):
         if name not in ignored:
@@ -167,9 +177,9 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
         if group is None or dist.get_world_size(group) == 1:
             continue
-        # As DDP does with what is its own: copies that were seeded differently would be averaged apart.
+        # As DDP does with its own parameters: copies from different seeds would start, and stay, different.
         dist.broadcast(parameter.data, group_src=0, group=group)
-        if parameter in _hooks:  # wrapped before: two hooks would average, and wait for ranks, twice
+        if parameter in _hooks:  # wrapped before: with two hooks each step would communicate twice
             _hooks[parameter].remove()
         if parameter.requires_grad:
             hook = functools.partial(_average, group=group, size=dist.get_world_size(group))
@@ -177,10 +187,10 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
 
 
 def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same shard as this one, ``None`` if there are no others.
+    """Return the group of ranks that hold the same shard as this one, ``None`` if there are no others.
 
     Raises:
-        ConfigError: There are others, and no group says who they are.
+        ConfigError: There are others, and no group contains them.
     """
     data = current_data_group()
     if data is not None and data.size > 1:
@@ -201,7 +211,8 @@ def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | Non
 def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:
     """Average a gradient over a group.
 
-    What was averaged before and accumulated to stays right: the average of equal parts is itself.
+    Under gradient accumulation a gradient contains parts that were averaged before. That stays right, because
+    the average of equal parts is the part itself.
 
     Collectives: one all-reduce.
     """
@@ -210,18 +221,21 @@ def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:
         parameter.grad.div_(size)
 
 
-# -- What other people's code would silently do wrong with a shard is refused by name -------------
-# Torch has hooks for steps of optimizers. For the rest functions are replaced, as
-# :mod:`tp_shard._groups._patches` says; each does what it did wherever no shard is concerned.
+# -- Optimizers, clipping and saving that would take a shard for a whole tensor -------------------
+# Torch has hooks for the steps of optimizers. The other functions are replaced while there are groups;
+# without a shard among its arguments each does what it did.
 
 
+# Weak: an optimizer that the user drops must not live on here.
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 @_patches.while_split
 def install_guards() -> list[_patches.Undo]:
-    """Watch optimizers' steps and torch's own clipping from now on; return what ends it."""
-    original = clip_grad._clip_grads_with_norm_  # what clip_grad_norm_ calls, imported early or late
+    """Check the steps of optimizers and torch's clipping from now on; return the functions that end this."""
+    # Private: `clip_grad_norm_` itself may have been imported by name before, and calls this one in any case.
+    # `torchs_own_clipping_is_refused` notices its loss.
+    original = clip_grad._clip_grads_with_norm_
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check_once(optimizer))
 
     @functools.wraps(original)
@@ -245,11 +259,11 @@ def _check_once(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer with shards treats each element independently, and keeps shards apart.
+    """Raise unless an optimizer with shards treats each element independently, and keeps shards apart.
 
     Raises:
-        ConfigError: Its step depends on whole matrices, of which it would see shards; or it sends what it
-            has updated to ranks that hold other shards.
+        ConfigError: Its step depends on whole matrices, but it would see shards of them. Or it sends updated
+            parameters to ranks that hold other shards.
     """
     if not any(holds_shard(p) for g in optimizer.param_groups for p in g["params"]):
         return
@@ -266,10 +280,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_zero_redundancy(optimizer: Any) -> None:
-    """Make sure that a ``ZeroRedundancyOptimizer`` exchanges parameters with those who hold the same shards.
+    """Raise unless a ``ZeroRedundancyOptimizer`` exchanges parameters with the holders of the same shards.
 
     Raises:
-        ConfigError: Its ranks are others.
+        ConfigError: It exchanges them with other ranks.
     """
     data = current_data_group() or ALONE
     same = [dist.get_rank()] if data.process_group is None else dist.get_process_group_ranks(data.handle)
@@ -285,7 +299,7 @@ def _check_zero_redundancy(optimizer: Any) -> None:
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Let ``save_pretrained()`` of the model's classes refuse to write shards as if they were whole."""
+    """Make ``save_pretrained()`` of the model's classes refuse to write shards as whole tensors."""
     for kind in {cls for module in model.modules() for cls in type(module).__mro__}:
         original = vars(kind).get("save_pretrained")
         if inspect.isfunction(original) and not hasattr(original, "_tp_shard"):
@@ -309,5 +323,5 @@ def _whole_only(original: Any) -> Any:
             raise StateError(msg)
         return original(self, *args, **kwargs)
 
-    save_pretrained._tp_shard = True  # type: ignore[attr-defined]  # our own note
+    save_pretrained._tp_shard = True  # type: ignore[attr-defined]  # so that it is wrapped once
     return save_pretrained

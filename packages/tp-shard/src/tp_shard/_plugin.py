@@ -1,4 +1,4 @@
-"""What tp-shard brings to the registry. Light: the heavy parts are imported in the hooks."""
+"""The plugins of tp-shard for the registry. Light: the hooks import the heavy parts."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

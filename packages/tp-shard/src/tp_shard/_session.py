@@ -29,15 +29,15 @@ from tp_shard._training import check_gradients, total_grad_norm
 
 
 class ShardSession(ProcessGroupSession):
-    """One rank of a job whose model is split.
+    """One rank of a job with a split model.
 
-    The ranks of one group hold a copy of the model together and read the same samples; the groups
-    share each batch. Between those who hold the same shards gradients are averaged by
-    DistributedDataParallel, shards and whole parameters alike.
+    The ranks of one group hold a copy of the model together and read the same samples. The groups divide each
+    batch. DistributedDataParallel averages the gradients of shards and of whole parameters, over the ranks
+    that hold the same shards.
 
     Args:
-        job: What is to be done.
-        group_size: How many ranks hold a copy together, if the groups are not formed yet.
+        job: The job.
+        group_size: The number of ranks that hold a copy together, if the groups are not formed yet.
         find_unused_parameters: As DDP takes it.
         bucket_cap_mb: As DDP takes it.
     """
@@ -75,14 +75,14 @@ class ShardSession(ProcessGroupSession):
     # -- preparing ----------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device, and wrap it where there are several copies.
+        """Move the model to the device, and wrap it if there are several copies.
 
         Raises:
             ModelError: The model is not a module, or it is wrapped already.
             DisagreementError: The ranks' parameters differ in name, whole shape or type.
 
-        Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to
-        the other copies, and of what is not split within a copy.
+        Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to the other
+        copies, and of all tensors that are not split within a copy.
         """
         self.check_plain(model, may_be_split=True)
         shards = ShardTable(model).exact
@@ -94,7 +94,7 @@ class ShardSession(ProcessGroupSession):
         return prepared
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
-        """Bring the model to the device, and let those who hold the same shards share their gradients."""
+        """Move the model to the device, and average gradients over the ranks that hold the same shards."""
         materialize(model, lambda tensor: initial_value(tensor).to(self.device))
         model = move_module(model, self.device)
         self._share_whole_parameters(model)
@@ -106,7 +106,10 @@ class ShardSession(ProcessGroupSession):
         )
 
     def _share_whole_parameters(self, model: nn.Module) -> None:
-        """Give the ranks of a copy the first one's parameters and buffers that are not split."""
+        """Copy the parameters and buffers that are not split from the first rank of a copy to the others.
+
+        Collectives: a broadcast of each such tensor.
+        """
         if self.tensor_group.size == 1:
             return
         table = ShardTable(model)
@@ -115,7 +118,7 @@ class ShardSession(ProcessGroupSession):
                 dist.broadcast(tensor.data, group_src=0, group=self.tensor_group.handle)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer.
+        """Check the optimizer and return it.
 
         Raises:
             ConfigError: The optimizer computes with whole matrices, and has shards of them.
@@ -130,9 +133,11 @@ class ShardSession(ProcessGroupSession):
             DisagreementError: The first time, and in debug mode each time: the ranks of a copy have
                 different gradients of a parameter that is not split.
 
-        Collectives: DDP's, and the first time those of ``check_gradients``.
+        Collectives: those of DDP; the first time, and in debug mode each time, those of ``check_gradients``.
         """
         super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
+        # Once outside of debug mode, because each check costs an exchange. A model without gradients so far
+        # keeps its turn.
         for model in self._unchecked:
             check_gradients(model)
         if self._unchecked:
@@ -144,25 +149,28 @@ class ShardSession(ProcessGroupSession):
                 check_gradients(model)
 
     def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the whole gradient, whose shards lie on several ranks.
+        """Return the norm of the whole gradient, from the shards of all ranks.
 
         Collectives: an all-reduce of one number.
         """
         return total_grad_norm(model.parameters(), norm_type)
 
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
-        """Return ``value`` with its place in the whole: that of its parameter."""
+        """Return ``value`` with the place of its parameter in the whole tensor."""
         return slice_of(value, self._shards.get(id(parameter)))
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole model's state, with the user's own module's names, on every rank."""
+        """Return the whole model's state on every rank, with the names of the user's own module.
+
+        Collectives: those of ``collect_state_dict``.
+        """
         plain = self.unwrap(model)
         return plain_state(collect_state_dict(plain, plain.state_dict()))
 
     def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole model's state, of which what is split has no memory until it is put together.
+        """Return the whole model's state, with split tensors that take memory only when they are gathered.
 
-        Collectives: none; broadcasts of the shards where `tp_core.state.whole` is called.
+        Collectives: none; `tp_core.state.whole` broadcasts the shards of a tensor.
         """
         plain = self.unwrap(model)
         table = ShardTable(plain)
@@ -173,7 +181,7 @@ class ShardSession(ProcessGroupSession):
         return plain_state(parts)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load a state that :meth:`model_state` returned, whichever backend's it was.
+        """Load a state that :meth:`model_state` of any backend returned.
 
         Raises:
             StateError: A whole tensor has another shape.
@@ -185,7 +193,7 @@ class ShardSession(ProcessGroupSession):
 
 
 def _whole_later(name: str, local: Tensor, shard: Shard) -> Tensor:
-    """Return a tensor without memory that `tp_core.state.whole` puts together."""
+    """Return a tensor without memory that `tp_core.state.whole` can gather."""
     tensor = torch.empty(shard.full_shape, dtype=local.dtype, device="meta")
     tensor.full_tensor = partial(gather_shard, name, local.detach(), shard, to="all")  # type: ignore[attr-defined]
     return tensor
@@ -195,18 +203,18 @@ class ShardFsdpSession(FullyShardedSession, ShardSession):
     """One rank of a job in two dimensions: tensors split in a group, their shards sharded over the copies.
 
     Args:
-        job: What is to be done.
+        job: The job.
         group_size: As `ShardSession` takes it.
-        options: How shards are sharded over the copies.
+        options: The options for sharding over the copies.
 
     Raises:
-        ConfigError: The options do not go with the ranks.
+        ConfigError: The options do not fit the ranks.
     """
 
     def __init__(self, job: Job, *, group_size: int, options: FullyShardOptions) -> None:
         ShardSession.__init__(self, job, group_size=group_size)
         mesh = mesh_of_copies(self.device.type, options.replicas)
-        # None would be all ranks, where each is the only one with its shards.
+        # A rank alone with its shards has no data group. None would mean all ranks, which hold other shards.
         group = (current_data_group() or ALONE).process_group or mesh.get_group(mesh.ndim - 1)
         self.sharding = Sharding(job, options, lambda: mesh, group=group, share=self._share_whole_parameters)
 

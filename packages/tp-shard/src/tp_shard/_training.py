@@ -1,4 +1,4 @@
-"""What a training loop needs over shards: clipping, loss scaling, groups of parameters, sparse updates."""
+"""Tools for training loops over shards: clipping, loss scaling, parameter groups, sparse updates."""
 
 import functools
 import math
@@ -20,11 +20,11 @@ from tp_shard._shards._dtensors import local, part_of, sharded_over
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._shards._slices import parts_of_whole
 
-# -- Clipping by the norm of the whole gradient, of which each rank has a part --------------------
+# -- Clipping by the norm of the whole gradient ---------------------------------------------------
 
 
 Axes = tuple[dist.ProcessGroup, ...]
-"""The groups over which a gradient is cut."""
+"""The groups over which a gradient is split."""
 
 
 @torch.no_grad()
@@ -39,14 +39,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that the norm of the whole gradient is at most ``max_norm``.
 
-    Shards of all ranks count, and parameters that all ranks have count once: the result is that of
-    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, and the same on all ranks. Gradients may be
-    cut over copies of the model besides, as ``fully_shard`` does it.
+    Shards of all ranks count, and parameters that all ranks have count once. The result equals
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, and is the same on all ranks. Gradients may
+    also be sharded over copies of the model, as by ``fully_shard``.
 
     Args:
         parameters: A model, or parameters; on every rank those of the same layers.
-        max_norm: The largest norm that is left as it is.
-        norm_type: Which norm; ``inf`` for the largest absolute value.
+        max_norm: The largest norm that is not scaled.
+        norm_type: The order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise if the norm is not finite.
         foreach: As torch takes it.
         group: The ranks; the current model-parallel group by default.
@@ -55,12 +55,12 @@ def clip_grad_norm_(
         The norm of the whole gradient before scaling, a scalar tensor, the same on all ranks.
 
     Raises:
-        NonFiniteLossError: The norm is not finite, and that was to be an error; on every rank.
-        ConfigError: A gradient is a DTensor that is a sum yet to be made.
+        NonFiniteLossError: The norm is not finite, with ``error_if_nonfinite``; on every rank.
+        ConfigError: A gradient is a DTensor with a partial placement.
         DisagreementError: In debug mode, as :func:`check_gradients` says.
 
-    Collectives: an all-reduce of one number; under ``fully_shard`` one of two numbers for each axis of its
-    mesh that cuts gradients, too.
+    Collectives: an all-reduce of one number. Under ``fully_shard`` also one of two numbers for each axis of
+    its mesh over which gradients are sharded.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -87,20 +87,21 @@ def clip_grad_norm_(
 def total_grad_norm(
     parameters: Iterable[Tensor], norm_type: float, *, foreach: bool | None = None, group: GroupLike = None
 ) -> Tensor:
-    """Return the norm of the whole gradient, the same on all ranks; arguments as above.
+    """Return the norm of the whole gradient, the same on all ranks.
 
-    Collectives: as above.
+    Arguments and collectives are those of :func:`clip_grad_norm_`.
     """
     everything = [p for p in parameters if p.grad is not None]
     ranks = as_group(group)
     tensor = () if ranks.process_group is None or ranks.size == 1 else (ranks.process_group,)
-    # By the groups over which the gradients are cut. All ranks take part in all sums, even with nothing.
+    # By the groups over which the gradients are split. The two first keys always exist: a rank without such
+    # gradients still takes part in the sums, or the others would wait for it.
     gradients: dict[Axes, list[Tensor]] = {(): [], tensor: []}
     for parameter in everything:
         grad = parameter.grad
         if grad is None:
             continue
-        if grad.is_sparse:  # rows that it lacks are 0
+        if grad.is_sparse:  # its missing rows are 0
             grad = grad.coalesce().values()
         is_split = bool(tensor) and holds_shard(parameter)
         axes = sharded_over(grad) + (tensor if is_split else ())
@@ -116,13 +117,17 @@ def total_grad_norm(
 
 
 def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
-    """Return the norm of everything, from the norms of what this rank has, by the groups that cut it."""
+    """Return the norm of all gradients, from this rank's norms by the groups over which they are split.
+
+    Collectives: an all-reduce for each group.
+    """
+    # In float64: powers of float32 norms overflow where the norm itself does not.
     is_max = norm_type == math.inf
     wide = {axes: norm.double() if is_max else norm.double().pow(norm_type) for axes, norm in norms.items()}
     for group in dict.fromkeys(group for axes in norms for group in axes):
         cut = [axes for axes in norms if group in axes]
         values = torch.stack([wide[axes] for axes in cut])
-        # In the order in which all ranks have the groups: in another one they would wait for one another.
+        # All ranks have the groups in the same order: in different orders they would wait for each other.
         dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         wide.update(zip(cut, values.unbind(), strict=True))
     everything = torch.stack(list(wide.values()))
@@ -130,7 +135,7 @@ def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
 
 
 def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
-    """Return the parts of a shard's gradient that no earlier rank has too."""
+    """Return the parts of a shard's gradient that no earlier rank holds too: each counts once."""
     split = get_split(parameter, group)
     if split is None or split.is_even:
         return [local(grad)]
@@ -138,15 +143,15 @@ def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose ranks agree whether gradients overflowed.
+    """A ``torch.amp.GradScaler`` for shards: if gradients overflow on one rank, all ranks skip the step.
 
-    A gradient overflows on the rank that holds the shard; with torch's own that rank alone would
-    leave the step out, and the copies of what all ranks have would diverge.
+    A gradient overflows on the rank that holds the shard. With torch's scaler that rank alone would skip the
+    step, and the parameters that all ranks have would diverge.
 
     Args:
         device: The type of the devices that compute, such as "cuda" or "cpu".
         group: The ranks; the current model-parallel group by default.
-        **kwargs: What else torch's takes, such as ``init_scale``.
+        **kwargs: Further arguments of torch's scaler, such as ``init_scale``.
 
     Collectives: an all-reduce of one number in each step.
     """
@@ -155,6 +160,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **kwargs)
         self._group = as_group(group)
 
+    # Private: torch's `step` and `unscale_` both call it, and no public method sees the flags of an overflow.
+    # `a_scaler_leaves_the_step_out_on_all_ranks_or_on_none` notices its loss.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -163,8 +170,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if self._group.size == 1:
             return found
-        # One message, whatever devices this rank's gradients are on, and from a rank without any, too: the
-        # others would wait for it.
+        # One all-reduce, whatever devices this rank's gradients are on, and also on a rank without gradients:
+        # the others would wait for it.
         worst = found_inf.clone()
         for flag in found.values():
             worst = torch.maximum(worst, flag.to(worst.device))
@@ -172,23 +179,25 @@ class GradScaler(torch.amp.GradScaler):
         return {device: worst.to(device) for device in found or {worst.device: worst}}
 
 
-# -- Whether the ranks of a copy have the same gradients of what they all hold --------------------
+# -- Comparison of the gradients of whole parameters between the ranks of a copy ------------------
 
 
-_BLOCK = 1 << 20
-_TOLERANCE = 1e-2  # far above what the order of additions changes, far below what a forgotten sum does
-_ROUNDING = 1e-7  # of the largest gradient: what is nothing but rounding may differ
+_BLOCK = 1 << 20  # elements in float64 at a time: 8 MiB
+_TOLERANCE = 1e-2  # far above the effect of the order of additions, far below the effect of a missing sum
+_ROUNDING = 1e-7  # relative to the largest gradient: gradients that are rounding alone may differ
 
 
 @torch.no_grad()
 def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
-    """Make sure that ranks which hold a copy of a model together agree on its whole parameters' gradients.
+    """Raise unless the ranks of a model's copy have the same gradients of its whole parameters.
 
-    Call it after a backward pass, on every rank. Parameters that are not split are the same on all ranks
-    of a group and stay so if their gradients are. They are not where such a parameter works on a rank's
-    own features or heads and its gradient is not summed, or where the ranks read different samples; then
-    each rank trains a model of its own. The backend ``shard`` calls it once, after the first backward
-    pass, and in debug mode after each, as :func:`clip_grad_norm_` of a model does.
+    Call it after a backward pass, on every rank. Parameters that are not split are the same on all ranks of a
+    group, and stay the same if their gradients are. The gradients differ if such a parameter works on a
+    rank's own features or heads and its gradient is not summed, or if the ranks read different samples. Then
+    each rank trains another model.
+
+    The backend ``shard`` calls it once, after the first backward pass, and in debug mode after each one. In
+    debug mode :func:`clip_grad_norm_` of a model calls it too.
 
     Args:
         model: The model, which may be wrapped.
@@ -197,8 +206,8 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     Raises:
         DisagreementError: The gradients of a parameter differ; it is named, on every rank.
 
-    Collectives: an all-gather of three numbers for each parameter that is not split, and where they differ
-    one of the states of the random generators.
+    Collectives: an all-gather of three numbers for each parameter that is not split; if they differ, one more
+    of a checksum of the random generators.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -242,7 +251,7 @@ def _disagreement(name: str, rank: int, first: list[float], other: list[float], 
 def _draw_alike(group: Group, near: Tensor) -> bool:
     """Return whether the default generators of the ranks are in the same state.
 
-    Collectives: an all-gather of a number for each generator.
+    Collectives: an all-gather of a checksum for each generator.
     """
     places = {torch.device("cpu"), near.device}
     found = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
@@ -251,7 +260,8 @@ def _draw_alike(group: Group, near: Tensor) -> bool:
 
 
 def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List what is trained and not split; layers know it even where others made new parameters of theirs."""
+    """List the trained parameters that are not split."""
+    # By layers as well as by marks: other code may have replaced a layer's parameters by ones without marks.
     shards = {
         id(p)
         for module in model.modules()
@@ -264,11 +274,12 @@ def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _described(parameter: Tensor) -> Tensor:
-    """Return whether there is a gradient, its norm, and its product with fixed numbers."""
+    """Return whether there is a gradient, its norm, and its dot product with fixed numbers."""
+    # The dot product finds gradients of the same norm with other elements, without sending them.
     grad = parameter.grad
     if grad is None:
         return torch.zeros(3, dtype=torch.float64, device=parameter.device)
-    grad = local(grad)  # of a sharding beside ours
+    grad = local(grad)  # under `fully_shard`
     if grad.is_sparse:
         grad = grad.coalesce().values()
     values = torch.view_as_real(grad) if grad.is_complex() else grad
@@ -292,7 +303,7 @@ def _same(first: list[float], other: list[float], largest: float) -> bool:
         return False
     values = torch.tensor([first[1:], other[1:]], dtype=torch.float64)
     if not values.isfinite().all():
-        return True  # what is not finite is found elsewhere
+        return True  # a loss scaler or the check of the loss reports non-finite gradients
     allowed = _TOLERANCE * max(first[1], other[1]) + _ROUNDING * largest
     return bool((values[0] - values[1]).abs().max() <= allowed)
 
@@ -303,22 +314,21 @@ def _gather(mine: Tensor, group: Group) -> Tensor:
     return torch.stack(everyones)
 
 
-# -- What optimizers over shards are given: groups of parameters, and the rows that a sparse gradient has
+# -- Optimizers over shards: parameter groups, and updates of the rows of a sparse gradient -------
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> list[dict[str, Any]]:
     """Return a model's trained parameters in groups for an optimizer, the same on all ranks.
 
-    Shards and parameters that all ranks have are kept apart, each tied parameter counted once.
+    Shards and parameters that all ranks have are in separate groups. A tied parameter appears once.
 
     Args:
         model: The model.
-        weight_decay: Decay for matrices; vectors (biases, norms) then get none, in groups of their
-            own. ``None`` leaves decay to the optimizer.
+        weight_decay: Decay for matrices; vectors (biases, norms) then get none, in separate groups. ``None``
+            leaves decay to the optimizer.
 
     Returns:
-        Dicts with "params", "name" and "sharded", and "weight_decay" where it was given; none of
-        them is empty.
+        Dicts with "params", "name" and "sharded", and with "weight_decay" if it was given. No group is empty.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -341,21 +351,21 @@ def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> 
 
 
 def update_sampled_rows(optimizer: Optimizer) -> None:
-    """Let an optimizer touch only the rows that a sparse gradient has: of the parameter and of its state.
+    """Make an optimizer update only the rows of a sparse gradient, in the parameter and in its state.
 
-    Most of torch's optimizers refuse sparse gradients, and its SGD moves all rows by their momentum. After
-    this call each step hands the optimizer those rows, gathered into a small parameter with its part of the
-    state, and writes them back. The rest keeps its values, its momentum and its moments; no weight decay
-    reaches it. That is how Partial FC (arXiv:2010.05222) updates the centers that were sampled, and what
-    :class:`torch.optim.SparseAdam` does for Adam. Parameters with dense gradients are treated as ever.
+    Most of torch's optimizers refuse sparse gradients, and SGD moves all rows by their momentum. After this
+    call each step passes those rows to the optimizer, in a small parameter with its part of the state, and
+    writes them back. The other rows keep their values, momentum and moments, and get no weight decay. Partial
+    FC (arXiv:2010.05222) updates sampled centers this way, and so does :class:`torch.optim.SparseAdam` for
+    Adam. Parameters with dense gradients are updated as usual.
 
     Args:
-        optimizer: One that treats each element independently: SGD, Adam, AdamW, Adagrad, RMSprop, ... State
-            that all elements share, such as the number of steps, counts every step.
+        optimizer: An element-wise optimizer: SGD, Adam, AdamW, Adagrad, RMSprop, ... State that all elements
+            share, such as the number of steps, counts every step.
 
     Raises:
-        ConfigError: The optimizer is SparseAdam, which does so already; or, at a step with sparse gradients,
-            there is a closure.
+        ConfigError: The optimizer is SparseAdam, which already does so. Or a step with sparse gradients gets
+            a closure.
 
     Example:
         >>> head = ts.nn.MarginCrossEntropy(16, 1000, sample_rate=0.1, sparse=True)
@@ -373,14 +383,15 @@ def update_sampled_rows(optimizer: Optimizer) -> None:
 
 
 class _Exchange:
-    """Puts small parameters in the place of those with sparse gradients during a step."""
+    """The hooks that replace parameters with sparse gradients by small ones during a step."""
 
     def __init__(self) -> None:
         self._places: list[tuple[list[Tensor], int, Tensor, Tensor, Tensor]] = []
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gather the rows."""
-        for parameters, i, parameter, small, _ in self._places:  # the last step ended in an error
+        # The last step raised, so its `after` did not run: restore first, or its small parameters would stay.
+        for parameters, i, parameter, small, _ in self._places:
             parameters[i] = parameter
             optimizer.state.pop(small, None)
         self._places = []

@@ -1,8 +1,8 @@
-"""What only programs written for torchshard use: one of them changes its import line alone.
+"""Names for programs that were written for torchshard.
 
-``import torchshard as ts`` becomes ``import tp_shard as ts``: these names can be taken from there, too. New
-programs need none of them: layers cut themselves, and DistributedDataParallel is taught of shards while there
-are groups.
+Such a program changes its import line alone: ``import torchshard as ts`` becomes ``import tp_shard as ts``,
+which has these names too. New programs do not need them: layers split themselves, and DistributedDataParallel
+handles shards while there are groups.
 """
 
 from tp_shard._guards import register_ddp_parameters_to_ignore
@@ -11,5 +11,5 @@ from tp_shard._split import slice
 
 __all__ = ["register_ddp_parameters_to_ignore", "slice"]
 
-_PARALLEL_ATTR = _PARALLEL_DIM = PARALLEL_DIM  # names of attributes of tensors, which such programs read
+_PARALLEL_ATTR = _PARALLEL_DIM = PARALLEL_DIM  # attributes of tensors that such programs read
 _ORDER_TYPE = ORDER_TYPE

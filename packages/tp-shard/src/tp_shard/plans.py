@@ -1,4 +1,4 @@
-"""Plans for models that were not written for this package: what is proposed is proven, or not returned."""
+"""Plans for models that were not written for this package: each is proven before it is returned."""
 
 from typing import Any
 
@@ -28,29 +28,32 @@ def auto(
 ) -> dict[str, Style]:
     """Propose a plan for a model, whatever its layers are called, and prove it.
 
-    A copy of the model runs once, on a small batch, and autograd's graph shows which linear layers feed
-    which: where the outputs of some reach one other and nothing else, those are column layers and that is
-    their row layer. Each such block is then tried with its own inputs, whole and on simulated ranks: where
-    heads stay whole, in which order fused layers hold their features, which of the block's own numbers
-    count heads, and what stands inside, is found out by its own outputs and gradients. An attention whose
-    heads cannot be divided gets layers whose outputs are joined. Experts that are parameters of one module
-    are split, embeddings of tokens and heads with many classes by vocabulary. At the end the whole copy is
-    verified as :func:`tp_shard.verify` does, with the batch and with random values of other lengths, each
-    block as it is; what is not right stays whole. Caches of keys and values are off meanwhile.
+    A copy of the model runs once, on a small batch. Autograd's graph shows which linear layers feed which. If
+    the outputs of some reach one other layer and nothing else, they are column layers and that one is their
+    row layer.
+
+    Each such block is then run with its own inputs, whole and on simulated ranks. Its outputs and gradients
+    decide where heads stay whole, in which order fused layers hold their features, which of the block's own
+    numbers count heads, and how to treat the modules inside. If the heads of an attention cannot be divided,
+    the outputs of its split layers are joined. Experts that are parameters of one module are split too.
+    Embeddings of tokens, and heads with many classes, are split by vocabulary.
+
+    At the end the whole copy is verified as by :func:`tp_shard.verify`, with the batch and with random values
+    of other lengths, each block as it is. A block that is not right stays whole. Caches of keys and values
+    are off.
 
     Args:
         model: The model; it is not changed. It may be on the meta device.
-        batch: What the model can be called with: a mapping by names, a tuple or list in order, or one
-            value. By default what a model of transformers says that it takes, or tokens for an embedding.
-        parallel_loss: Whether logits stay split, for a parallel loss; otherwise they are joined, so
-            that any loss and ``generate()`` can follow.
-        sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
-            saves the memory of norms, residuals and dropouts (sequence parallelism, arXiv:2205.05198): each
-            block gathers it once before its column layers, and its row layer reduce-scatters it.
-        group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
-            proven for 2.
-        verbose: Whether to print how much of the weights the plan splits, the bytes per rank, what stays
-            whole and why, and what the plan was proven for.
+        batch: A batch that the model takes: a mapping by names, a tuple or list in order, or one value. By
+            default one from the configuration of a transformers model, or tokens for an embedding.
+        parallel_loss: Whether logits stay split, for a parallel loss; otherwise they are joined, so that any
+            loss and ``generate()`` can follow.
+        sequence: Whether lists of blocks work on parts of the sequence between their split layers (sequence
+            parallelism, arXiv:2205.05198). That saves the memory of norms, residuals and dropouts. Each block
+            gathers the sequence once before its column layers, and its row layer reduce-scatters it.
+        group: The ranks; the current model-parallel group by default. On one rank the plan is proven for 2.
+        verbose: Whether to print the share of the weights that the plan splits, the bytes per rank, the
+            layers that stay whole and why, and the calls that the plan was proven for.
 
     Returns:
         A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
@@ -60,7 +63,7 @@ def auto(
         ModelError: The model cannot be called with the batch, or needs one; or it has no blocks that could
             work on parts of the sequence.
 
-    Collectives: none; every rank comes to the same plan.
+    Collectives: none; every rank finds the same plan.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
@@ -96,34 +99,33 @@ def from_hf(
     group: GroupLike = None,
     verbose: bool = True,
 ) -> dict[str, Style]:
-    """Return the plan that a model of transformers brings along, translated, completed and proven.
+    """Return a transformers model's own plan, translated, completed and proven.
 
-    Its ``tp_plan`` names column and row layers, norms inside, experts and the vocabulary. How heads are
-    divided, which numbers of an attention count them and how fused layers are ordered is not in it: that is
-    proven as in :func:`auto`. What the model's plan joins only because
-    DTensor cannot split it by heads is split by heads where that is proven.
+    Its ``tp_plan`` names column and row layers, norms inside, experts and the vocabulary. It does not say how
+    heads are divided, which numbers of an attention count them, or how fused layers are ordered: this is
+    found and proven as in :func:`auto`. Some layers are joined in the model's plan only because DTensor
+    cannot split them by heads; they are split by heads where that is proven.
 
     Args:
         model: A model of transformers; it is not changed. It may be on the meta device.
-        batch: What it can be called with; by default made from its configuration.
+        batch: A batch that the model takes; by default one from its configuration.
         parallel_loss: Whether logits stay split, for a parallel loss.
-        sequence: Whether lists of blocks work on parts of the sequence between their split layers, which
-            saves the memory of norms, residuals and dropouts: each block gathers it once before its column
-            layers, and its row layer reduce-scatters it.
-        group: The ranks; the current model-parallel group by default. One rank alone gets a plan that was
-            proven for 2.
-        verbose: Whether to print how much of the weights the plan splits, the bytes per rank, what stays
-            whole and why, and what the plan was proven for.
+        sequence: Whether lists of blocks work on parts of the sequence between their split layers. That saves
+            the memory of norms, residuals and dropouts. Each block gathers the sequence once before its
+            column layers, and its row layer reduce-scatters it.
+        group: The ranks; the current model-parallel group by default. On one rank the plan is proven for 2.
+        verbose: Whether to print the share of the weights that the plan splits, the bytes per rank, the
+            layers that stay whole and why, and the calls that the plan was proven for.
 
     Returns:
         A plan for :func:`~tp_shard.parallelize`, with a name for each layer.
 
     Raises:
-        ConfigError: The model brings no plan along: take :func:`auto`.
-        ModelError: Something that its plan splits cannot be proven right; its module is named, with what to
-            write by hand. Or the model cannot be called.
+        ConfigError: The model has no plan of its own: use :func:`auto`.
+        ModelError: A module that its plan splits cannot be proven right; the message names it and the styles
+            to write by hand. Or the model cannot be called.
 
-    Collectives: none; every rank comes to the same plan.
+    Collectives: none; every rank finds the same plan.
     """
     named = translate(model)
     ranks = as_group(group)
@@ -139,13 +141,13 @@ def from_hf(
 
 
 def _notes(proof: Proof, plan: dict[str, Style]) -> dict[str, str]:
-    """Return why what is not in the plan stays whole, or is joined, by name."""
+    """Return the reasons why modules that are not in the plan stay whole or are joined, by name."""
     why = {name: reason for name, reason in proof.flow.why.items() if name not in plan}
     return proof.everywhere({**why, **proof.notes})
 
 
 def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof:
-    """Return what trying the model shows.
+    """Return the proof for a model and a batch.
 
     Raises:
         ModelError: It cannot be called with the batch, or needs one.
@@ -167,7 +169,7 @@ def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof:
 
 
 def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = False) -> dict[str, Style]:
-    """Return the proven plan with the vocabulary, less what makes the whole differ."""
+    """Return the proven plan with the vocabulary, without the blocks that make the whole model differ."""
     plan = dict(proof.plan)
     flow = proof.flow
     plan.update(vocabulary(proof.probe, plan, proof.notes, last=flow.heads, called=flow.called))
@@ -191,7 +193,7 @@ def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[st
     """Return a plan under which blocks work on parts of the sequence.
 
     Raises:
-        ModelError: A module does not work so.
+        ModelError: A module does not work on parts of the sequence.
     """
     found = with_sequences(proof.probe, plan, proof.flow.regions)
     if found == plan:

@@ -197,8 +197,7 @@ class MarginKind:
             return grad
         if self.sparse:
             index = options.sampled.unsqueeze(0)
-            # The indices are sorted and distinct (`with_sample`): checking that would wait for an
-            # accelerator.
+            # `with_sample` makes sorted and distinct indices: they are coalesced, and need no check.
             return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
         return grad.new_zeros(shape).index_copy_(0, options.sampled, grad)
 
