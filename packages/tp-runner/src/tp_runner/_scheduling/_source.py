@@ -19,6 +19,7 @@ class MapStyle(Protocol[T_co]):
     def __getitem__(self, place: int, /) -> T_co: ...
 
 
+# Inputs that cannot block, which Direct reads without a thread.
 _SIZED = (list, tuple, range, dict, set, frozenset, bytes, str, collections.deque)
 _INSTANT = (
     *(type(iter(kind())) for kind in (list, tuple, set, dict, bytes, str)),

@@ -43,6 +43,7 @@ class WorkerInfo:
     seed: int | None
 
 
+# Of a worker process, for threads that the work starts. A thread worker has its own, in the thread.
 _process_info: WorkerInfo | None = None
 _thread_local = threading.local()
 

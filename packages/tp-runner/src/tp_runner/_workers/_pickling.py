@@ -174,8 +174,8 @@ def _rebuild_tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: A
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
-_DEEPEST = 12
-_MOST_CHILDREN = 1000
+_DEEPEST = 12  # levels of an object that find_culprit visits
+_MOST_CHILDREN = 1000  # parts that it tries in each of them
 
 
 def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:

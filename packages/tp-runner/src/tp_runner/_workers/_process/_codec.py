@@ -134,6 +134,7 @@ class ReplyWriter:
         if held is not None:
             flags |= HELD
             seq, released = request.seq, self._released
+            # The callback runs in any thread, or in a collection: it only notes the chunk for the next reply.
             self._kept[seq] = weakref.ref(held, lambda _: released.append(seq))
             del held
         reply = _wire.Reply(

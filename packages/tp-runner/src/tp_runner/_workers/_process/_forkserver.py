@@ -203,7 +203,7 @@ def serve(fd: int, preload: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=fd)
     wakeup, wakeup_end = os.pipe()
-    os.set_blocking(wakeup_end, False)
+    os.set_blocking(wakeup_end, False)  # set_wakeup_fd refuses a blocking descriptor
     # A handler that does nothing: Python writes to the wakeup descriptor only for signals that have one.
     # Without it the end of a worker would not wake the select below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
