@@ -126,8 +126,8 @@ class Callback:
     def on_optimizer_step(self, run: RunView, grad_norm: "Tensor") -> None:
         """Called before an optimizer step that will be made, with its gradients in place.
 
-        In a custom loop each optimizer in ``state`` makes its own. A step whose closure makes the
-        gradients, as LBFGS's does, is left out.
+        In a custom loop each optimizer in ``state`` causes its own call. A step with a closure that computes
+        the gradients, as with LBFGS, causes none.
 
         Args:
             run: The run.

@@ -1,4 +1,4 @@
-"""The contract of a logger, which gets the numbers of a run, and what it knows of the run."""
+"""The contract of loggers, which write a run's numbers, and the facts of a run that they get."""
 
 import abc
 from collections.abc import Callable, Mapping

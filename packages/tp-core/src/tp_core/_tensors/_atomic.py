@@ -1,7 +1,7 @@
-"""Files that are whole or not there.
+"""Atomic writes: a file is complete or absent.
 
-They need no owner: of two processes that write one at once, each writes a part of its own, and the file is
-that of the one which ended last.
+No lock is needed. Two processes that write one file at once each write a temporary file of their own; the
+process that ends last wins.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ _RANDOM_BYTES = 8
 def write_atomically(
     write: Callable[[Path], None], path: str | os.PathLike[str], *, mode: int = 0o666
 ) -> None:
-    """Let ``write`` fill a file next to ``path``, flush it to the disk, and rename it to ``path``.
+    """Call ``write`` with a temporary file next to ``path``, flush it to the disk, and rename it to ``path``.
 
-    The file gets the permissions of the user's new files, or less with ``mode``. What a process that was
-    killed meanwhile has left next to ``path`` is deleted by the next one that writes there.
+    The file gets the permissions of the user's new files, or less with ``mode``. The next process that
+    writes to ``path`` deletes temporary files of processes that were killed.
 
     Raises:
         OSError: The folder does not exist, the disk is full, or writing is not allowed.
@@ -35,13 +35,14 @@ def write_atomically(
 
 @contextmanager
 def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield the file that takes the place of ``path`` after the block; see :func:`write_atomically`."""
+    """Yield the temporary file that replaces ``path`` after the block; see :func:`write_atomically`."""
     path = Path(path)
     _delete_abandoned(path)
     with _new_part(path, mode) as part:
         try:
             with showing_system_errors(path):
                 yield part
+                # Before the rename: after a power failure the new name could stand on an empty file.
                 with part.open("rb") as file:
                     os.fsync(file.fileno())
             part.replace(path)
@@ -53,11 +54,11 @@ def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[
 
 @contextmanager
 def showing_system_errors(path: Path) -> Iterator[None]:
-    """Raise the system's error, with its file, where a library has raised one of its own after it.
+    """Raise the system's error, with its file, where a library has replaced it by its own.
 
-    The archive of ``torch.save`` cannot be ended on a full disk: then a ``RuntimeError`` that speaks of
-    positions follows the ``OSError``, and only sometimes is that the one which comes out. safetensors has an
-    exception of its own, whose text alone has the number: "File too large (os error 27)".
+    On a full disk the archive of ``torch.save`` cannot be finished: a ``RuntimeError`` about positions then
+    follows the ``OSError`` and often hides it. safetensors raises its own exception, with the number only
+    in its text: "File too large (os error 27)".
     """
     try:
         yield
@@ -73,9 +74,9 @@ def showing_system_errors(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: Exception) -> OSError | None:
-    """Return the error of the system that an exception is, or stands for in torch's or safetensors' words.
+    """Return the system's error behind an exception: itself, or the cause of torch's or safetensors' own.
 
-    No other exception is looked into: what is written may come from a user's data, whose errors are theirs.
+    Other exceptions stay as they are: they may come from a user's code that produces the data.
     """
     cause: BaseException | None = error
     if re.search("inline_container|PytorchStreamWriter", str(error)):
@@ -88,7 +89,7 @@ def _system_error(error: Exception) -> OSError | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush new names in ``folder`` to the disk, where the system can."""
+    """Flush new names in ``folder`` to the disk, where the system can: fsync of a file does not do it."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -99,22 +100,25 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _new_part(path: Path, mode: int) -> Iterator[Path]:
-    """Make an empty file next to ``path``, locked as long as this process writes it."""
+    """Make an empty temporary file next to ``path``, locked while this process writes it.
+
+    The lock is how another process knows that its writer lives; see `_delete_abandoned`.
+    """
     while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
-        # The system applies the umask here: reading it would mean to change it for all threads.
+        # os.open, so that the system applies the umask: reading the umask means setting it for all threads.
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with os.fdopen(handle, "wb") as file:
             if not _lock(handle, wait=True):
-                file.close()  # there is no lock to keep, and some systems rename no open files
-            elif not part.exists():  # another process found it before it was locked
+                file.close()  # there is no lock to keep, and some systems cannot rename open files
+            elif not part.exists():  # another process deleted it before it was locked
                 continue
             yield part
             return
 
 
 def _delete_abandoned(path: Path) -> None:
-    """Delete the parts of ``path`` that are not locked: their writers were killed."""
+    """Delete the temporary files of ``path`` that are not locked: their writers were killed."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
     with contextlib.suppress(OSError):  # no folder: making the new part raises
         for part in [Path(entry) for entry in os.scandir(path.parent) if pattern.fullmatch(entry.name)]:
@@ -128,9 +132,9 @@ def _delete_abandoned(path: Path) -> None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock an open file for this process, and return whether it is: some file systems cannot.
+    """Lock an open file for this process, and return whether it is locked: some file systems cannot.
 
-    Not on Windows, where nobody could write to the part through another handle, nor rename it.
+    Never on Windows: no other handle could write to a locked file there, nor rename it.
     """
     if os.name == "nt":
         return False

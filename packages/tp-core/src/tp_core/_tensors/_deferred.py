@@ -1,10 +1,10 @@
-"""A model that is built without its memory, and the initial values that it would have had, one by one.
+"""Deferred models: built without memory, with initial values that are computed one tensor at a time.
 
-Large tensors that are made meanwhile lie on the meta device, and what is done to them is recorded, with
-the state of the random generator before each draw. Each draw is also made, in memory that is freed at once,
-so that the generator continues as it would have. The value of any one tensor is computed from the record,
-without the others. So a rank of many takes its slices of a model that no host has room for, and each
-element is the one that a model built in one piece would have.
+Large tensors are made on the meta device. The operations on them are recorded, with the state of the random
+generator before each draw. Each draw is also made, in memory that is freed at once, so that the generator
+continues as it would have. The value of any tensor is computed from the record, without the others. So a
+rank takes its slices of a model that no host has room for. Each element equals the one of a model that is
+built as usual.
 
 ::
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LEAST_NBYTES = 64 * 2**10
-"""Smaller tensors are made at once: they may be looked at, as numbers often are while a model is built."""
+"""Smaller tensors get memory at once: code that builds a model often reads numbers from small tensors."""
 
 _recorders: Any = WeakTensorKeyDictionary()  # of each parameter and buffer without memory
 
@@ -31,10 +31,10 @@ def build_deferred(make: Callable[[], nn.Module], *, least_nbytes: int = LEAST_N
     """Return ``make()`` with its large parameters and buffers on the meta device.
 
     Args:
-        make: Builds a model on the CPU.
-        least_nbytes: From how many bytes on a tensor is large. Smaller ones are made at once.
+        make: A function that builds a model on the CPU.
+        least_nbytes: The least size of a large tensor. Smaller ones get memory at once.
 
-    An error of ``make`` has a note, since it may do with large tensors what cannot be done without memory.
+    An error of ``make`` gets a note, since it may use large tensors in a way that needs memory.
 
     Example:
         >>> model = build_deferred(lambda: nn.Linear(1000, 1000))
@@ -59,7 +59,7 @@ def build_deferred(make: Callable[[], nn.Module], *, least_nbytes: int = LEAST_N
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer has no memory yet, and :func:`initial_value` knows its value."""
+    """Return whether a parameter or buffer has no memory yet, but an :func:`initial_value`."""
     return tensor in _recorders
 
 
@@ -70,12 +70,11 @@ def initial_value(tensor: Tensor) -> Tensor:
 
 
 def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_value) -> None:
-    """Give the parameters and buffers of a module that have no memory yet theirs, one after the other.
+    """Allocate and fill the deferred parameters and buffers of a module, one after the other.
 
     Args:
-        module: The module. Its parameters become others, with the attributes that they had; tied ones stay
-            tied.
-        value: Returns the value of a parameter or buffer.
+        module: The module. Its parameters are replaced, with their attributes; tied ones stay tied.
+        value: A function that returns the value of a parameter or buffer.
     """
     done: dict[int, Tensor] = {}
     for owner in module.modules():
@@ -89,19 +88,19 @@ def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_v
 
 
 def _in_place_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return what takes the place of a parameter or buffer, with all that it carries."""
+    """Return a real tensor in place of a deferred parameter or buffer, with its attributes."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, tensor.requires_grad)
     real.__dict__.update(tensor.__dict__)
     return real
 
 
-# -- operations on tensors without memory, which are recorded and replayed -------------------------
+# -- recorded operations --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor without memory: a view of one storage."""
+    """A reference to a tensor without memory, as a view of one storage."""
 
     storage: int
     dtype: torch.dtype
@@ -112,17 +111,17 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What was done.
+    """One recorded operation.
 
     Attributes:
         function: torch's operator.
         args: Its arguments, with references in place of tensors without memory.
-        kwargs: Its arguments by name.
-        generator_state: That of the random generator before; ``None`` where nothing was drawn.
-        made: The storages of its results that are new, in their order, with the places among the results.
+        kwargs: Its keyword arguments.
+        generator_state: The random generator's state before; ``None`` where nothing was drawn.
+        made: The position of each new result among the results, and its storage.
         reads: The storages that its result depends on.
         writes: The storage that it changed in place, or ``None``.
-        overwrites: Whether nothing is left there of what was before.
+        overwrites: Whether it replaced all values of that storage.
     """
 
     function: Any
@@ -135,10 +134,10 @@ class Operation:
     overwrites: bool
 
     def replay(self, memory: dict[int, Any]) -> None:
-        """Do it again.
+        """Run the operation again.
 
         Args:
-            memory: The storages that have their values, which those made here come to.
+            memory: The storages with values, by number; new ones are added.
         """
 
         def real(leaf: Any) -> Any:
@@ -170,23 +169,23 @@ def listed(results: Any) -> Sequence[Any]:
 
 
 def view(memory: dict[int, Any], ref: Ref) -> Tensor:
-    """Return the tensor that a reference is to, over the memory of its storage."""
+    """Return the tensor of a reference, over the memory of its storage."""
     return torch.empty(0, dtype=ref.dtype).set_(memory[ref.storage], ref.offset, ref.size, ref.stride)
 
 
-# -- the recorder ----------------------------------------------------------------------------------
-# Torch's modes are the way in: `torch.utils._python_dispatch`, which torch's notes on extending it describe
-# although its name begins with an underscore. A tensor is known by its storage, so views need no record.
+# -- the recorder ---------------------------------------------------------------------------------
+# It is a mode of `torch.utils._python_dispatch`, which torch's notes on extending it describe although the
+# name begins with an underscore. Tensors are identified by their storage, so views need no record.
 
 
 _OVERWRITE = frozenset(
     {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"}
 )
-"""Operations after which nothing of their first argument's value before is left."""
+"""Operations that replace all values of their first argument: earlier operations on it are not replayed."""
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Has tensors without memory say that they were on the CPU: torch's init leaves others as they are."""
+    """A mode in which deferred tensors report the CPU as their device: torch.nn.init skips meta tensors."""
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
@@ -196,9 +195,8 @@ class OnTheCpu(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _SAY_WHERE and self._recorder.knows(args[0]):
-            return (
-                torch.device("cpu") if func == _SAY_WHERE[1] else False
-            )  # made anew each time: not the same one
+            # Compared by value: torch makes a new object for each access to a descriptor.
+            return torch.device("cpu") if func == _SAY_WHERE[1] else False
         return func(*args, **kwargs or {})
 
 
@@ -206,16 +204,16 @@ _SAY_WHERE = [torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__]  # type
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is done to large tensors on the CPU, which it gives no memory."""
+    """A mode that makes large CPU tensors without memory, and records the operations on them."""
 
     def __init__(self, least_nbytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
         self._least_nbytes = least_nbytes
         self._operations: list[Operation] = []
         self._touched: dict[int, list[int]] = {}  # by storage, the operations that made or changed it
-        self._storages: dict[int, Any] = {}  # kept: a storage that is freed gives its number to another
+        self._storages: dict[int, Any] = {}  # kept alive: a new storage could get the number of a freed one
 
-    # -- what is called ------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -253,7 +251,7 @@ class Recorder(TorchDispatchMode):
         return self._note(func, args, kwargs, state, None, shapes)
 
     def _draw(self, func: Any, args: Any, kwargs: Any, written: Tensor | None) -> Tensor:
-        """Draw what an operation draws, into memory that is let go, and return the state before."""
+        """Run a random operation in temporary memory, to advance the generator; return the state before."""
         state = _state_of(kwargs)
         others = [t for t in leaves_in([list(args)[1:], kwargs]) if isinstance(t, Tensor) and self._knows(t)]
         if written is not None and written is args[0] and not others:
@@ -264,7 +262,7 @@ class Recorder(TorchDispatchMode):
         return state
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: Tensor | None, state: Tensor | None) -> Any:
-        """Note an operation on tensors without memory, and return what it returns."""
+        """Record an operation on tensors without memory, and return its result on the meta device."""
 
         def as_meta(leaf: Any) -> Any:
             return leaf.to("meta") if isinstance(leaf, Tensor) and not self._knows(leaf) else leaf
@@ -337,15 +335,15 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written down."""
+        """Whether no operation was recorded."""
         return not self._operations
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor was made meanwhile, and has no memory."""
+        """Return whether the recorder made the tensor, without memory."""
         return self._knows(tensor)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the value that a tensor would have by now."""
+        """Return the value that a tensor would have by now, by a replay of the operations that it needs."""
         needed: set[int] = set()
         asked = [(self._key(tensor), len(self._operations))]
         while asked:
@@ -359,7 +357,7 @@ class Recorder(TorchDispatchMode):
                     asked += [(read, number) for read in operation.reads if read != storage]
                 if operation.writes != storage:  # it was made here
                     break
-                if operation.overwrites:  # what made it gives its memory alone, and yet has to run
+                if operation.overwrites:  # earlier values do not matter, but its memory must be made
                     asked.append((storage, self._touched[storage][0] + 1))
                     break
         memory: dict[int, Any] = {}

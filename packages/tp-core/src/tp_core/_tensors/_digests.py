@@ -1,11 +1,11 @@
-"""The digest of a file, which tells whether it is what was written.
+"""Digests of files, which show whether a file is as it was written.
 
-Digests are against accidents: bits that flip, files that are cut off or mixed up. Nobody who can write a
-checkpoint is kept out by them, since its manifest has them too. So XXH3 with 128 bits, of
-https://xxhash.com, takes the place of a cryptographic hash: it is about as fast as memory, SHA-256 as one
-disk. Where xxhash is not installed digests are by SHA-256; a record names its algorithm.
+They are against accidents: flipped bits, truncated or mixed-up files. They do not stop an attacker who can
+write a checkpoint, and so its manifest with the digests, too. So XXH3 with 128 bits (https://xxhash.com)
+is used, and no cryptographic hash: it is about as fast as memory, SHA-256 as one disk. Without xxhash
+digests are SHA-256; a record names its algorithm.
 
-A file's digest is that of its pieces' digests, so that several cores can check one file.
+A file's digest is the digest of its pieces' digests, so that several cores can check one file.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ DIGEST_SIZE = 16
 """The length of a manifest's own digest, in bytes."""
 PIECE = 16 << 20
 _CHUNK = 1 << 20
-_MAX_THREADS = 4  # more would take the cores from the training that goes on
+_MAX_THREADS = 4  # more would take cores from the training
 
 
 class _Digest(Protocol):
-    """What hashlib and xxhash make; both let other threads run while they digest long pieces."""
+    """The interface of hashlib's and xxhash's digests; both release the GIL for long pieces."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
@@ -46,7 +46,7 @@ class _Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What is known of a file.
+    """The size and the digest of a file.
 
     Attributes:
         nbytes: Its size in bytes.
@@ -68,20 +68,20 @@ class FileRecord:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Which digest it is."""
+        """The algorithm of the digest."""
         return "sha256" if self.xxh3_128 is None else "xxh3_128"
 
     @property
     def can_be_checked(self) -> bool:
-        """Whether this process has what its digest is made by."""
+        """Whether the library of its digest is installed."""
         return self.algorithm != "xxh3_128" or _has_xxhash()
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return the record as JSON can hold it; its items are the arguments of another one."""
+        """Return the record as plain values for JSON; they are the arguments of the constructor."""
         return {"nbytes": self.nbytes, self.algorithm: getattr(self, self.algorithm)}
 
     def difference(self, path: Path) -> str | None:
-        """Return in words how the file at ``path`` differs from this one, if it does."""
+        """Return a description of how the file at ``path`` differs, or ``None``."""
         try:
             if not path.is_file():
                 return "is missing"
@@ -116,7 +116,7 @@ def _new(algorithm: Algorithm) -> _Digest:
 def digest_of(parts: Iterable[bytes]) -> str:
     """Return the digest of a manifest by BLAKE2b with `DIGEST_SIZE` bytes, in hexadecimal digits.
 
-    A manifest is read before it is known what is installed, so its own digest needs no library.
+    The standard library has it: a manifest must be readable where xxhash is not installed.
 
     Args:
         parts: The bytes, piece by piece; where the pieces begin and end makes no difference.
@@ -131,12 +131,12 @@ def records_of(listed: Mapping[str, Mapping[str, Any]], path: Path) -> dict[str,
     """Return the records that a file lists, by name.
 
     Args:
-        listed: What :meth:`FileRecord.to_dict` returned, by name.
+        listed: The results of :meth:`FileRecord.to_dict`, by name.
         path: The file.
 
     Raises:
         TypeError: They are not records.
-        StateError: This process lacks what some digests are made by.
+        StateError: The library of some digests is not installed.
     """
     records = {str(name): FileRecord(**record) for name, record in listed.items()}
     if not all(record.can_be_checked for record in records.values()):
@@ -150,7 +150,7 @@ def read_digests(folder: Path) -> dict[str, FileRecord]:
 
     Raises:
         FileNotFoundError: The folder has no checkpoint.
-        StateError: The digests are missing or damaged, or this process lacks what they are made by.
+        StateError: The digests are missing or damaged, or their library is not installed.
     """
     path = folder / DIGESTS
     if not path.is_file():
@@ -178,7 +178,7 @@ def record_of(path: Path, algorithm: Algorithm | None = None) -> FileRecord:
 
     Args:
         path: The file.
-        algorithm: Which digest: by default "xxh3_128", and "sha256" where xxhash is not installed.
+        algorithm: The algorithm: by default "xxh3_128", and "sha256" where xxhash is not installed.
 
     Raises:
         OSError: The file cannot be read.
@@ -199,10 +199,10 @@ def record_of(path: Path, algorithm: Algorithm | None = None) -> FileRecord:
 
 
 class DigestingFile:
-    """Writes bytes to a file, and digests them on the way: nothing is read again for it.
+    """A file that digests bytes as it writes them, so that they need not be read again.
 
     Args:
-        file: Where the bytes go.
+        file: The file to write to.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -227,30 +227,30 @@ class DigestingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Flush the buffer to the system."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
+        """Return the number of written bytes."""
         return self._nbytes
 
     def fileno(self) -> int:
-        """Return the system's number of the file."""
+        """Return the file descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """Close the file; its record is still to be had."""
+        """Close the file; `record` still works."""
         self._file.close()
 
     def record(self) -> FileRecord:
-        """Return the size and the digest of what was written."""
+        """Return the size and the digest of the written bytes."""
         unfinished = [self._piece.digest()] if self._nbytes % PIECE else []
         return _record(self._nbytes, [*self._pieces, *unfinished], self._algorithm)
 
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Let ``torch.save`` leave out its checksums, which cost more than a digest and are never looked at."""
+    """Make ``torch.save`` omit its checksums, which cost more than a digest and are never checked."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -263,7 +263,8 @@ def _digest_piece(handle: int, start: int, algorithm: Algorithm) -> bytes:
     digest = _new(algorithm)
     end = min(start + PIECE, os.fstat(handle).st_size)
     buffer = memoryview(bytearray(min(_CHUNK, max(end - start, 0))))
-    # The interpreter lets other threads run while one reads or digests.
+    # Both calls release the GIL, so that threads digest several pieces at once. preadv and not read: the
+    # threads share one descriptor, and would move its position for each other.
     while start < end and (nbytes := os.preadv(handle, [buffer], start)):
         nbytes = min(nbytes, end - start)
         digest.update(buffer[:nbytes])

@@ -1,7 +1,7 @@
 """Named tensors in a folder, whole or in slices, in the format of torch.distributed.checkpoint.
 
-A file of unknown origin runs no code: the index is read by an unpickler of few types, and the tensors
-themselves with ``weights_only=True``.
+A file of unknown origin runs no code. The index is read by an unpickler of few types, and the tensors with
+``weights_only=True``.
 """
 
 import os
@@ -27,24 +27,23 @@ def write_tensors(
     group: "ProcessGroup | None" = None,
     together: bool = False,
 ) -> dict[str, FileRecord]:
-    """Write tensors into ``folder``, and bring them onto the disk.
+    """Write tensors into ``folder``, and flush them to the disk.
 
     Args:
-        tensors: By name. With ``together`` each rank gives its slices, and whole tensors, which are
-            written as the first rank has them.
-        folder: Where; it is made if it is not there.
+        tensors: The tensors by name. With ``together`` each rank gives its slices and whole tensors; whole
+            ones are written from the first rank.
+        folder: The folder, which is made if it does not exist.
         group: The ranks that write together; all by default.
-        together: Whether all ranks of the group call this, or one alone.
+        together: Whether all ranks of the group call this, or one rank alone.
 
     Returns:
-        Digests of what was given to the system, by the names of the files with tensors that this rank has
-        written.
+        Digests of the written bytes, by the names of the files with tensors that this rank has written.
 
     Raises:
         OSError: The disk is full, or writing is not allowed.
         StateError: torch could not write for another reason.
 
-    Collectives: with ``together`` those of ``torch.distributed.checkpoint.save``.
+    Collective: with ``together`` those of ``torch.distributed.checkpoint.save``.
     """
     from tp_core._tensors._folder_format import write
 
@@ -52,7 +51,7 @@ def write_tensors(
 
 
 def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
-    """Return what is written in ``folder``, by name, in the order of the names.
+    """Return the shapes and dtypes of the tensors in ``folder``, by name, in the order of the names.
 
     Raises:
         FileNotFoundError: ``folder`` has no checkpoint.
@@ -74,18 +73,20 @@ def _infos(index: "Metadata") -> dict[str, TensorInfo]:
 
 
 def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str | os.PathLike[str]) -> None:
-    """Fill ``targets`` with what is written in ``folder``; each rank for itself, without the others.
+    """Fill ``targets`` from ``folder``; each rank reads by itself.
 
-    Slices need not be those that were written: each rank reads what lies in its own.
+    Slices may differ from the written ones: each rank reads the elements of its own.
 
     Args:
-        targets: Tensors to be filled, by name.
-        folder: What :func:`write_tensors` wrote.
+        targets: The tensors to fill, by name.
+        folder: A folder of :func:`write_tensors`.
 
     Raises:
         FileNotFoundError: ``folder`` has no checkpoint.
-        StateError: A tensor is missing there, or has another shape; or a file is damaged. What has
-            another name or shape is found before any target is touched.
+        StateError: A tensor is missing there, or has another shape; or a file is damaged. Names and
+            shapes are checked before any target is changed.
+
+    Collective: none.
     """
     from tp_core._tensors._folder_format import read_index, read_into
 
@@ -105,7 +106,7 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
 
 
 def _check_files(folder: Path, index: "Metadata") -> None:
-    """Make sure that each file is as long as its tensors need.
+    """Check that each file is as long as its tensors need.
 
     Raises:
         StateError: A file is missing or truncated; the message names a tensor in it.

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint with slices, whose index is read without running code.
+"""torch.distributed.checkpoint with slices, and an index that is read without running code.
 
-The index is a pickle; an unpickler that knows the few types that it may hold reads it here. `_files` imports
-this module in its functions, because importing torch's modules takes most of a second.
+The index is a pickle. An unpickler that allows only the few types of an index reads it here. `_files`
+imports this module in its functions, because importing torch's modules takes most of a second.
 """
 
 import io
@@ -61,8 +61,8 @@ _ALLOWED = {
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
 
-# Where the checkpoint was written. Python 3.13 names the module pathlib._local, the others pathlib, and a
-# path of one system cannot be made on another: what is read is the pure path.
+# The index has the path where the checkpoint was written. Python 3.13 names the module pathlib._local,
+# others pathlib. A path of one system cannot be made on another, so it is read as a pure path.
 _PATHS: dict[str, type[PurePath]] = {
     "Path": PurePath,
     "PosixPath": PurePosixPath,
@@ -75,7 +75,7 @@ _PATH_MODULES = {"pathlib", "pathlib._local"}
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's planner, which also knows slices."""
+    """torch's planner with support for slices."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -85,7 +85,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which also knows slices."""
+    """torch's planner with support for slices."""
 
     def set_up_planner(
         self,
@@ -93,7 +93,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        # torch's own makes copies of what it does not know. Here all is flat already.
+        # torch's own flattens the state, and copies values of types that it does not know. Here all is
+        # flat, and slices must be filled in place.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -104,7 +105,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index, and nothing that is not part of one."""
+    """An unpickler that allows only the types of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _PATH_MODULES and name in _PATHS:
@@ -130,7 +131,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 class _DigestedFiles(FileSystem):
-    """torch's way to files; those with tensors are digested while they are written.
+    """torch's file system, with digests of the files with tensors while they are written.
 
     Attributes:
         written: The files with tensors, by name.
@@ -148,13 +149,13 @@ class _DigestedFiles(FileSystem):
                 return
             file = DigestingFile(cast("BinaryIO", stream))
             self.written[Path(path).name] = file
-            # Here, on the rank that writes: to others errors travel without the ones before them.
+            # Here, on the rank that writes: errors travel to other ranks without their causes.
             with showing_system_errors(Path(path)):
                 yield file
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with an index that cannot run code, and without copies on the way."""
+    """torch's reader, with an index that cannot run code, and without intermediate copies."""
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
@@ -189,11 +190,13 @@ def write(
     Raises:
         OSError: The disk is full, or writing is not allowed.
         StateError: torch could not write for another reason.
+
+    Collective: with ``together`` those of ``torch.distributed.checkpoint.save``.
     """
     try:
         with _without_warnings(), without_checksums():
             if together and dist.get_rank(group):
-                # Whole ones are the first rank's: statistics of batch norms differ from rank to rank.
+                # Whole tensors come from the first rank: statistics of batch norms differ between ranks.
                 tensors = {n: t for n, t in tensors.items() if isinstance(t, TensorSlice) or is_dtensor(t)}
             writer = FileSystemWriter(folder, sync_files=True)
             writer.fs = files = _DigestedFiles()
@@ -230,7 +233,7 @@ def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence torch's warnings that one rank writes or reads alone, or over older files: both on purpose."""
+    """Silence torch's warnings that one rank writes or reads alone, or over older files: both intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)
@@ -242,7 +245,7 @@ def read_index(folder: Path) -> Metadata:
 
     Raises:
         FileNotFoundError: ``folder`` has no checkpoint.
-        StateError: The index is damaged, or holds what does not belong in one.
+        StateError: The index is damaged, or holds other types.
     """
     path = folder / ".metadata"
     if not path.is_file():
@@ -260,20 +263,20 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _first(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first rank that failed, and with what; torch's exception has all of them."""
+    """Return the first rank that failed, and its error; torch's exception has those of all ranks."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: int(item[0]))
     return rank, cause
 
 
-# -- Parts of one tensor that torch.save has written, read straight into their place ---------------
-# torch.load reads all of the tensor into new memory first. Here its archive is asked where the elements lie,
-# and which shape and type they have; anything unusual is left to torch.load.
+# -- Parts of tensors in archives of torch.save ---------------------------------------------------
+# torch.load reads a whole tensor into new memory first. Here the archive's headers give the position, shape
+# and dtype of the elements, and a part is read straight into its target. torch.load reads unusual archives.
 
 
-_TAIL = 1 << 13  # the list of an archive's few files lies at its end
+_TAIL = 1 << 13  # bytes: the directory of an archive with few files is at its end
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of what follows it, before the content
 
-_STORAGES = {  # what torch.save calls memory of a type
+_STORAGES = {  # torch.save's names of storages
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -290,14 +293,14 @@ _STORAGES = {  # what torch.save calls memory of a type
 
 
 class Part(NamedTuple):
-    """A part of a tensor: where it begins, and how far it reaches, in each dimension."""
+    """A part of a tensor: its start and its length in each dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class _Elements(NamedTuple):
-    """Where the elements of a tensor lie in a file, one after the other."""
+    """The position of a tensor's contiguous elements in a file."""
 
     position: int
     shape: tuple[int, ...]
@@ -309,17 +312,17 @@ class _Unusual(Exception):  # noqa: N818 - caught right here
 
 
 def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, part: Part) -> None:
-    """Fill a tensor with a part of the one whose archive lies at ``position`` in a file.
+    """Fill a tensor with a part of the tensor in the archive at ``position`` in a file.
 
     Args:
-        target: Of the shape of the part; on any device, of any type that the tensor's can be copied to.
-        handle: The file.
-        position: Where the archive begins.
-        nbytes: How long it is.
-        part: Which part.
+        target: The target, of the part's shape, on any device, of any dtype that the values convert to.
+        handle: The file descriptor.
+        position: The first byte of the archive.
+        nbytes: The length of the archive.
+        part: The part of the tensor.
 
     Raises:
-        Exception: The archive is damaged: whatever torch raises then.
+        Exception: The archive is damaged: torch's own error.
     """
     if 0 in part.shape:
         return
@@ -331,7 +334,7 @@ def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, p
             whole = whole.narrow(dim, start, length)
         target.copy_(whole)
         return
-    # The rows of the part, whole: they lie one after the other.
+    # Whole rows of the part in one read, as they are contiguous in the file.
     row = elements.shape[1:]
     first, rows = (part.start[0], (part.shape[0], *row)) if part.shape else (0, ())
     direct = (
@@ -349,14 +352,14 @@ def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, p
 
 
 def _find(handle: int, position: int, nbytes: int) -> _Elements:
-    """Return where the elements of the archive's tensor lie.
+    """Return the position of the elements of the archive's tensor.
 
     Raises:
-        _Unusual: The elements are not contiguous, or torch writes no such archive of a plain tensor.
+        _Unusual: The elements are not contiguous, or the archive is not one of a plain tensor.
     """
     tail = min(nbytes, _TAIL)
     with zipfile.ZipFile(io.BytesIO(_read(handle, position + nbytes - tail, tail))) as archive:
-        # Where the tail begins after the archive, zipfile counts from the tail.
+        # zipfile counts offsets from the beginning of the tail that it was given; `end` corrects that.
         files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if any(info.compress_type != zipfile.ZIP_STORED for info in files.values()):
         raise _Unusual
@@ -385,7 +388,7 @@ def _find(handle: int, position: int, nbytes: int) -> _Elements:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads what ``torch.save`` says of a plain tensor, and runs nothing."""
+    """An unpickler of ``torch.save``'s description of a plain tensor, which runs no code."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -425,7 +428,7 @@ def _read_into(memory: Tensor, handle: int, position: int) -> None:
 
 
 def _fill(view: memoryview, handle: int, position: int) -> None:
-    """Fill memory with what lies in a file.
+    """Fill memory with bytes of a file.
 
     Raises:
         EOFError: The file ends before.

@@ -1,4 +1,4 @@
-"""Weights that a forward pass writes, which copies of a model then have each to itself."""
+"""Weights that a forward pass writes, so that copies of a model would diverge."""
 
 from torch import nn
 
@@ -6,11 +6,11 @@ from tp_core.errors import ModelError
 
 
 def check_no_max_norm(model: nn.Module, who: str) -> None:
-    """Make sure that no embedding writes its weight while it looks rows up.
+    """Check that no embedding writes its weight while it looks rows up.
 
     Args:
         model: The model.
-        who: What of several would write rows of its own.
+        who: The words for the copies in the message: "each rank", "each device".
 
     Raises:
         ModelError: An embedding that is trained has a ``max_norm``.

@@ -1,16 +1,16 @@
-"""What a program writes over time belongs to one process at a time: a locked file beside it says so.
+"""Locks on the folders and files that a run writes over time: one process at a time owns a place.
 
-The lock is the system's (``flock``; ``LockFileEx`` on Windows), and what the file says of the owner is for
-people alone. So a process that dies, however it dies, leaves its places free, and a file that is left is
-nobody's. The lock belongs to the open file, which forked copies of the process inherit: they close it at
-once (a data loader's worker may outlive a process that was killed, and must not keep the folder from the run
-that is started next), and programs that are executed never get it.
+The lock is the system's (``flock``; ``LockFileEx`` on Windows), on a file beside the place. The file's text
+about the owner is for people only. So a process that dies in any way leaves its places free, and a lock
+file without a lock has no owner. The lock belongs to the open file, which forked processes inherit. They
+close it at once: a data loader's worker may survive a killed process, and must not keep the folder from the
+next run. Executed programs never get it.
 
-Where a file system has no locks, a second file stands there as long as the place has an owner. One that a
-dead process of this host has left is taken over, by its number and the time of its start; one of another
-host may be alive, and is left alone.
+On a file system without locks, a second file exists while the place has an owner. If a dead process of this
+host left it, it is taken over, by the process's id and start time. The owner on another host may be alive,
+so its file stays.
 
-What is written at once, into a part that is renamed, needs no lock: see :func:`write_atomically`.
+An atomic write needs no lock: see :func:`write_atomically`.
 """
 
 import contextlib
@@ -34,23 +34,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tp_core")
 
-GRACE_S = 3.0  # a process that was killed takes a moment to give its memory back, and then its files
+GRACE_S = 3.0  # a killed process takes a moment to free its memory, and only then its files
 _INTERVAL_S = 0.05
 
 _held: dict[int, "Ownership"] = {}  # by descriptor, of this process
-_forking = threading.RLock()  # a signal's handler may fork within a block of its thread
+# Held while a descriptor enters or leaves `_held`, and around each fork: a child that is forked in between
+# would keep a lock that it does not know of. Reentrant, as a signal's handler may fork within such a block.
+_forking = threading.RLock()
 
 
 class Ownership:
-    """The right to write to a place: one process has it until it gives it back, or dies.
+    """The exclusive right to write to a place, which a process has until it releases it or dies.
 
     Args:
-        place: A folder, which is made if it is not there, or a file, whose folder is there.
-        is_folder: Whether it is a folder. Its lock is the file ".lock" in it, that of a file is beside it.
-        run: What the lock file says of the run that writes to the place; a part of the same run in this
-            process takes over from one that was never closed.
-        leaves_file: Whether the lock file stays, for others to read the run.
-        grace_s: How long to wait for an owner that ends; 3 seconds by default.
+        place: A folder, which is made if it does not exist, or a file in an existing folder.
+        is_folder: Whether it is a folder. A folder's lock is the file ".lock" in it, a file's is beside it.
+        run: The name of the run in the lock file. In this process, an owner of the same run that was never
+            closed gives way.
+        leaves_file: Whether the lock file stays, so that others can read the run.
+        grace_s: The seconds to wait for an owner that ends; 3 by default.
 
     Raises:
         ConfigError: Another process has the place.
@@ -84,16 +86,16 @@ class Ownership:
         self.release()
 
     def is_held(self) -> bool:
-        """Whether the lock file is still the one that was locked: people delete folders, and fork."""
+        """Return whether the lock file is still the one that was locked, and not deleted or replaced."""
         descriptor = self._descriptor
         return descriptor is not None and _is_at(descriptor, self._file)
 
     def release(self) -> None:
         """Release the place for others; calling it again does nothing."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # a forked copy must not delete the file of its parent
             return
         if not self._leaves_file and self.is_held():
-            with contextlib.suppress(OSError):  # it says nothing to others, and Windows deletes no open file
+            with contextlib.suppress(OSError):  # harmless without a lock, and Windows deletes no open file
                 self._file.unlink()
         self._close()
 
@@ -134,8 +136,8 @@ class Ownership:
         )
 
     def _try(self) -> bool:
-        """Try once to get the lock, and say in its file who has it."""
-        from filelock import lock_descriptor  # 9 ms, which importing tp_core need not take
+        """Try once to get the lock, and write the owner to its file."""
+        from filelock import lock_descriptor  # here: it takes 9 ms, which imports of tp_core need not
 
         with _forking:
             descriptor = self._descriptor = _open(self._file)
@@ -145,14 +147,14 @@ class Ownership:
                 is_locked = lock_descriptor(descriptor, blocking=False)
             except OSError as error:
                 is_locked = self._try_marker(error)
-            # Whoever had it may have deleted it since: then it is nobody's, and another file is there.
+            # The last owner may have deleted the file since it was opened: a lock on it excludes nobody.
             if is_locked and _is_at(descriptor, self._file):
                 owner = {"pid": self._pid, "host": socket.gethostname(), "since": _now(), "run": self._run}
                 os.ftruncate(descriptor, 0)
-                # The first byte is the one that Windows locks: nobody else can read it there.
+                # Text from the second byte on: Windows locks the first, and nobody else can read it.
                 os.write(descriptor, b" " + json.dumps(owner).encode())
                 return True
-        except BaseException:  # a full disk, or Ctrl-C
+        except BaseException:  # a full disk, or Ctrl-C: the place must not stay locked
             self._close()
             raise
         self._close()
@@ -163,7 +165,7 @@ class Ownership:
         return False
 
     def _try_marker(self, reason: OSError) -> bool:
-        """Try once to get the place where the file system has no locks, by a file that exists meanwhile."""
+        """Try once to get the place on a file system without locks, by a file that exists meanwhile."""
         from filelock import SoftFileLock, Timeout
 
         marker = SoftFileLock(self._marker_file, timeout=0, thread_local=False)
@@ -193,7 +195,7 @@ class Ownership:
 
 
 def lock_file_of(place: Path, *, is_folder: bool = False) -> Path:
-    """Return the file whose lock a place has; a place has one, by whatever link it is reached."""
+    """Return the lock file of a place, the same for every link to the place."""
     if is_folder:
         return place / ".lock"
     place = Path(os.path.realpath(place))
@@ -201,19 +203,19 @@ def lock_file_of(place: Path, *, is_folder: bool = False) -> Path:
 
 
 def run_in(file: Path) -> str | None:
-    """Return the run that a lock file names: the last one that has written there."""
+    """Return the run in a lock file: the last one that wrote there."""
     run = _owner(file).get("run")
     return run if isinstance(run, str) else None
 
 
 def _open(file: Path) -> int:
-    """Open a lock file, and nothing that only has its name: it is overwritten.
+    """Open a lock file, and refuse links and other kinds of files: its content is overwritten.
 
     Raises:
         OSError: It is a link, a second name of another file, or no file; or it cannot be made.
     """
-    # O_NOFOLLOW: who may write to the folder could have any file of this user overwritten through a link.
-    # O_NONBLOCK: a pipe of that name must not be waited for. Windows has neither.
+    # O_NOFOLLOW: another user of the folder could place a link, and have any file of this user overwritten.
+    # O_NONBLOCK: opening a pipe of that name must not hang. Windows has neither.
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     is_link = os.name == "nt" and file.is_symlink()
     descriptor = -1
@@ -235,7 +237,7 @@ def _open(file: Path) -> int:
 
 
 def _owner(file: Path) -> dict[str, object]:
-    """Return what a lock file says, as far as it can be read."""
+    """Return the content of a lock file, as far as it can be read."""
     try:
         with file.open("rb", buffering=0) as opened:
             opened.seek(1)
@@ -246,11 +248,11 @@ def _owner(file: Path) -> dict[str, object]:
 
 
 def _holder(file: Path) -> str:
-    """Return who has the lock, as far as the file says."""
+    """Return the owner of a lock in words, as far as the file names it."""
     owner = _owner(file)
     if not owner.keys() >= {"pid", "host", "since"}:
         return "another process writes there"
-    # Not by the number: in containers many processes are number 1 of hosts with one name.
+    # Not by the process id: in containers many processes have id 1 on hosts of one name.
     here = " (this process)" if _held_at(file) else ""
     return f"process {owner['pid']}{here} on host {owner['host']} writes there since {owner['since']}"
 
@@ -281,6 +283,6 @@ def _close_in_forked_copies() -> None:
 def _after_in_child() -> None:
     _forking.release()
     for descriptor, owner in _held.items():
-        os.close(descriptor)  # without unlocking: the lock is that of the parent
-        owner._descriptor = None  # the number is soon that of another file
+        os.close(descriptor)  # without unlocking, which would release the parent's lock
+        owner._descriptor = None  # another file may soon have the same descriptor
     _held.clear()

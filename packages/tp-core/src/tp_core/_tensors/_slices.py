@@ -1,6 +1,6 @@
-"""Tensors that are a part of a larger one: how they are known, and what describes them in a file.
+"""Slices of tensors: how to recognize them, and their description in a file.
 
-Apart from the functions that read and write, because torch's own take half a second to import.
+The functions that read and write are elsewhere: torch's own take half a second to import.
 """
 
 import sys
@@ -23,7 +23,7 @@ SHARDED_ATTRIBUTE = "tp_sharded"
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is a DTensor; without importing them, which takes a while."""
+    """Return whether a tensor is a DTensor; by an attribute, since importing the class is slow."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -33,10 +33,10 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def check_initialized(model: torch.nn.Module) -> None:
-    """Make sure that every parameter and buffer has a shape.
+    """Check that every parameter and buffer has a shape.
 
     Raises:
-        ModelError: One is of a lazy module that has not seen a batch.
+        ModelError: One belongs to a lazy module that has not seen a batch.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -48,12 +48,12 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 
 def check_no_first_fsdp(model: torch.nn.Module) -> None:
-    """Make sure that nothing in a model was wrapped by torch's first FSDP.
+    """Check that no module of a model is wrapped by torch's first FSDP.
 
     Raises:
         ModelError: A module is a ``FullyShardedDataParallel``.
     """
-    # Where nobody has imported it, nobody has used it; importing it takes long.
+    # Where it is not imported, no module can be wrapped, and the import takes long.
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
     if torch_fsdp is None:
         return
@@ -73,11 +73,11 @@ def check_no_first_fsdp(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a written tensor.
+    """The shape and dtype of a written tensor.
 
     Attributes:
         shape: Its whole shape.
-        dtype: Its type.
+        dtype: Its dtype.
     """
 
     shape: tuple[int, ...]
@@ -86,11 +86,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What this rank holds of a larger tensor: one or several rectangular parts of it.
+    """This rank's slice of a larger tensor: one or several rectangular parts of it.
 
     Attributes:
         shape: The shape of the whole tensor.
-        parts: Where each part begins in it, in each dimension, and the part; reading writes into it.
+        parts: The offsets of each part in every dimension, and the part; reading writes into it.
 
     Example:
         >>> rows = torch.zeros(2, 3)
@@ -101,10 +101,10 @@ class TensorSlice:
     parts: Sequence[tuple[tuple[int, ...], Tensor]]
 
     def part_at(self, offsets: Sequence[int]) -> Tensor:
-        """Return the part that begins there."""
+        """Return the part that begins at ``offsets``."""
         return next(part for start, part in self.parts if tuple(start) == tuple(offsets))
 
-    # The two methods are those that torch.distributed.checkpoint asks objects for.
+    # torch.distributed.checkpoint calls these two methods of objects that are no tensors.
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
