@@ -1,8 +1,8 @@
-"""For authors of plugins: conformance tests, fake distributions, and ranks with a deadline."""
+"""Test tools for authors of plugins: conformance tests, fake distributions, and ranks with a deadline."""
 
 import pytest
 
-# Before the first import of a module with assertions, so that they explain themselves.
+# Before the first import of these modules: pytest rewrites assertions at import, to show their values.
 pytest.register_assert_rewrite(
     "tp_core.testing._adapter_conformance",
     "tp_core.testing._backend_conformance",

@@ -1,4 +1,4 @@
-"""What every collate adapter must do, as tests that its author subclasses."""
+"""The conformance tests of collate adapters, for their authors to subclass."""
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from tp_core.testing._kit import DeclaredLimits
 
 
 class AdapterConformance(DeclaredLimits):
-    """What every collate adapter must do. A subclass of this, in a test module, names the adapter.
+    """The tests of every collate adapter. A subclass, in a test module, names the adapter.
 
-    Every sample is in one part, and it is told how many are in each and where they stood; each part is what
-    the user's function makes of it; weights and costs are kept to. An adapter for samples of a kind of
-    its own overrides :meth:`make_samples`, :meth:`collate` and :meth:`numbers`.
+    Every sample is in one part, with the right counts and order. Each part is the result of the user's
+    function, and the split respects weights and costs. An adapter for another kind of samples overrides
+    :meth:`make_samples`, :meth:`collate` and :meth:`numbers`.
 
     Attributes:
         adapter: The adapter under test.
@@ -36,20 +36,20 @@ class AdapterConformance(DeclaredLimits):
         return self.adapter.name
 
     def make_samples(self, count: int) -> list[Any]:
-        """Return samples that are told apart by a number each, from 0, all of about the same size."""
+        """Return samples with a different number each, from 0, all of about the same size."""
         return [{"x": torch.full((3,), float(number)), "number": number} for number in range(count)]
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of a list of samples, as a user's collate function does."""
+        """Return a batch of a list of samples, as a user's collate function does."""
         return torch.utils.data.default_collate(samples)
 
     def numbers(self, batch: Any) -> list[int]:
-        """Return the numbers of the samples that a batch was made of, in its order."""
+        """Return the numbers of a batch's samples, in its order."""
         found: list[int] = batch["number"].tolist()
         return found
 
     def same(self, first: Any, second: Any) -> bool:
-        """Return whether two batches have the same contents; override it for batches of a kind of its own."""
+        """Return whether two batches have the same contents; override it for other kinds of batches."""
         return _same(first, second)
 
     # -- the tests ------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class AdapterConformance(DeclaredLimits):
         made = self._split(count, parts=parts, cost=self._cost)
         assert len(made) == parts
         loads = [sum(map(_cost_of, self.numbers(part))) for part in made]
-        # What any rule reaches that gives the next sample to the part with the least load (Graham, 1969).
+        # The bound of any rule that gives the next sample to the part with the least load (Graham, 1969).
         allowed = sum(loads) / parts + max(map(_cost_of, range(count)))
         assert max(loads) <= allowed, f"costs of the parts: {loads}"
 

@@ -1,4 +1,4 @@
-"""What every backend must do, as tests that its author subclasses."""
+"""The conformance tests of backends, for their authors to subclass."""
 
 import math
 from collections.abc import Callable
@@ -26,23 +26,23 @@ from tp_core.testing._kit import (
 )
 from tp_core.testing._ranks import RankPool, run_ranks
 
-# By class and not on the classes, which are sent to the ranks.
+# Here and not on the classes: these are pickled for the ranks, and a pool cannot be.
 _pools: dict[type, RankPool] = {}
 _exchanged: dict[type, list[Any]] = {}
 
 
 class BackendConformance(ConformanceKit):
-    """What every backend must do. A subclass of this, in a test module, names the backend.
+    """The tests of every backend. A subclass, in a test module, names the backend.
 
-    The proof is equality: losses, gradients and weights are those of one device that sees the whole
-    batch, in double precision, of a model with tied, frozen and tiny parameters and buffers. Ranks
-    exchange what they promise, states are whole, assessing changes nothing, and sessions follow
-    each other in one process. The tests of a class share their ranks.
+    The proof is equality. Losses, gradients and weights equal those of one device with the whole batch, in
+    double precision. The model has tied, frozen and tiny parameters, and buffers. Collectives return what
+    the contract says, states are whole, ``assess()`` changes nothing, and one process can open several
+    sessions in turn. The tests of a class share their ranks.
 
     Attributes:
-        exchange_processes: On how many ranks exchanges are looked at, beside those of ``processes``: with two
-            ranks halving is a mean, and the other one is all others. Fewer where there are no more devices,
-            another number where a backend needs it. A backend for one process is not asked.
+        exchange_processes: The number of ranks for tests of collectives, besides ``processes``. More than
+            two: with two, half a sum is a mean, and one other rank is all others. Use fewer where devices
+            are missing. A backend for one process does not use it.
 
     Example:
         >>> class TestMine(BackendConformance):
@@ -65,10 +65,10 @@ class BackendConformance(ConformanceKit):
             pool.close()
 
     def everywhere(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``body(self, *args)`` on every rank and return what each returned.
+        """Run ``body(self, *args)`` on every rank and return the results.
 
         Raises:
-            RankFailedError: A rank raised, died or took too long; the next call gets new ones.
+            RankFailedError: A rank raised, died or took too long; the next call gets new ranks.
         """
         if self.processes == 1:
             return [body(self, *args)]
@@ -76,7 +76,7 @@ class BackendConformance(ConformanceKit):
         return pool.run(body, self, *args)
 
     def exchanged(self) -> list[dict[str, Any]]:
-        """Return what each of the ranks got; they are started once."""
+        """Return the results of `sessions.exchange` on each rank; the ranks are started once."""
         kit = type(self)
         if kit not in _exchanged:
             ranks = self.exchange_processes if self.processes > 1 else 1
@@ -85,7 +85,7 @@ class BackendConformance(ConformanceKit):
             )
         return _exchanged[kit]
 
-    # -- The proof is equality, in double precision --
+    # -- Equality with one device, in double precision --
 
     def test_loss_and_gradients_are_those_of_one_device(self) -> None:
         expected = training.reference_gradients(self, samples=8, batch_size=8)
@@ -166,7 +166,7 @@ class BackendConformance(ConformanceKit):
         for state in self.everywhere(training.start_from_different_weights):
             assert_same(state, expected)
 
-    # -- What happens to gradients between the backward pass and the optimizer --
+    # -- Gradients between the backward pass and the optimizer --
 
     @pytest.mark.parametrize("norm_type", training.NORMS)
     def test_clipping_uses_the_global_norm(self, norm_type: float) -> None:
@@ -210,7 +210,7 @@ class BackendConformance(ConformanceKit):
         for norm in self.everywhere(training.norm_of_bad_gradients):
             assert not math.isfinite(norm)
 
-    # -- What scripts do beside one model, one kind of parameters and one order of the data --
+    # -- Several models, parameter groups, schedulers and epochs --
 
     def test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean(self) -> None:
         for size, weights in self.everywhere(training.trained_with_own_branches):
@@ -230,7 +230,7 @@ class BackendConformance(ConformanceKit):
         models = self.make_reference(), training.shifted(self.make_reference())
         loss_of(training.loss_of_two(*models, data(8).tensors)).backward()
         for found in self.everywhere(training.gradients_of_two_models):
-            if found is None:  # it runs a step on parts of the batch, of one model
+            if found is None:  # the backend runs a step on parts of the batch, which takes one model
                 continue
             for model, gradients in zip(models, found, strict=True):
                 assert_same(gradients, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -274,12 +274,12 @@ class BackendConformance(ConformanceKit):
         found = dict(self.everywhere(training.shuffled))  # by data rank
         for number, epoch in enumerate(expected):
             for index, rows in enumerate(epoch):
-                # A backend may give its parts samples of a batch in an order of its own.
+                # A backend may distribute the samples of a batch over its parts in any order.
                 together = torch.cat([found[rank][number][index] for rank in sorted(found)])
                 is_it = together.shape == rows.shape and torch.equal(sorted_rows(together), sorted_rows(rows))
                 assert is_it, f"batch {index} of epoch {number} is not that of (seed, epoch)"
 
-    # -- Optimizers that are made later, several of them, and models that are not trained --
+    # -- Later optimizers, several optimizers, and frozen models --
 
     def test_an_optimizer_made_after_the_model_was_prepared_steps_it(self) -> None:
         self._check_weights(late=True, several=False)
@@ -305,7 +305,7 @@ class BackendConformance(ConformanceKit):
             assert_same(state, self.make_reference().state_dict())
             torch.testing.assert_close(sorted_rows(outputs), sorted_rows(expected), rtol=1e-9, atol=1e-11)
 
-    # -- Modes, generators, settings of the process, and batches of any structure --
+    # -- Modes, random generators, settings of the process, and nested batches --
 
     @pytest.mark.parametrize("mode", training.MODES)
     def test_a_step_runs_in_the_modes_of_its_caller(self, mode: str) -> None:
@@ -319,7 +319,7 @@ class BackendConformance(ConformanceKit):
             assert not changed, f"what the program draws next must not depend on it: {', '.join(changed)}"
 
     def test_a_session_leaves_the_process_as_it_found_it(self) -> None:
-        # In new ranks: what one session has left is there before the next one.
+        # In new ranks: leftovers of an earlier session would count as there before.
         for changed in run_ranks(training.left_behind, self.processes, self):
             assert not changed, f"after close() not as before: {', '.join(changed)}"
 
@@ -330,7 +330,7 @@ class BackendConformance(ConformanceKit):
         for gradients in self.everywhere(training.gradients_of_nested_batches):
             assert_same(gradients, expected)
 
-    # -- What is exchanged besides gradients --
+    # -- Ranks and collectives --
 
     def test_ranks_know_who_they_are(self) -> None:
         found = self.everywhere(sessions.who)
@@ -352,7 +352,7 @@ class BackendConformance(ConformanceKit):
     @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
     def test_reduce_knows_every_operation(self, op: str, dtype: torch.dtype) -> None:
         if op == "mean" and not dtype.is_floating_point:
-            dtype = torch.float64  # a mean of whole numbers is none
+            dtype = torch.float64  # a mean of integers is no integer
         for size, found in self.everywhere(sessions.reduced, op, dtype):
             values = torch.stack([sessions.of_rank(rank, dtype) for rank in range(size)])
             rtol = 1e-6 if dtype == torch.float32 else 1e-12
@@ -406,7 +406,7 @@ class BackendConformance(ConformanceKit):
             assert agreed
             assert self.processes == 1 or "ranks disagree on the number" in message
 
-    # -- Where each rank has one other, halving is a mean, and the other one is all others --
+    # -- Collectives of more than two ranks --
 
     def test_reductions_are_those_of_all_ranks_where_there_are_more_than_two(self) -> None:
         for found in self.exchanged():
@@ -431,7 +431,7 @@ class BackendConformance(ConformanceKit):
             assert found["objects"] == [str(rank) for rank in range(ranks)]
             assert found["broadcasts"] == [str(source) for source in range(ranks)]
 
-    # -- The share of every batch; the last one has fewer samples than there may be ranks --
+    # -- Shares of batches; the last one has fewer samples than there may be ranks --
 
     def test_in_training_every_rank_takes_every_step(self) -> None:
         for _, batches in self.everywhere(sessions.yielded, True):
@@ -482,7 +482,7 @@ class BackendConformance(ConformanceKit):
             assert samples == 11
             assert loss == pytest.approx(expected, rel=1e-9)
 
-    # -- Parameters and buffers, with the names of the user's own module --
+    # -- States, with the names of the user's own module --
 
     def test_model_state_has_the_plain_names_and_buffers_and_comes_back(self) -> None:
         expected = self.make_reference().state_dict()
@@ -526,7 +526,7 @@ class BackendConformance(ConformanceKit):
         for buffers in found:
             assert_same(buffers, sessions.buffers(self.make_reference()))
 
-    # -- Errors, and beginnings and ends --
+    # -- Errors and lifetimes of sessions --
 
     def test_a_step_that_raises_is_raised_in_the_caller(self) -> None:
         for message in self.everywhere(sessions.raising_step):
@@ -562,9 +562,9 @@ class BackendConformance(ConformanceKit):
                 assert_same(found, expected)
 
     def _launched(self, body: Callable[..., Any]) -> list[Any]:
-        """Run ``body(self)`` on ranks as under a launcher, which serves their store for longer than a group.
+        """Run ``body(self)`` on ranks as under a launcher, with a store that survives a process group.
 
-        Where rank 0 serves it, it goes with the group, and what one session has left there hurts no other.
+        A store that rank 0 serves ends with the group, so leftovers of a session could not disturb the next.
         """
         if self.processes == 1:
             return []
@@ -576,7 +576,7 @@ class BackendConformance(ConformanceKit):
         }
         return run_ranks(body, self.processes, self, timeout_s=sessions.MEETING_S, environ=environ)
 
-    # -- ``assess()`` returns a verdict, and has no side effects --
+    # -- Verdicts of ``assess()``, without side effects --
 
     def test_it_has_a_name_and_fits_the_job(self) -> None:
         assert isinstance(self.backend.name, str)

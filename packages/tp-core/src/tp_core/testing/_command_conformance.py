@@ -1,4 +1,4 @@
-"""What every sub-command of ``tp`` must do, as tests that its author subclasses."""
+"""The conformance tests of sub-commands of ``tp``, for their authors to subclass."""
 
 import re
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class _Ended(NamedTuple):
 
 
 class CommandConformance(DeclaredLimits):
-    """What every sub-command of ``tp`` must do. A subclass of this, in a test module, names the command.
+    """The tests of every sub-command of ``tp``. A subclass, in a test module, names the command.
 
-    It is called as ``tp`` calls it, with the streams and the exit status that a shell would see.
+    The tests run it as ``tp`` does, and check the streams and the exit status that a shell sees.
 
     Attributes:
         command: The command under test.
-        arguments: With which it ends well, and changes nothing.
+        arguments: Arguments with which it succeeds and changes nothing.
 
     Example:
         >>> class TestMine(CommandConformance):
@@ -68,7 +68,7 @@ class CommandConformance(DeclaredLimits):
 
         for _ in range(2):
             loaded = self.command.load()
-            # typer has a click of its own, so that a command of either cannot be known by its class.
+            # By its attributes: typer has its own copy of click, so a class check would miss commands of one.
             is_command = isinstance(loaded, typer.Typer) or hasattr(loaded, "make_context")
             assert is_command, f"load() returns a typer.Typer or a click.Command, got {loaded!r}"
 

@@ -1,4 +1,4 @@
-"""What every engine must do, as tests that its author subclasses."""
+"""The conformance tests of engines, for their authors to subclass."""
 
 import functools
 import itertools
@@ -22,15 +22,15 @@ MOST_READ_AHEAD = 100_000
 
 
 class EngineConformance(DeclaredLimits):
-    """What every engine must do. A subclass of this, in a test module, names the engine.
+    """The tests of every engine. A subclass, in a test module, names the engine.
 
-    What a pool's ``worker`` is called with is a device; it returns what is applied to each item.
+    A pool calls its ``worker`` with a device; the result is the function to apply to each item.
 
     Attributes:
         engine: The engine under test.
-        devices: What its workers are on.
+        devices: The devices of its workers.
         options: Options for the engine.
-        patience_s: How many seconds one worker waits until another one is at work, too; they meet in a folder
+        patience_s: The seconds that one worker waits for another one to work, too; they meet in a folder
             that both must see.
 
     Example:
@@ -169,7 +169,7 @@ def _meeter(folder: Path, patience_s: float, device: Any) -> Callable[[Any], boo
     me = folder / uuid.uuid4().hex
 
     def meet(_: Any) -> bool:
-        """Return whether another worker has begun, which is waited for in the middle of this item."""
+        """Wait in the middle of this item for another worker to begin; return whether one has."""
         me.touch()
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not (folder / "in vain").exists():

@@ -1,4 +1,4 @@
-"""What the conformance tests of a backend start from: the backend, its ranks, its model and its data."""
+"""The base of a backend's conformance tests: the backend, its ranks, its model and its data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,19 +22,22 @@ State = dict[str, Tensor]
 
 
 class DeclaredLimits:
-    """A kit whose subclasses may declare limits.
+    """A test kit with declared limits in its subclasses.
 
     Attributes:
-        limits: What is not done, and why: the reason by the name of the test that asks for it,
-            ``{"test_...": "..."}``, with the parameters in brackets where it is one of several. Such a test
-            is expected to fail, the report shows the reason, and it is an error if it passes. Nothing else
-            is left out.
+        limits: The reason for each test that cannot pass, by the test's name: ``{"test_...": "..."}``, with
+            the parameters in brackets for one case of several. Such a test is expected to fail, and the
+            report shows the reason; it is an error if it passes. All other tests run.
     """
 
     limits: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Notice a limit that names no test."""
+        """Check that each declared limit names a test and has a reason.
+
+        Raises:
+            ConfigError: A limit names no test, or has no reason.
+        """
         super().__init_subclass__(**kwargs)
         for name, reason in cls.limits.items():
             if not hasattr(cls, name.partition("[")[0]):
@@ -45,7 +48,7 @@ class DeclaredLimits:
                 raise ConfigError(msg)
 
     def subject(self) -> str:
-        """Return what to call the implementation under test in reports."""
+        """Return the name of the implementation under test for reports."""
         return type(self).__name__
 
     @pytest.fixture(autouse=True)
@@ -57,14 +60,14 @@ class DeclaredLimits:
 
 
 class Tail(nn.Module):
-    """What backends stumble over, behind the layers of a model: (batch, features) -> (batch, features).
+    """A module with the cases that backends often get wrong: (batch, features) -> (batch, features).
 
-    A batch norm brings buffers of floating point and of whole numbers; it stays in evaluation mode,
-    since the statistics of a part of a batch are not those of the whole. One weight is used in two
-    places, one layer is frozen, and one parameter has a single element.
+    A batch norm has floating-point and integer buffers. It stays in evaluation mode, since the statistics
+    of a part of a batch differ from the whole batch's. One weight is used in two places, one layer is
+    frozen, and one parameter has a single element.
 
     Args:
-        features: How many features its input and its output have.
+        features: The number of features of its input and its output.
     """
 
     def __init__(self, features: int) -> None:
@@ -86,7 +89,7 @@ class Tail(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what depends on all of it."""
+        """Return an output that depends on all parameters and buffers."""
         x = self.norm(x)
         x = self.back(torch.tanh(self.forth(x)))
         output: Tensor = self.scale * (x + self.frozen(x))
@@ -94,15 +97,14 @@ class Tail(nn.Module):
 
 
 class ConformanceKit(DeclaredLimits):
-    """A backend under test. Its subclasses hold tests; a subclass of those names the backend.
+    """A backend under test. Subclasses hold the tests; a subclass of these names the backend.
 
     Attributes:
         backend: The backend under test.
         devices: The devices of each process.
-        processes: How many processes the backend takes; real ones are started.
+        processes: The number of processes; real ones are started.
         options: Options for the backend.
-        unused_options: Further options, with which it takes models of which a step does not use every
-            parameter.
+        unused_options: Further options for steps that do not use every parameter.
     """
 
     backend: ClassVar[type[Backend[Any]]]
@@ -119,9 +121,9 @@ class ConformanceKit(DeclaredLimits):
     def make_model() -> nn.Module:
         """Return a model with the same weights on every call; its inputs are (batch, 6).
 
-        It has what backends stumble over: a weight in two places, frozen parameters, one with fewer
-        elements than there are ranks, a batch norm with buffers. A backend for models of a kind of its
-        own overrides it and returns one that computes the same.
+        It has the cases that backends often get wrong: a weight in two places, frozen parameters, one with
+        fewer elements than ranks, a batch norm with buffers. A backend for another kind of models overrides
+        it and returns one that computes the same.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
@@ -129,11 +131,11 @@ class ConformanceKit(DeclaredLimits):
 
     @staticmethod
     def make_reference() -> nn.Module:
-        """Return the model that computes the same on one device."""
+        """Return the model with the same outputs on one device."""
         return ConformanceKit.make_model()
 
     def everywhere(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``body(self, *args)`` on every rank, a new process, and return what each returned.
+        """Run ``body(self, *args)`` on every rank, each in a new process, and return the results.
 
         Raises:
             RankFailedError: A rank raised, died or took too long.
@@ -146,14 +148,16 @@ class ConformanceKit(DeclaredLimits):
     def gradients(session: Session, model: nn.Module) -> State:
         """Return the whole gradients of a prepared model on the CPU, by the reference's names.
 
-        A backend that splits parameters in a way of its own overrides it.
+        A backend with its own way to split parameters overrides it.
+
+        Collective: an all-gather for each DTensor.
         """
         named = session.unwrap(model).named_parameters()
         return on_cpu({n: whole_tensor(p.grad) for n, p in named if p.grad is not None})
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all of a tensor of which a rank may have a shard. Collective: an all-gather, where it has."""
+    """Return the whole of a tensor that may be sharded. Collective: an all-gather of a shard."""
     full: Any = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -201,7 +205,7 @@ def data(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
 
 
 def whole(session: Session, samples: int = 8, dtype: torch.dtype = torch.float64) -> Any:
-    """Return one batch of all samples, as the session's loader gives it."""
+    """Return one batch of all samples, as the session's loader yields it."""
     (batch,) = session.prepare_loader(DataLoader(data(samples, dtype), batch_size=samples))
     return batch
 
@@ -217,7 +221,7 @@ def batch_loss(reduction: LossReduction = "mean") -> Callable[[nn.Module, Any], 
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss of what a step returned."""
+    """Return the loss in the output of a step."""
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 
@@ -234,7 +238,7 @@ def assert_same(
     rtol: float = 1e-9,
     atol: float = 1e-11,
 ) -> None:
-    """Make sure that tensors have the same names and, to rounding, the same values."""
+    """Assert that tensors have the same names and, up to rounding, the same values."""
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         try:

@@ -1,4 +1,4 @@
-"""What every logger must do, as tests that its author subclasses."""
+"""The conformance tests of loggers, for their authors to subclass."""
 
 import abc
 import math
@@ -23,7 +23,7 @@ _VALUES = (0.1, -2.5, 1e-30, 1e30)
 
 
 class LoggerConformance(DeclaredLimits, abc.ABC):
-    """What every logger must do. A subclass of this, in a test module, names the logger.
+    """The tests of every logger. A subclass, in a test module, makes the logger and reads its output.
 
     Example:
         >>> class TestMine(LoggerConformance):
@@ -40,10 +40,10 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
 
     @abc.abstractmethod
     def read(self, folder: Path) -> dict[str, list[tuple[int, float]]]:
-        """Return what is written in ``folder``: for each name its steps and values, in their order."""
+        """Return the numbers in ``folder``: for each name its steps and values, in their order."""
 
     def read_hyperparameters(self, folder: Path) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """Return the hyperparameters that are written there; ``None`` if this logger writes none."""
+        """Return the hyperparameters in ``folder``; ``None`` if this logger writes none."""
         return None
 
     # -- the tests ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every plugin's module must do, whatever it brings, as tests; and made-up distributions to be found."""
+"""The conformance tests of plugin modules, and fake distributions for the registry to find."""
 
 import json
 import subprocess
@@ -25,14 +25,14 @@ def fake_distribution(
     modules: Mapping[str, str] | None = None,
     group: str = ENTRY_POINT_GROUP,
 ) -> Iterator[Path]:
-    """Make ``name`` look installed for the length of a ``with`` block.
+    """Make ``name`` look installed within a ``with`` block.
 
-    Writes the distribution's metadata and modules below ``folder`` and puts that on the module
-    search path. Modules that the block imported from there are forgotten afterwards. A registry
-    that looked for plugins before has to look again: ``registry.refresh()``.
+    It writes the distribution's metadata and modules below ``folder`` and puts that on the module search
+    path. Afterwards it removes modules from there from ``sys.modules``. A registry that has searched for
+    plugins before must search again: ``registry.refresh()``.
 
     Args:
-        folder: An empty folder, such as pytest's ``tmp_path``.
+        folder: An empty folder, for example pytest's ``tmp_path``.
         name: The distribution's name.
         version: Its version.
         entry_points: Entry points of ``group`` by name: ``{"mine": "my_plugin"}``.
@@ -100,15 +100,15 @@ print(json.dumps({
 
 
 class PluginConformance(DeclaredLimits):
-    """What the module of every plugin must do. A subclass of this, in a test module, names it.
+    """The tests of every plugin module. A subclass, in a test module, names it.
 
-    ``tp`` and every first question to the registry load all plugins that are installed: each of them has to
-    be light, and quiet.
+    ``tp``, and the first use of the registry, load all installed plugins: each must import fast and print
+    nothing.
 
     Attributes:
         plugin: The module that the entry point names.
-        brings: What it brings, by kind: ``{"backend": ("mine",)}``; the kinds are "backend", "collate
-            adapter", "engine", "command", "callback" and "logger".
+        brings: The names of its contributions by kind: ``{"backend": ("mine",)}``. The kinds are
+            "backend", "collate adapter", "engine", "command", "callback" and "logger".
 
     Example:
         >>> class TestPlugin(PluginConformance):

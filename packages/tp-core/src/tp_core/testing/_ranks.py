@@ -1,4 +1,4 @@
-"""Ranks that really run, with a deadline, for tests; and the ports at which they meet."""
+"""Real ranks with a deadline, for tests, and free ports for their rendezvous."""
 
 import contextlib
 import faulthandler
@@ -22,17 +22,17 @@ from tp_core.errors import RankFailedError
 
 _LOWEST = 10_000
 _BLOCK = 64
-"""How many ports each process goes through before it comes back to the first one."""
+"""The number of ports that each process tries in turn before it uses the first one again."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _calls = count()
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now, and that no other process is likely to be given.
+    """Return a TCP port that is free now, and that other processes are unlikely to take.
 
-    It is below those that the system gives out by itself, where a connection of any other program may
-    take it before it is used; and processes with neighboring ids choose from blocks of their own.
+    It is below the system's ephemeral ports: a connection of any program may take one of those before it is
+    used. Processes with neighboring ids choose from blocks of their own.
     """
     blocks = (_first_of_the_system() - _LOWEST) // _BLOCK
     for _ in range(_BLOCK if blocks > 0 else 0):
@@ -49,7 +49,7 @@ def _first_of_the_system() -> int:
     try:
         return int(_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return 32_768  # what Linux begins with unless it is told otherwise; others begin higher
+        return 32_768  # Linux's default; other systems begin higher
 
 
 def _is_free(port: int) -> bool:
@@ -64,20 +64,20 @@ def _is_free(port: int) -> bool:
 if TYPE_CHECKING:
     Pipe: TypeAlias = Connection[Any, Any]
 
-# The last one takes a second, which every rank would spend at its first optimizer step.
+# torch._dynamo takes a second to import, which every rank would spend at its first optimizer step.
 _PRELOAD = ["torch", "torch.distributed.checkpoint", "tp_core.testing", "torch._dynamo"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """How one rank ended.
+    """The result, error or exit status of one rank.
 
     Attributes:
-        rank: Which one.
-        value: What the function returned, if it did.
-        error: What it raised, as a traceback; ``None`` if it returned or was killed.
+        rank: The rank.
+        value: The function's result, if it returned.
+        error: Its error, as a traceback; ``None`` if it returned or was killed.
         exitcode: The process's exit status; minus the signal's number if one killed it; ``None``
-            if it had to be ended at the deadline.
+            if it was ended at the deadline.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class RankOutcome:
 
 
 class Report(NamedTuple):
-    """What a rank sends to its parent when its function has ended."""
+    """The message of a rank to its parent when its function has ended."""
 
     value: Any = None
     error: str | None = None
@@ -114,18 +114,18 @@ def run_ranks(
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``processes`` ranks and return what each returned, by rank.
+    """Call ``function(*args)`` on ``processes`` ranks and return the results, by rank.
 
-    Every rank is a fresh process with the variables of torchrun set, a free port and one thread; it
-    is forked from a server that has imported torch, for about 0.03 s of CPU each. The first rank that
-    fails ends the others; one that has returned stays until all have. For very many short checks
-    that may share a process see :class:`RankPool`.
+    Every rank is a new process with torchrun's variables, a free port and one thread. It is forked from a
+    server that has imported torch, for about 0.03 s of CPU each. The first rank that fails ends the
+    others; one that has returned stays until all have. For many short checks that may share a process,
+    see :class:`RankPool`.
 
     Args:
-        function: What each rank runs; functions of test modules and lambdas will do.
-        processes: How many ranks.
+        function: The function of each rank; functions of test modules and lambdas work, too.
+        processes: The number of ranks.
         *args: Arguments for the function, the same for each rank.
-        timeout_s: All ranks have to end within so many seconds.
+        timeout_s: The deadline of all ranks, in seconds.
         environ: Further variables for the ranks.
 
     Raises:
@@ -134,7 +134,7 @@ def run_ranks(
     outcomes = rank_outcomes(function, processes, *args, timeout_s=timeout_s, environ=environ, together=True)
     failed = [o for o in outcomes if not o.ok]
     if failed:
-        # One with a traceback explains most, then one that died; the others were ended because of it.
+        # One with a traceback explains most, then one that died; the parent ended the others.
         first = min(failed, key=lambda o: (o.error is None, o.exitcode in (None, 0)))
         raise RankFailedError(str(first))
     return [o.value for o in outcomes]
@@ -148,9 +148,9 @@ def rank_outcomes(
     environ: Mapping[str, str] | None = None,
     together: bool = False,
 ) -> list[RankOutcome]:
-    """Run as :func:`run_ranks` does, but return how each rank ended, whatever it was: for fault tests.
+    """Run ranks as :func:`run_ranks` does, but return all outcomes and raise no errors: for fault tests.
 
-    Unless they are to end ``together``, each one ends on its own, and none because of another.
+    Unless ``together`` is set, a rank that fails does not end the others.
     """
     payload = dumps((function, args))
     ranks = start_ranks(
@@ -172,8 +172,9 @@ def start_ranks(
     kwargs: Mapping[str, Any],
 ) -> "list[tuple[Any, Pipe]]":
     """Start processes that call ``target(pipe, variables, *args, **kwargs)``; return each with its pipe."""
+    # A fork server: its children have torch imported, and none of this process's threads or groups.
     context = multiprocessing.get_context("forkserver")
-    # What is loaded here, the ranks are going to need; each would import it anew.
+    # Preload the modules of tp that are loaded here: each rank would import them again.
     ours = sorted(name for name in sys.modules if name.startswith("tp_") and "." in name)
     context.set_forkserver_preload([*_PRELOAD, *ours])
     port = str(free_port())
@@ -194,7 +195,7 @@ def start_ranks(
             target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
         )
         process.start()
-        theirs.close()
+        theirs.close()  # else the pipe would not report the end of a rank that died
         ranks.append((process, mine))
     return ranks
 
@@ -208,7 +209,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
                 rank = pending.pop(reader)
                 try:
                     reports[rank] = pickle.loads(reader.recv_bytes())
-                except (EOFError, ConnectionResetError):  # it died without a word
+                except (EOFError, ConnectionResetError):  # it died without a report
                     reports[rank] = Report()
                     if together:
                         pending.clear()
@@ -217,9 +218,9 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
                     pending.clear()
                     break
         for _, reader in ranks:
-            reader.close()  # those that have returned may go
+            reader.close()  # ranks that have returned wait for this before they exit
         for rank in reports:
-            # The server that forked it tells how it ended, on a busy machine not at once.
+            # The fork server reports the exit status, on a busy machine not at once.
             ranks[rank][0].join(max(5.0, deadline - time.monotonic()))
         return [
             RankOutcome(rank, *reports.get(rank, Report()), process.exitcode)
@@ -244,7 +245,7 @@ def _run_rank(
 ) -> None:
     os.environ.update(variables)
     sys.path[:] = path
-    # A rank that crashes shows its stack, and one that hangs does so just before it is ended.
+    # A rank that crashes prints its stack; one that hangs prints it just before the deadline.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
     import torch
@@ -256,19 +257,19 @@ def _run_rank(
     except BaseException:  # noqa: BLE001 - it is reported to the parent
         data, stays = dumps(Report(error=traceback.format_exc())), False
     faulthandler.cancel_dump_traceback_later()
-    with contextlib.suppress(BrokenPipeError):  # another failed first, and the parent reads no more
+    with contextlib.suppress(BrokenPipeError):  # another rank failed first, and the parent stopped reading
         writer.send_bytes(data)
     if stays:
-        # The others may still need this process: rank 0 holds the store where they meet.
+        # Other ranks may still need this process: rank 0 serves their store.
         writer.poll(timeout_s)
-    # Straight out: a half-open process group must not hold the end up.
+    # os._exit: an open process group could hang the interpreter's own exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle by value what another process could not import: the contents of test modules."""
+    """Return a pickle with the contents of test modules by value: other processes cannot import these."""
     import cloudpickle
 
     modules = [
@@ -287,19 +288,19 @@ def dumps(value: Any) -> bytes:
 
 
 class RankPool:
-    """Ranks of real processes to which one check after another is sent.
+    """A pool of real ranks that run one check after another.
 
-    They are started at the first check, and join their process group, in ``setup``, once: a check
-    costs what it does itself. That is for checks that may share a process and its groups; those that
-    need ranks of their own take :func:`run_ranks`. A check that fails, hangs or kills a rank ends all
-    ranks, and the next one gets new ones.
+    They are started at the first check, and join their process group once, in ``setup``. So a check pays
+    for no start. The pool is for checks that may share a process and its groups; others use
+    :func:`run_ranks`. A check that fails, hangs or kills a rank ends all ranks, and the next one gets new
+    ones.
 
     Args:
-        processes: How many ranks.
-        setup: Called once on every rank, before its first check.
+        processes: The number of ranks.
+        setup: A function to call once on every rank, before its first check.
         args: Arguments for ``setup``.
-        environ: Further variables for the ranks, besides those of torchrun.
-        timeout_s: Every check has to end within so many seconds, and so has ``setup``.
+        environ: Further variables for the ranks, besides torchrun's.
+        timeout_s: The deadline of each check, and of ``setup``, in seconds.
 
     Example:
         >>> with RankPool(2) as ranks:  # doctest: +SKIP
@@ -320,9 +321,9 @@ class RankPool:
         self._ranks: list[tuple[Any, Pipe]] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank and return what each returned, by rank.
+        """Call ``function(*args)`` on every rank and return the results, by rank.
 
-        Functions of test modules and lambdas will do.
+        Functions of test modules and lambdas work, too.
 
         Raises:
             RankFailedError: A rank raised, died or outlived the deadline; with its traceback.
@@ -341,7 +342,7 @@ class RankPool:
         ranks, self._ranks = self._ranks, []
         for process, pipe in ranks:
             pipe.close()
-            process.kill()  # it may hang in a collective, and has nothing to write
+            process.kill()  # it may hang in a collective, and has nothing to save
         for process, _ in ranks:
             process.join()
             process.close()
@@ -350,7 +351,7 @@ class RankPool:
         try:
             return self._exchange(payload)
         except BaseException:
-            self.close()  # after a failure the ranks are out of step
+            self.close()  # after a failure ranks may wait in different collectives
             raise
 
     def _exchange(self, payload: bytes) -> list[Any]:
@@ -371,7 +372,7 @@ class RankPool:
                 rank = pending.pop(pipe)
                 try:
                     report: Report = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError) as error:  # it died without a word
+                except (EOFError, ConnectionResetError) as error:  # it died without a report
                     raise RankFailedError(self._how_it_ended(rank)) from error
                 if report.error is not None:
                     raise RankFailedError(str(RankOutcome(rank, error=report.error)))
@@ -396,7 +397,7 @@ class RankPool:
 
 
 def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: float) -> None:
-    """Run on a rank what comes through the pipe, until it is closed."""
+    """Run the functions that come through the pipe, until it is closed."""
     os.environ.update(variables)
     sys.path[:] = path
     import torch
@@ -407,9 +408,9 @@ def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: 
         try:
             payload = pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
-            # Straight out: a half-open process group must not hold the end up.
+            # os._exit: an open process group could hang the interpreter's own exit.
             os._exit(0)
-        # A rank that hangs shows its stack just before it is ended.
+        # A rank that hangs prints its stack just before the deadline.
         faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
         try:
             function, args = pickle.loads(payload)

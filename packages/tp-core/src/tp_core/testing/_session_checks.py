@@ -1,4 +1,4 @@
-"""What the conformance tests of a backend run on its ranks: sessions, exchanges, loaders and state."""
+"""The functions that a backend's conformance tests run on ranks: sessions, collectives, loaders, state."""
 
 import math
 import os
@@ -96,7 +96,7 @@ def _facts(model: Any) -> list[Any]:
 
 
 def environment_now() -> dict[str, Any]:
-    """Return what of a process a plugin could change, by what to call it."""
+    """Return the settings of the process that a plugin could change, by name."""
     numpy = sys.modules.get("numpy")
     return {
         "environment variables": dict(os.environ),
@@ -134,7 +134,7 @@ _seen: list[str] | None = None
 
 @contextmanager
 def _watched() -> Iterator[list[str]]:
-    """Give a list of what is done to files, processes and connections meanwhile."""
+    """Yield a list of the audit events of files, processes and connections in the block."""
     global _seen  # noqa: PLW0603 - audit hooks cannot be removed, so there is one
     if not _hooked:
         _hooked.append(True)
@@ -165,7 +165,7 @@ OPERATIONS: tuple[Any, ...] = ("sum", "mean", "min", "max")
 
 
 def tensor_of(rank: int) -> Tensor:
-    """Return values of which each rank has the largest or the smallest somewhere."""
+    """Return values of which each rank has a largest or a smallest element."""
     return torch.tensor([(rank * 5) % 3, (rank * 2 + 1) % 3, -rank, rank**2], dtype=torch.float64)
 
 
@@ -195,7 +195,7 @@ Yielded = tuple[int, list[tuple[Any, Tensor]]]
 
 
 def yielded(kit: ConformanceKit, training: bool) -> Yielded:
-    """Return, for each batch, the share and the inputs that the step was given."""
+    """Return, for each batch, the share and the inputs of the step."""
     with prepared(kit) as (session, model):
         loader = DataLoader(data(SAMPLES), batch_size=BATCH_SIZE)
         batches = session.prepare_loader(loader, training=training)
@@ -203,7 +203,7 @@ def yielded(kit: ConformanceKit, training: bool) -> Yielded:
 
 
 def _inputs(session: Session, model: nn.Module, batch: Any) -> Tensor:
-    """Return what the step is given; a backend may run it on several devices at once."""
+    """Return the inputs of the step; a backend may run it on several devices at once."""
     met = []
 
     def step(model: nn.Module, batch: Any) -> Tensor:
@@ -241,7 +241,7 @@ def evaluated_unevenly(kit: ConformanceKit) -> tuple[int, int, float]:
 
 
 def _mean_loss(session: Session, model: nn.Module, batches: Iterable[Any]) -> tuple[int, float]:
-    """Return how many samples were counted on all data ranks, and their mean loss."""
+    """Return the number of samples that counted on all data ranks, and their mean loss."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
@@ -269,7 +269,7 @@ REDUCTIONS: Any = {
 
 
 def of_rank(rank: int, dtype: torch.dtype) -> Tensor:
-    """Return values of which neither the first nor the last rank has all the largest."""
+    """Return values with their largest elements on different ranks, not all on the first or the last."""
     values = torch.tensor([[rank + 1, -rank], [(rank - 1) ** 2, 7]], dtype=dtype)
     return values / 3 if dtype.is_floating_point else values
 
@@ -279,7 +279,7 @@ def rows(rank: int, fewest: int, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out(shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return a tensor of that shape whose elements do not lie in order."""
+    """Return a tensor of that shape with a memory layout that is not contiguous."""
     size = math.prod(shape)
     backwards = torch.arange(float(size)).reshape(shape[::-1])
     return backwards.permute(*range(len(shape))[::-1]) + rank
@@ -298,7 +298,7 @@ def who(kit: ConformanceKit) -> dict[str, Any]:
 
 
 def who_on_hosts(kit: ConformanceKit) -> dict[str, Any]:
-    """Look at a session as on as many hosts as there are ranks, where each is the first of its own."""
+    """Return a session's ranks as on as many hosts as ranks, where each rank is the first of its host."""
     if kit.processes == 1:
         return who(kit)
     hosts = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
@@ -357,10 +357,10 @@ def broadcast(kit: ConformanceKit) -> list[dict[str, int]]:
 
 
 def meet(kit: ConformanceKit, log: str) -> None:
-    """Report before and after each barrier, to which another rank each time comes last, and late.
+    """Log before and after each barrier; in each round another rank comes last, and late.
 
-    How late is not for the clock to say: a second thread of each waiting rank reports its turns, and a
-    machine that keeps the rank from going on keeps that thread from its turns as well.
+    The clock does not measure how late. A second thread of each waiting rank logs its turns, and a machine
+    that is too busy for the rank is too busy for that thread as well.
     """
     with open_session(kit) as session:
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -392,7 +392,7 @@ def lines(path: Path | str) -> list[tuple[int, int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """What one rank reports of one round, in a file of all ranks."""
+    """One rank's log of one round, in a file of all ranks."""
 
     path: str
     file: int
@@ -404,7 +404,7 @@ class _Log:
 
     @contextmanager
     def turns(self) -> Iterator[None]:
-        """Report the turns of a second thread."""
+        """Log the turns of a second thread."""
         done = threading.Event()
 
         def report() -> None:
@@ -422,7 +422,7 @@ class _Log:
             thread.join()
 
     def wait_for(self, others: int) -> None:
-        """Wait until each of the others has gone on, or has had its turns without going on."""
+        """Wait until each other rank has passed the barrier, or has had its turns without passing it."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             mine = [(rank, word) for number, rank, word in lines(self.path) if number == self.round_]
@@ -526,7 +526,7 @@ STEPS = 3
 
 
 class _Counting(nn.Module):
-    """A model that counts its forward passes in a buffer, where it is trained."""
+    """A model that counts its forward passes in training mode in a buffer."""
 
     steps: Tensor
 

@@ -1,4 +1,4 @@
-"""What the conformance tests of a backend run on its ranks: gradients, norms and steps."""
+"""The functions that a backend's conformance tests run on ranks: gradients, norms and steps."""
 
 import gc
 import math
@@ -38,7 +38,7 @@ from tp_core.testing._session_checks import environment_now
 def reference_gradients(
     kit: ConformanceKit, *, samples: int, batch_size: int, loss: LossReduction = "mean"
 ) -> State:
-    """Return the sum over the epoch's batches of one device's gradients."""
+    """Return one device's gradients, summed over the batches of an epoch."""
     model, step = kit.make_reference(), batch_loss(loss)
     for batch in DataLoader(data(samples), batch_size=batch_size):
         loss_of(step(model, batch)).backward()
@@ -81,7 +81,7 @@ class _WithUnused(nn.Module):
 
 
 def of_several_types(model: nn.Module) -> nn.Module:
-    """Give the model one parameter, of a single element, in single precision."""
+    """Return the model with one parameter, of a single element, in single precision."""
     tail: Any = model.get_submodule("3")
     tail.scale = nn.Parameter(tail.scale.detach().float())
     return model
@@ -132,7 +132,7 @@ def accumulated_gradients(kit: ConformanceKit) -> State:
 
 
 def held_gradients(kit: ConformanceKit) -> tuple[int, State]:
-    """Return what a rank can see of its gradients before they are reduced."""
+    """Return the gradients on a rank before they are reduced."""
     with prepared(kit) as (session, model):
         batch = whole(session)
         with session.no_sync(model):
@@ -298,7 +298,7 @@ def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_s
 
 @torch.no_grad()
 def shifted(model: nn.Module) -> nn.Module:
-    """Give a model other weights than the first one has."""
+    """Return the model with other weights."""
     for parameter in model.parameters():
         parameter.mul_(1.5)
     return model
@@ -310,7 +310,7 @@ def loss_of_two(one: nn.Module, other: nn.Module, batch: Any) -> Tensor:
 
 
 class _Branches(nn.Module):
-    """A model with a layer that a step may leave out: its output, and what that layer makes of it."""
+    """A model with a layer that a step may leave out; with it, its output follows the model's."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def trained_with_own_branches(kit: ConformanceKit) -> tuple[int, State]:
 
 
 def modes_in_steps(kit: ConformanceKit, training: bool) -> tuple[bool, list[bool]]:
-    """Return the mode after the model is prepared, and those in steps once it is set."""
+    """Return the mode after the model is prepared, and the modes in steps after it is set."""
     model = kit.make_model()
     found = []
 
@@ -483,7 +483,7 @@ RATES = 0.05, 0.02
 
 
 def make_optimizers(model: nn.Module, *, several: bool) -> list[torch.optim.Optimizer]:
-    """Return one over all parameters, or one over the first and one over all others."""
+    """Return one optimizer over all parameters, or one over the first and one over all others."""
     first, *others = model.parameters()
     parts = [[first], others] if several else [[first, *others]]
     return [torch.optim.SGD(part, lr=rate, momentum=0.9) for part, rate in zip(parts, RATES, strict=False)]
@@ -538,7 +538,7 @@ DRAWN = ("torch's generator", "Python's generator", "numpy's generator")
 
 
 class _Nested(Dataset[Any]):
-    """The samples of the other tests, as dicts with more in them."""
+    """The samples of the other tests, as dicts with further entries."""
 
     def __len__(self) -> int:
         return 8

@@ -1,4 +1,4 @@
-"""The conformance suite of modules that wrap replicas of another one."""
+"""The conformance tests of modules that wrap replicas of another module."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ CPUS = ("cpu", "cpu")
 
 
 class _Wrapped:
-    """What both suites need of a wrapper."""
+    """The methods that both suites need of a wrapper."""
 
     def wrap(self, module: nn.Module, devices: Sequence[str]) -> ReplicaWrapper:
         """Return the wrapper of ``module`` on these devices."""
@@ -95,7 +95,7 @@ class WrapperConformance(_Wrapped):
                     parameter.sub_(0.1 * parameter.grad)
 
     def wrapped(self, module: nn.Module, force_copies: bool) -> ReplicaWrapper:
-        """Return a wrapper whose replicas share the parameters of ``module``, or have copies."""
+        """Return a wrapper with replicas that share the parameters of ``module``, or have copies."""
         wrapper = self.wrap(module, CPUS)
         wrapper._replicas = Replicas(module, CPUS, force_copies=force_copies)
         return wrapper
@@ -124,7 +124,7 @@ class GpuWrapperConformance(_Wrapped):
 
 
 class _Graphs:
-    """A backend of the compiler that counts the graphs which it is given."""
+    """A backend of the compiler that counts its graphs."""
 
     def __init__(self) -> None:
         torch.compiler.reset()
