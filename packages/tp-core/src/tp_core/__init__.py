@@ -1,4 +1,4 @@
-"""What users of the tp packages share: devices, transfer, the launch environment, errors.
+"""The common base of the tp packages: devices, transfer, the launch environment, errors.
 
 What authors of plugins need is in `tp_core.plugins`, what the tp packages share among themselves in
 `tp_core.internal`. Names are imported when they are first used: most of them need torch, which takes most

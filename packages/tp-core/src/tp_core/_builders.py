@@ -85,7 +85,7 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
 def _parameters(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
     try:
         return inspect.signature(function).parameters.values()
-    except ValueError:  # some that are not written in Python do not tell
+    except ValueError:  # some that are not written in Python have no signature
         return ()
 
 

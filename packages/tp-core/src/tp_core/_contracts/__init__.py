@@ -1,1 +1,1 @@
-"""What backends, sessions, collate adapters, engines, callbacks and loggers promise."""
+"""The contracts of backends, sessions, collate adapters, engines, callbacks and loggers."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 RunStatus = Literal["finished", "interrupted", "failed"]
-"""How a run ended: by itself, by a signal after a step, or by an error."""
+"""The end of a run: by itself, by a signal after a step, or by an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

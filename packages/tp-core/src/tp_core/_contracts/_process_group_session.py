@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ProcessGroupSession(Session):
-    """One rank of a job whose processes have joined torch's default process group.
+    """One rank of a job with processes in torch's default process group.
 
     Ranks that read different samples form a data group, all ranks by default. Over it
     DistributedDataParallel averages gradients, and values are reduced. A backend that splits models over

@@ -525,7 +525,7 @@ class Session:
 
 
 def _first_other(values: Sequence[object]) -> int | None:
-    """Return the first rank whose value is not that of rank 0."""
+    """Return the first rank with another value than rank 0."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 

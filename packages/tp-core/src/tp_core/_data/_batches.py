@@ -35,7 +35,7 @@ class Share:
 
 
 def split_evenly(length: int, parts: int) -> list[slice]:
-    """Cut ``length`` into ``parts`` slices whose sizes differ by at most one, larger ones first.
+    """Cut ``length`` into ``parts`` slices with sizes that differ by at most one, larger ones first.
 
     Example:
         >>> split_evenly(5, 2)

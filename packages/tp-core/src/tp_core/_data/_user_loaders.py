@@ -115,7 +115,7 @@ def _indices_in(dataset: Any) -> Iterator[Sequence[Any]]:
 
 
 def _digest(values: Sequence[Any]) -> str:
-    some = values[:: len(values) // _MOST_COMPARED + 1]  # enough to tell two random choices apart
+    some = values[:: len(values) // _MOST_COMPARED + 1]  # enough to distinguish two random choices
     text = ",".join(
         f"{float(value):.7g}" if isinstance(value, SupportsFloat) else repr(value) for value in some
     )

@@ -1,4 +1,4 @@
-"""From what a user writes to the devices of this process, and how busy they are."""
+"""Resolution of device requests to the devices of this process, and the load of devices."""
 
 import importlib.util
 import os
@@ -16,22 +16,22 @@ import torch
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.errors import DeviceError
 
-# -- How busy the devices are ---------------------------------------------------------------------
+# -- Load of devices ------------------------------------------------------------------------------
 
 
 _BUCKETS = 10
-"""Utilization is a sample of a fraction of a second: smaller differences mean nothing."""
+"""The step of utilization in comparisons: it is sampled over a fraction of a second, and less is noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """How busy one device is; what the system does not tell is ``None``.
+    """The load of one device; values that the system does not report are ``None``.
 
     Attributes:
         device: The device.
-        name: What its maker calls it.
+        name: The maker's name of it.
         free_bytes: Its free memory, in bytes.
-        total_bytes: All of its memory, in bytes.
+        total_bytes: Its whole memory, in bytes.
         utilization: The fraction of the last moment in which it worked, 0 to 1; for the CPU, the
             load average of the last minute over its cores.
     """
@@ -46,8 +46,8 @@ class DeviceLoad:
 def device_loads() -> tuple[DeviceLoad, ...]:
     """Return the load of every accelerator that this process sees, or of the CPU if there is none.
 
-    Utilization of NVIDIA devices comes from NVML, through torch, and needs ``tp-core[nvml]``;
-    without that it is ``None``, and asking for the free memory opens a context on each device.
+    Utilization of NVIDIA devices comes from NVML, through torch, and needs ``tp-core[nvml]``. Without
+    that it is ``None``, and the query of free memory opens a context on each device.
 
     Example:
         >>> len(device_loads()) >= 1
@@ -64,7 +64,7 @@ def least_busy(loads: Sequence[DeviceLoad], count: int) -> tuple[DeviceLoad, ...
     """Return the ``count`` least busy of ``loads``, the best first.
 
     Lower utilization wins, in steps of ten percent; then more free memory; then the lower index.
-    What is unknown counts as worst.
+    Unknown values count as worst.
 
     Raises:
         DeviceError: There are fewer than ``count`` devices.
@@ -83,9 +83,9 @@ def least_busy(loads: Sequence[DeviceLoad], count: int) -> tuple[DeviceLoad, ...
 
 
 def require_utilization(loads: Sequence[DeviceLoad]) -> None:
-    """Make sure that the load of every device is known.
+    """Check that the load of every device is known.
 
-    Where the driver itself does not tell utilization, free memory alone may decide.
+    Where the driver itself does not report utilization, free memory alone may decide.
 
     Raises:
         DeviceError: The utilization of a device is unknown, because a package is missing.
@@ -119,7 +119,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
 
 
 def _ask(module: Any, name: str, device: torch.device) -> Any:
-    """Call a function of a device's module, if it is there and the vendor's library that it may need."""
+    """Call a function of a device's module; return ``None`` without it or the vendor's library."""
     function: Callable[[torch.device], Any] | None = getattr(module, name, None)
     if function is None:
         return None
@@ -130,7 +130,7 @@ def _ask(module: Any, name: str, device: torch.device) -> Any:
 
 
 def _management_errors() -> tuple[type[Exception], ...]:
-    """Return what torch raises for a missing library, and the library for a missing feature."""
+    """Return the errors that torch raises for a missing library, and the library for a missing feature."""
     errors: list[type[Exception]] = [ImportError, RuntimeError]
     for library, name in (("pynvml", "NVMLError"), ("amdsmi", "AmdSmiException")):
         if importlib.util.find_spec(library) is not None:
@@ -139,7 +139,7 @@ def _management_errors() -> tuple[type[Exception], ...]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes are free on an accelerator, if it tells."""
+    """Return how many bytes are free on an accelerator, if it reports that."""
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except (RuntimeError, NotImplementedError):
@@ -160,7 +160,7 @@ def _cpu_load() -> DeviceLoad:
 
 
 def available_memory() -> int | None:
-    """Return what programs can still get: more than what is unused, as caches give way."""
+    """Return the host memory that programs can still get: unused memory, and caches that the system frees."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text(encoding="ascii").splitlines():
@@ -175,7 +175,7 @@ def _pages(name: str) -> int | None:
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 
-# -- How much more memory this process can get on a device ----------------------------------------
+# -- Free memory for this process -----------------------------------------------------------------
 
 
 def free_nbytes(device: torch.device, *, processes: int = 1) -> int | None:
@@ -183,10 +183,10 @@ def free_nbytes(device: torch.device, *, processes: int = 1) -> int | None:
 
     Args:
         device: The device.
-        processes: How many processes share the host's memory, where the device is the CPU.
+        processes: The number of processes that share the host's memory, where the device is the CPU.
 
-    On an accelerator, what torch keeps for tensors to come counts as free. On the CPU it is the least of what
-    the host has left, what a control group leaves, and the limits of this process (``ulimit -v``, ``-d``).
+    On an accelerator, torch's cache counts as free. On the CPU it is the least of the host's available
+    memory, the rest of a control group's limit, and the limits of this process (``ulimit -v``, ``-d``).
     """
     if device.type != "cpu":
         free = free_memory(device)
@@ -200,7 +200,7 @@ def free_nbytes(device: torch.device, *, processes: int = 1) -> int | None:
 
 
 def _left_in_group() -> int | None:
-    """Return what the control group of a container or a batch system leaves."""
+    """Return the rest of the memory limit of a container's or batch system's control group."""
     place = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -216,7 +216,7 @@ def _left_in_group() -> int | None:
 
 
 def _left_to(limit: str, used: str) -> int | None:
-    """Return what a limit of this process leaves of what the kernel counts under ``used``."""
+    """Return the rest of a limit of this process, from the kernel's count under ``used``."""
     if os.name != "posix":
         return None
     import resource
@@ -231,11 +231,11 @@ def _left_to(limit: str, used: str) -> int | None:
     return None
 
 
-# -- From what a user writes to the devices of this process ---------------------------------------
+# -- Device requests ------------------------------------------------------------------------------
 
 
 DeviceSpec = str | int | torch.device | Sequence[str | int | torch.device] | None
-"""What `resolve_devices` understands."""
+"""A device request, as `resolve_devices` takes it."""
 
 _CPU = torch.device("cpu")
 _VISIBILITY_VARIABLES = (
@@ -276,7 +276,7 @@ def resolve_devices(spec: DeviceSpec = "auto") -> tuple[torch.device, ...]:
     ===========================  ===================================================================
 
     Raises:
-        DeviceError: Something else was given, or what it asks for does not exist here.
+        DeviceError: The request is of another form, or names devices that do not exist here.
 
     Example:
         >>> resolve_devices(["cpu", "cpu"])
@@ -298,7 +298,7 @@ def resolve_devices(spec: DeviceSpec = "auto") -> tuple[torch.device, ...]:
 def as_device(device: torch.device | str | int) -> torch.device:
     """Return one device as torch compares them: a CPU without index, an ``int`` as an accelerator.
 
-    It need not exist here, unlike those of `resolve_devices`.
+    It need not exist here, unlike the devices of `resolve_devices`.
 
     Raises:
         DeviceError: ``device`` is not the name of a device.
@@ -329,14 +329,14 @@ def device_of_rank(
     """Return the one device of this process, where a launcher started several on each host.
 
     Args:
-        devices: What `resolve_devices` returned in this process.
-        environment: What launched this process.
-        explicit: Whether the user named the devices; else they are all that there are.
-        environ: The environment variables; those of this process if ``None``.
+        devices: The result of `resolve_devices` in this process.
+        environment: The launch environment of this process.
+        explicit: Whether the user named the devices; otherwise they are all that exist.
+        environ: The environment variables; this process's own if ``None``.
 
     Raises:
-        DeviceError: The devices cannot be shared out to the processes of this host. Each of them
-            finds that out alone, so that none waits for another.
+        DeviceError: The devices cannot be divided among the processes of this host. Each process finds
+            that out by itself, so that none waits for another.
     """
     count, rank = environment.local_world_size, environment.local_rank
     if set(devices) == {_CPU} and len(devices) in (1, count):

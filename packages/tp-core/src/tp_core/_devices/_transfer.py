@@ -13,7 +13,7 @@ from tp_core._devices._resolve import as_device
 from tp_core._devices._tree import PerType, containers, tree_map
 from tp_core.errors import TransferError
 
-# -- Move everything in a nested batch to a device, or to page-locked memory ----------------------
+# -- Transfer of nested batches -------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -23,11 +23,11 @@ _Move = Callable[[Any, torch.device, bool], Any]
 def recursive_to(obj: T, device: torch.device | str | int, *, non_blocking: bool = False) -> T:
     """Return ``obj`` with everything in it that can be moved on ``device``.
 
-    Moved are tensors (a parameter as by ``Parameter.to``: the result is a tensor that autograd ties
-    to it), modules (in place, the same object), the containers of `tree_map`, and whatever has a
-    ``.to`` or ``.cuda`` method: graphs, packed sequences, tokenizers' batches. All else, classes
-    among it, is left as it is. Types are kept; an object that occurs twice is moved once and occurs
-    twice in the result; where nothing had to move, the very same object is returned.
+    It moves tensors (a parameter as by ``Parameter.to``: the result is a tensor that autograd connects
+    to it), modules (in place, the same object), the containers of `tree_map`, and objects with a
+    ``.to`` or ``.cuda`` method: graphs, packed sequences, tokenizers' batches. Other objects, and all
+    classes, stay. Types are kept. An object that occurs twice is moved once and occurs twice in the
+    result. Where nothing had to move, the same object is returned.
 
     An object with ``.to`` gets ``.to(device, non_blocking=...)``, or ``.to(device)`` if that is all
     it accepts. One with ``.cuda`` alone gets the method named like the type of the device; if it
@@ -35,8 +35,8 @@ def recursive_to(obj: T, device: torch.device | str | int, *, non_blocking: bool
 
     Args:
         obj: A batch: a tensor, or anything around tensors.
-        device: Where to; an ``int`` is the index of an accelerator.
-        non_blocking: Do not wait for copies from page-locked memory.
+        device: The target; an ``int`` is the index of an accelerator.
+        non_blocking: Whether not to wait for copies from page-locked memory.
 
     Raises:
         DeviceError: ``device`` names no device.
@@ -60,7 +60,7 @@ def recursive_to(obj: T, device: torch.device | str | int, *, non_blocking: bool
 
 @lru_cache(maxsize=64, typed=True)  # typed: True is not an index, though it equals 1
 def _leaf(device: torch.device | str | int, non_blocking: bool) -> Callable[[Any], Any]:
-    """Return what moves one leaf; kept, as a loop asks for the same one with every batch."""
+    """Return a function that moves one leaf; cached, as a loop needs the same one for every batch."""
     target = as_device(device)
 
     def move(value: Any) -> Any:
@@ -76,11 +76,11 @@ def _leaf(device: torch.device | str | int, non_blocking: bool) -> Callable[[Any
 
 
 def recursive_pin(obj: T) -> T:
-    """Return ``obj`` with its CPU tensors in page-locked memory, from where copies can overlap.
+    """Return ``obj`` with its CPU tensors in page-locked memory, so that copies overlap with computation.
 
-    Pinned are tensors on the CPU and whatever has a ``.pin_memory()`` method, in the containers of
-    `tree_map`; all else is left as it is. Where there is no accelerator, or one that does not use
-    page-locked memory (mps), ``obj`` itself is returned.
+    It pins tensors on the CPU and objects with a ``.pin_memory()`` method, in the containers of
+    `tree_map`; other objects stay. Where there is no accelerator, or one that does not use page-locked
+    memory (mps), ``obj`` itself is returned.
 
     Raises:
         TransferError: An object's ``.pin_memory()`` returned ``None``.
@@ -104,12 +104,12 @@ def _pin(value: Any) -> Any:
     return _checked(value.pin_memory(), value, "pin_memory")
 
 
-# -- what is decided once per type ----------------------------------------------------------------
+# -- styles of methods, by type -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How a method wants to be called."""
+    """The arguments that a method accepts."""
 
     device: Literal["first", "keyword", "not"]
     non_blocking: bool
@@ -150,7 +150,7 @@ def _style(cls: type, name: str) -> _Style:
 
 
 def _has(cls: type, name: str) -> bool:
-    # The type is asked, not the object: a field named "to" is data. Nor are classes ever moved.
+    # By the type and not the object: a field named "to" is data. Classes are never moved.
     return not issubclass(cls, type) and callable(getattr(cls, name, None))
 
 
@@ -212,15 +212,15 @@ _PIN_CONTAINERS = containers(stop=_has_pin_memory)
 
 
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to a device in place, and return what its ``.to`` returns.
+    """Move a module to a device in place, and return the result of its ``.to``.
 
-    Where a device's tensors are of another kind than the CPU's, as those of a device that an extension of
-    torch brings are, ``module.to(device)`` makes other parameters: an optimizer that was made before would
-    go on with the old ones, and weights that are tied would come apart. Here they stay the same objects.
+    For some devices, for example of torch's extensions, ``module.to(device)`` makes new parameters. An
+    optimizer that was made before would continue with the old ones, and tied weights would be untied. This
+    function keeps them the same objects.
 
     Args:
         module: The module.
-        device: Where to.
+        device: The target.
     """
     replaces_all = torch.__future__.get_overwrite_module_params_on_conversion()
     is_there = all(p.device == device for p in module.parameters())
@@ -235,7 +235,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _makes_other_parameters(device: torch.device) -> bool:
-    """Return whether ``.to`` puts other parameters into a module, which torch decides by the device."""
+    """Return whether ``.to`` makes new parameters, which torch decides by the device."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
     before: Tensor = probe[0]
     probe.to(device)

@@ -1,4 +1,4 @@
-"""Nested containers: which types are some, and a function applied to their leaves."""
+"""Nested containers: their types, and functions over their leaves."""
 
 import copy
 import dataclasses
@@ -16,17 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tp_core.errors import CycleError, TransferError
 
-# -- Which types are containers, and how each is taken apart and put together again ---------------
+# -- Types of containers --------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 _MAX_TYPES = 4096
-"""A program that makes types on the fly must not fill the memory with what we know of them."""
+"""The limit of cached types: a program that makes types on the fly must not fill the memory with them."""
 
 
 class PerType(dict[type, T], Generic[T]):
-    """What is decided once for each type: ``table[type(value)]`` is one look-up afterwards.
+    """A table of values that are computed once for each type: ``table[type(value)]`` is then one look-up.
 
     Example:
         >>> names = PerType(lambda cls: cls.__name__)
@@ -47,12 +47,12 @@ class PerType(dict[type, T], Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """How one container type is taken apart and put together again.
+    """The functions of one container type.
 
     Attributes:
-        children: Its values.
-        labels: For each child, how one writes it after the container's name: ``[0]``, ``.mask``.
-        rebuild: A new container like the given one, with other children.
+        children: Returns its values.
+        labels: Returns the expression of each child after the container's name: ``[0]``, ``.mask``.
+        rebuild: Returns a new container like the given one, with other children.
     """
 
     children: Callable[[Any], Collection[Any]]
@@ -61,9 +61,9 @@ class Container:
 
 
 def containers(*, stop: Callable[[type], bool] = lambda _: False) -> PerType[Container | None]:
-    """Return a table that has the `Container` of a type, or ``None`` for the type of a leaf.
+    """Return a table with the `Container` of each type, or ``None`` for the type of a leaf.
 
-    For walks that `tree_map` and `tree_leaves` are not made for, such as over several trees at once.
+    It is for other walks than `tree_map` and `tree_leaves`, for example over several trees at once.
 
     Args:
         stop: Called once per type; where it returns true, the type is a leaf whatever it inherits.
@@ -109,7 +109,7 @@ def _rebuild_list(old: list[Any], values: list[Any]) -> Any:
 
 
 def _rebuild_tuple(old: tuple[Any, ...], values: list[Any]) -> Any:
-    # Not type(old)(...): the constructor of a namedtuple, or of a subclass, takes what it likes.
+    # Not type(old)(...): the constructor of a namedtuple, or of a subclass, may take other arguments.
     new = tuple.__new__(type(old), values)
     if hasattr(old, "__dict__"):
         new.__dict__.update(old.__dict__)
@@ -117,7 +117,7 @@ def _rebuild_tuple(old: tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def _rebuild_structseq(old: Any, values: list[Any]) -> Any:
-    # __reduce__ alone tells the fields that have a name and no position (os.stat_result has some).
+    # __reduce__ is the only way to the fields with a name and no position (os.stat_result has some).
     cls, (_, hidden) = old.__reduce__()
     return cls(values, hidden)
 
@@ -173,7 +173,7 @@ def _mapping_of(cls: type) -> Container:
 
 def _dataclass_of(cls: type) -> Container:
     names = tuple(f.name for f in dataclasses.fields(cls))
-    # One call for all fields: this is on the way of every batch. With one name it gives no tuple.
+    # One call for all fields: this runs for every batch. With one name attrgetter returns no tuple.
     get = attrgetter(*names) if len(names) > 1 else None
     cached = frozenset(
         name
@@ -191,7 +191,7 @@ def _dataclass_of(cls: type) -> Container:
     lacking = frozenset(_required(cls) if derives else ()) - given
 
     def rederived(old: Any, values: dict[str, Any]) -> Any:
-        """Return what ``dataclasses.replace`` makes: ``__post_init__`` derives from the new values."""
+        """Return the result of ``dataclasses.replace``: ``__post_init__`` derives from the new values."""
         stale = [n for n, v in values.items() if n not in given and v is getattr(old, n)]
         if lacking and stale:
             msg = (
@@ -260,11 +260,11 @@ _EXACT: Mapping[type, Container | None] = MappingProxyType(
 )
 
 
-# -- Apply a function to the leaves of nested containers ------------------------------------------
+# -- Functions over leaves ------------------------------------------------------------------------
 
 
 _CONTAINERS = containers()
-_OPEN = object()  # stands for the result of a container whose children are being visited
+_OPEN = object()  # the result of a container while its children are visited: to meet it means a cycle
 
 
 def tree_map(
@@ -281,8 +281,8 @@ def tree_map(
 
     An object that occurs twice in ``obj`` occurs once in the result. A container in which no leaf
     became another object is returned itself and not copied, as ``Tensor.to`` returns the tensor
-    itself where there is nothing to do. ``leaf`` should give the same answer for the same object:
-    a changed leaf is asked for once, an unchanged one at each place.
+    itself where there is nothing to do. ``leaf`` should return the same result for the same object:
+    it is called once for a changed leaf, and at each place for an unchanged one.
 
     Args:
         leaf: The function of one leaf.
@@ -306,8 +306,8 @@ def tree_map(
 class _Walk:
     """One walk of `tree_map`.
 
-    An object, and no function in a function that calls itself: that would be a reference cycle, and
-    what it saw of a batch would live until the garbage collector comes by.
+    It is an object and no recursive inner function: that would be a reference cycle, and would keep a
+    batch's tensors until the garbage collector runs.
     """
 
     __slots__ = ("_alive", "_changed", "_done", "_leaf", "_obj", "_table")
@@ -321,7 +321,7 @@ class _Walk:
         self._alive: list[Any] = []  # while an id is a key above, its object must not die
 
     def visit(self, value: Any, container: Container) -> Any:
-        """Return what the container becomes."""
+        """Return the result for the container."""
         table, leaf, changed, done = self._table, self._leaf, self._changed, self._done
         key = id(value)
         if key in done:
@@ -388,7 +388,7 @@ def _leaves(
 
 
 def _cycle_error(obj: Any, table: PerType[Container | None]) -> CycleError:
-    """Walk once more to tell where the cycle is: paths are too dear to keep on every walk."""
+    """Return an error with the path of the cycle, by a second walk: to record paths on each is too slow."""
     outer, inner, cls = _search(obj, "obj", set(), {}, table) or ("obj", "obj", type(obj))
     msg = (
         f"{outer} (a {cls.__qualname__}) contains itself, as {inner}; break the cycle, or keep "

@@ -25,7 +25,7 @@ _SHARDS_ALONE = (
 
 
 class FullyShardedSession(ProcessGroupSession):
-    """One rank of a job whose parameters are DTensors over the ranks that read different samples.
+    """One rank of a job with parameters that are DTensors over the ranks that read different samples.
 
     A backend's own class sets :attr:`sharding` in its constructor, calls :meth:`shard_model` for each model
     that it prepares, and implements the norm of the whole gradient.

@@ -37,7 +37,7 @@ def meet(environment: LaunchEnvironment, *, timeout_s: float) -> dict[str, Any]:
     Raises:
         RankFailedError: The others did not come in time.
 
-    Collectives: joining, a few all-reduces, one all-gather, messages between rank 0 and the first rank of
+    Collective: joining, a few all-reduces, one all-gather, messages between rank 0 and the first rank of
     each other host.
     """
     began = time.perf_counter()

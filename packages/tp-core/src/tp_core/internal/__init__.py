@@ -1,4 +1,4 @@
-"""What the tp packages share among themselves: it may change with any version."""
+"""Internal interfaces between the tp packages, which may change with any version."""
 
 from typing import TYPE_CHECKING
 

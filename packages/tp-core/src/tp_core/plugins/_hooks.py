@@ -246,7 +246,7 @@ def contract_of(plugin: object, info: PluginInfo) -> int | None:
     """Return the version of the hook contract that a plugin declares; ``None`` if it declares none.
 
     Raises:
-        ContractError: It is another version than that of this process.
+        ContractError: It is another version than this process has.
     """
     declared: int | None = getattr(plugin, "tp_contract", None)
     if declared is not None and type(declared) is not int:

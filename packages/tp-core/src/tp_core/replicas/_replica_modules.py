@@ -193,7 +193,7 @@ def _collect(module: nn.Module, found: list[nn.Module], ids: set[int]) -> None:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Return whether the module is TorchScript, whose parameters cannot be replaced from Python."""
+    """Return whether the module is TorchScript: its parameters cannot be replaced from Python."""
     return isinstance(module, torch.jit.ScriptModule)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: named tensors, however they are split."""
+"""The state of a model and its optimizer in a checkpoint: named tensors, however they are split."""
 
 from typing import TYPE_CHECKING
 

@@ -20,7 +20,7 @@ from tp_core.errors import StateError
 
 
 Cut = Callable[[Tensor, Tensor | TensorSlice], Tensor | TensorSlice]
-"""``cut(parameter, value)`` tells which part of a whole tensor ``value`` is: ``Session.as_slice``."""
+"""``cut(parameter, value)`` returns ``value`` with its place in the whole tensor: ``Session.as_slice``."""
 
 
 def slice_of(cut: Cut, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice:
@@ -35,27 +35,27 @@ def slice_of(cut: Cut, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice
 
 
 def is_cut(cut: Cut, parameter: Tensor) -> bool:
-    """Whether this rank has a part of the parameter only."""
+    """Return whether this rank has only a part of the parameter."""
     return is_dtensor(parameter) or isinstance(cut(parameter, parameter), TensorSlice)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole value of a DTensor, or of what has its method ``full_tensor``; others as they are.
+    """Return the whole value of a DTensor, or of an object with ``full_tensor``; others as they are.
 
-    Collectives: those of ``full_tensor``.
+    Collective: those of ``full_tensor``: every rank must call it.
     """
     if not is_dtensor(tensor):
         put_together: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
         return tensor if put_together is None else put_together()
     device = tensor.device_mesh.device_type
-    # Parts that the host keeps (offload): its ranks' group exchanges on the device alone.
+    # With offload the host keeps the parts, and the ranks' group communicates on the device only.
     there: Any = tensor if tensor.device.type == device else tensor.to(device)
     full: Tensor = there.full_tensor()
     return full
 
 
 class Place:
-    """Memory for what this rank holds of a tensor, to be filled and then taken.
+    """Memory for this rank's part of a tensor, to fill and then take.
 
     Args:
         cut: Which part of a whole tensor this rank's is.
@@ -95,7 +95,7 @@ def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
     """Fill a tensor, or a rank's slice of it, with its part of a whole one.
 
     Args:
-        target: What is filled, in place: a tensor of the shape of ``value``, or the parts of one.
+        target: The target, filled in place: a tensor of the shape of ``value``, or parts of one.
         value: The whole tensor, of any type and on any device.
     """
     parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
@@ -121,14 +121,14 @@ def _parts(dtensor: Any, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
             "is yet to be made cannot be saved; redistribute it first"
         )
         raise StateError(msg)
-    # What torch.distributed.checkpoint asks DTensors for, by the same name as on our slices.
+    # torch.distributed.checkpoint calls this method of DTensors; our slices have it under the same name.
     (chunk,) = dtensor.__create_chunk_list__()
     return [(tuple(chunk.offsets), local)] if local.numel() else []
 
 
 # -- The tensors of a state on the disk: one file, or a folder that several ranks have written together
-# What ranks split goes through torch.distributed.checkpoint; for a whole state that takes ten times as
-# long, and half a second to import.
+# Split states go through torch.distributed.checkpoint. For a whole state that takes ten times as long, and
+# half a second to import, so torch.save writes it.
 
 
 TENSORS_FILE = "tensors.pt"
@@ -141,8 +141,8 @@ class StoredTensors(ABC):
     """Tensors by name, on the disk.
 
     Attributes:
-        path: Where they are.
-        infos: What is known of each tensor, in the order of the names.
+        path: Their file or folder.
+        infos: The shape and dtype of each tensor, in the order of the names.
     """
 
     path: Path
@@ -207,15 +207,15 @@ def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
 
 
 def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
-    """Write tensors that this rank has whole into one file, and bring it onto the disk.
+    """Write tensors that this rank has whole into one file, and flush it to the disk.
 
     Returns:
-        The size and the digest of what was given to the system, whatever it has made of it.
+        The size and the digest of the bytes that were passed to the system.
 
     Raises:
         OSError: The disk is full, or writing is not allowed.
     """
-    # torch writes whole storages: a view would bring all of a larger one with it.
+    # torch writes whole storages: a view would add all of its larger tensor to the file.
     own = {
         name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         for name, tensor in tensors.items()
@@ -230,7 +230,7 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
 
 
 def _reason(error: Exception) -> str:
-    """Return in one line why torch refused a file; its own words advise to run what is in it."""
+    """Return torch's reason to refuse a file in one line; its own text advises to run the file's code."""
     text = str(error)
     if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text):
         return f"it holds {found[1]}, and only tensors and plain values are read, since others may run code"
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def load_state(path: str | os.PathLike[str], *, mapped: bool = False) -> Mapping[str, Any]:
-    """Read what ``torch.save`` wrote, onto the CPU or mapped; foreign code is never run.
+    """Read a file of ``torch.save``, onto the CPU or mapped; it never runs the file's code.
 
     Raises:
         OSError: The file does not exist, or may not be read.

@@ -7,8 +7,8 @@
     optimizer.values              JSON, as bytes: the version of this format, and what is not a tensor
     optimizers.<which>.<name>.<key>, optimizers.<which>.values       the same, where there are several
 
-The same names stand for the same tensors however they are split, so that any number of ranks reads what
-others wrote. Names, and not the order in which parameters came, decide whose state is whose.
+The same names stand for the same tensors however they are split, so that any number of ranks reads the
+state of another number. State belongs to a parameter by its name, and not by the order of parameters.
 """
 
 from collections.abc import Mapping
@@ -50,8 +50,8 @@ def collect_state(model: nn.Module, optimizer: Optimizers, *, cut: Cut) -> dict[
     Args:
         model: The user's own module.
         optimizer: An optimizer over its parameters, several by name, or ``None``.
-        cut: ``cut(parameter, value)`` tells which part of the whole a value of the parameter's shape is, as
-            ``Session.as_slice`` does; DTensors tell it themselves.
+        cut: ``cut(parameter, value)`` returns a value of the parameter's shape with its place in the whole,
+            as ``Session.as_slice`` does; DTensors know their own place.
 
     Raises:
         ConfigError: The optimizer's state cannot be saved.
@@ -164,7 +164,7 @@ def restore_state(
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a whole state into a model, whose parameters may be DTensors and whose parts may be compiled.
+    """Load a whole state into a model, which may have DTensors and compiled parts.
 
     Raises:
         RuntimeError: Names or shapes do not fit the model (torch's own error).

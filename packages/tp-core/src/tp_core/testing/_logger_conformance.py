@@ -82,7 +82,7 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
 
     @pytest.mark.parametrize("name", ["val/loss", "grad norm", "λ", "train,loss", 'a"b'])
     def test_names_of_many_kinds_are_taken(self, tmp_path: Path, name: str) -> None:
-        """A store that allows fewer characters may write others, but must take the number."""
+        """Log odd names: a store that allows fewer characters may replace some, but must take the number."""
         self._write(tmp_path, [{name: 1.0}, {name: 2.0}])
         [values] = self._found(tmp_path).values()
         assert values == [(1, 1.0), (2, 2.0)]

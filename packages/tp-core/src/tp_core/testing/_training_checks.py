@@ -591,7 +591,7 @@ def left_behind(kit: ConformanceKit) -> list[str]:
     del model
     names = [name for name in before if name not in DRAWN]
     deadline = time.monotonic() + ENDING_S
-    while True:  # threads that were told to end may need a moment
+    while True:  # threads that were asked to end may need a moment
         gc.collect()
         changed = _changed(before, {**environment_now(), **_handlers()}, names)
         if changed != [THREADS] or time.monotonic() > deadline:

@@ -31,7 +31,7 @@ class _Wrapped:
 class WrapperConformance(_Wrapped):
     """A wrapper that is compiled computes what the plain module computes.
 
-    A subclass, whose name begins with ``Test``, defines `wrap` and `output`.
+    A subclass, with a name that begins with ``Test``, defines `wrap` and `output`.
     """
 
     pytestmark: ClassVar[list[pytest.MarkDecorator]] = [
@@ -78,7 +78,7 @@ class WrapperConformance(_Wrapped):
         assert graphs.count == 2, "one for each replica of the module, and none of the wrapper"
 
     def check(self, wrapper: Any, module: nn.Module) -> None:
-        """Compare outputs and gradients of three steps with those of a plain copy of ``module``."""
+        """Compare outputs and gradients of three steps with a plain copy of ``module``."""
         plain = copy.deepcopy(module)
         for seed in range(3):
             x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).double()
