@@ -62,7 +62,7 @@ class TensorFiles:
         self._files: dict[str, Path] = {}
         for file, names in _files_of(self.path):
             with _opened(file) as stored:
-                found = set(stored.keys())
+                found = dict.fromkeys(stored.keys())  # in their order: messages name the first ones
                 for name in found if names is None else names:
                     if name not in found:
                         msg = f"the index of {self.path} has {name!r} in {file.name}, which lacks it"
