@@ -1,4 +1,4 @@
-"""Where sequences are split, joined and gathered around the modules of others, by hooks on them."""
+"""Hooks that split, join and gather sequences around users' modules, and errors that name the module."""
 
 import functools
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ from tp_shard.nn._sequence import SequenceState, gather_sequence, join_sequence,
 
 @dataclass(slots=True)
 class _Gather:
-    """Gives a module the whole of what it gets in parts.
+    """A hook that gathers the arguments of a module from their parts.
 
-    Forward: an all-gather for each argument. Backward: a reduce-scatter, as its column layers leave their sum
-    to it; where all ranks do the same in the module, nothing.
+    Forward: an all-gather for each argument. Backward: a reduce-scatter, because its column layers do not sum
+    their gradients; nothing if all ranks do the same in the module.
     """
 
     state: SequenceState
@@ -41,7 +41,9 @@ class _Gather:
         for name in self.inputs:
             if isinstance(named.get(name), Tensor):
                 named[name] = join(named[name], self.state, self.group)
-        if not self.whole:  # column layers leave the sum of its gradient to what came whole, too
+        # The column layers inside do not sum the gradient of their input: so that of a whole argument is
+        # summed here, or each rank would have the gradient of its own heads alone.
+        if not self.whole:
             named = {n: self._shared(n, v) for n, v in named.items()}
         return tuple(given), named
 
@@ -51,12 +53,12 @@ class _Gather:
 
 
 _WHOLE_INPUTS = ("key_value_states", "encoder_hidden_states")
-"""Arguments by which cross-attention gets the sequence of an encoder, which is whole again at its end."""
+"""The arguments of cross-attention with the sequence of an encoder, which is whole at the encoder's end."""
 
 
 @dataclass(slots=True)
 class _Scatter:
-    """Takes a rank's part of what a module returns, the same on all ranks. Backward: an all-gather."""
+    """A hook that takes this rank's part of a whole output. Forward: nothing. Backward: an all-gather."""
 
     state: SequenceState
     group: Group
@@ -67,7 +69,7 @@ class _Scatter:
 
 @dataclass(slots=True)
 class _Enter:
-    """Splits the sequence that the first block of a list gets. Backward: an all-gather."""
+    """A hook that splits the first block's input. Forward: nothing. Backward: an all-gather."""
 
     state: SequenceState
     group: Group
@@ -81,7 +83,7 @@ class _Enter:
 
 @dataclass(slots=True)
 class _Leave:
-    """Joins the sequence that the last block of a list returns. Forward: an all-gather. Backward: nothing."""
+    """A hook that joins the last block's output. Forward: an all-gather. Backward: nothing."""
 
     state: SequenceState
     group: Group
@@ -92,10 +94,10 @@ class _Leave:
 
 @dataclass(slots=True)
 class _OwnNumbers:
-    """Lets a block draw the rank's own random numbers: parts of a sequence drop different elements.
+    """Hooks that make a block draw the rank's own random numbers, so that parts drop different elements.
 
-    What all ranks draw alike afterwards goes on as if the block had drawn one number. What works on whole
-    sequences in the block draws alike, or its parameters would get other gradients on each rank.
+    For later draws that are alike on all ranks, the block counts as one number. Modules inside that work on
+    whole sequences draw alike: otherwise their parameters would get different gradients on each rank.
     """
 
     tracker: RandomTracker
@@ -123,7 +125,7 @@ def gather_at(
     whole: bool,
     tracker: RandomTracker,
 ) -> None:
-    """Let a module work on whole sequences, though what is around it has parts."""
+    """Hook a module so that it works on whole sequences, inside a model with parts of them."""
     module.register_forward_pre_hook(_Gather(state, group, inputs, whole), with_kwargs=True)
     if whole:
         _draw(module, _OwnNumbers(tracker, alike=True))
@@ -131,7 +133,7 @@ def gather_at(
 
 
 def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracker: RandomTracker) -> None:
-    """Let a list of blocks work on parts of the sequence."""
+    """Hook a list of blocks so that they work on parts of the sequence."""
     blocks[0].register_forward_pre_hook(_Enter(state, group), with_kwargs=True)
     for block in dict.fromkeys(blocks):
         _draw(block, _OwnNumbers(tracker))
@@ -140,6 +142,7 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
 
 def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:
     module.register_forward_pre_hook(numbers.enter)
+    # Also after an error, or the generator would stay in the rank's own state.
     module.register_forward_hook(numbers.leave, always_call=True)
 
 
@@ -164,14 +167,14 @@ def _first_of(output: Any, function: Any) -> Any:
     return output
 
 
-# -- A split model that says which module failed, where torch's own message would name shapes alone
+# -- Errors of a split model that name the module -------------------------------------------------
 
 
 _KINDS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 class _Guarded(Mixin):
-    """Forward of a split model: an error inside a block that holds split layers names the block."""
+    """A split model with a ``forward`` that names the block if an error comes from one with split layers."""
 
     split_blocks: frozenset[str]
 
@@ -195,7 +198,7 @@ class _Guarded(Mixin):
 
 
 def guard_forward(model: nn.Module, blocks: frozenset[str]) -> None:
-    """Let a model name its module where a plan lets its own code meet shapes that it does not expect.
+    """Make errors of a model name the module with code that does not expect the shape of a shard.
 
     Args:
         model: The split model, which is changed in place.
@@ -244,7 +247,7 @@ def _explain(model: Any, error: Exception) -> str | None:
 
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> nn.Module | None:
-    """Return the module of the model whose code was running, by the frames of a traceback."""
+    """Return the innermost module of the model that was running, from the frames of a traceback."""
     mine = set(map(id, model.modules()))
     found = None
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Modules of others that hold shards of their own parameters: attentions with sinks, experts."""
+"""Users' modules that hold shards of their own parameters: attentions with sinks, experts."""
 
 import inspect
 from copy import copy as shallow_copy
@@ -18,7 +18,7 @@ from tp_shard.nn._heads import Heads, section_ranges
 
 
 class PartialMixin(Mixin, ParallelLayer):
-    """A module of any class, some of whose parameters are split."""
+    """A module of any class, with some split parameters."""
 
     dim = None
 
@@ -31,7 +31,7 @@ class PartialMixin(Mixin, ParallelLayer):
 
 
 class LocalMixin(PartialMixin):
-    """An attention that takes the heads of its rank out of arguments that come with all of them.
+    """An attention that takes its rank's heads out of arguments with all heads.
 
     Collectives: an all-gather backward for such an argument with a gradient.
     """
@@ -50,7 +50,7 @@ class LocalMixin(PartialMixin):
         return super().forward(*given, **kwargs)
 
     def _mine(self, value: Any) -> Any:
-        """Return this rank's heads of a tensor with all heads; what has others already stays as it is."""
+        """Return this rank's heads of a tensor with all heads; any other value as it is."""
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         count = self.head_counts.query
@@ -60,14 +60,14 @@ class LocalMixin(PartialMixin):
         if not has_all:
             return value
         if value.requires_grad:
-            value = copy(value, group=self.group)  # the gradient of each head comes from one rank
+            value = copy(value, group=self.group)  # sums the gradients of heads, each from another rank
         if dim or value.size(0) == count:
             return value.narrow(dim, start, stop - start)
         return value.unflatten(0, (-1, count))[:, start:stop].flatten(0, 1)
 
 
 class ExpertsMixin(PartialMixin):
-    """Experts of which a rank has a part of the hidden features.
+    """Experts with hidden features that are split over ranks.
 
     Forward: an all-reduce of the outputs. Backward: an all-reduce of the gradient of each input.
     """
@@ -79,7 +79,8 @@ class ExpertsMixin(PartialMixin):
         if group.size == 1:
             return super().forward(*args, **kwargs)
         own = self.__dict__["_parameters"]
-        # Each rank adds its share of what is added once: the sum over the ranks has it whole.
+        # A bias after the row weights is whole on all ranks: each adds its share, so that the sum has it
+        # once.
         shares = {name: copy(own[name], group=group) / group.size for name in self.once}
         self.__dict__["_parameters"] = {**own, **shares}
         try:
@@ -101,14 +102,14 @@ def _names(kind: type[nn.Module]) -> list[str]:
     return list(inspect.signature(kind.forward).parameters)[1:]
 
 
-# -- Modules around split layers that have numbers and parameters of their own, for the heads of a rank
+# -- Head counts and parameters of modules around split layers ------------------------------------
 
 
 def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None:
-    """Tell an attention of transformers how many of this rank's query heads share a key head.
+    """Set the number of this rank's query heads that share a key head, in an attention of transformers.
 
-    It repeats key heads as often, where torch does not. With fewer key heads than ranks that is another
-    number than in the whole model.
+    The attention repeats key heads so many times. With fewer key heads than ranks the number differs from
+    that of the whole model.
     """
     if not isinstance(style, Column) or style.holds != "kv" or style.heads is None or style.kv_heads is None:
         return
@@ -118,10 +119,10 @@ def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None
 
 
 def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.Module:
-    """Let an attention count the heads of its rank, in place.
+    """Change an attention's own numbers to count the heads of its rank, in place.
 
     Raises:
-        ConfigError: A number is not there, or not in proportion to the heads; or so with a parameter.
+        ConfigError: A number or a parameter is missing, or not in proportion to the heads.
     """
     counts = Heads(style.heads, style.kv_heads or style.heads, group.size)
     (q0, q1), (k0, k1) = counts.query_bounds(group.rank), counts.kv_bounds(group.rank)
@@ -150,7 +151,7 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
         setattr(module, name, number)
     of_config = {name.removeprefix("config."): n for name, n in numbers.items() if name.startswith("config.")}
     if of_config:
-        module.config = shallow_copy(module.config)
+        module.config = shallow_copy(module.config)  # other modules share it, and may count all heads
         for name, number in of_config.items():
             setattr(module.config, name, number)
     if style.inputs or style.parameters:
@@ -162,7 +163,7 @@ def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> 
     """Split the experts of one module, in place.
 
     Raises:
-        ConfigError: A parameter has a shape that is not that of experts.
+        ConfigError: The shape of a parameter does not fit experts.
     """
     out_dim, in_dim = (-1, -2) if style.transposed else (-2, -1)
     splits = {}
@@ -190,7 +191,7 @@ def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> 
 
 
 def _pair_features(splits: dict[str, Split], style: Experts) -> None:
-    """Cut alternating gates and ups where the row weights are cut: two features for each of theirs."""
+    """Split alternating gates and ups as the row weights are split: two features for each of theirs."""
     row = splits[style.rows[0]]
     for name in style.columns:
         fused, rest = divmod(splits[name].size, row.size)
@@ -202,7 +203,7 @@ def _pair_features(splits: dict[str, Split], style: Experts) -> None:
 def _hold(
     module: nn.Module, mixin: type[PartialMixin], splits: dict[str, Split], group: Group, **attributes: Any
 ) -> None:
-    """Let a module hold shards of its own parameters."""
+    """Replace parameters of a module by this rank's shards."""
     held = mix_in(mixin, module, group=group, splits=splits, **attributes)
     for name, split in splits.items():
         held._parameters[name] = Conversion.take(_parameter("", held, name), split, group)

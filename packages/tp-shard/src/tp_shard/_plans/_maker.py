@@ -1,4 +1,4 @@
-"""Making what a plan says: which modules it names, which features each rank gets, what becomes of each."""
+"""The modules that a plan names, the features of each rank, and the layers that replace the modules."""
 
 from fnmatch import fnmatchcase
 
@@ -39,7 +39,7 @@ from tp_shard.nn._sequence import SequenceState
 
 
 def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> tuple[Ranges, ...] | None:
-    """Return which features each rank has of a layer, ``None`` for even parts.
+    """Return the features of a layer that each rank has, ``None`` for an even split.
 
     Raises:
         ConfigError: The layer's features are not as many heads or sections as the style says.
@@ -61,17 +61,17 @@ def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> t
 
 
 def style_split(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> Split:
-    """Return how the features of a layer are split."""
+    """Return the split of the features of a layer."""
     size = widths(layer)[not isinstance(style, Row)]
     ranges = style_ranges(layer, style, ranks)
     return Split.even(0, size, ranks) if ranges is None else Split(0, size, ranges)
 
 
-# -- Which modules a plan names, and whether its styles are for such modules ----------------------
+# -- The modules that a plan names, and checks of their styles ------------------------------------
 
 
 def check_pairs(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]], group: Group) -> None:
-    """Make sure that no layer beside a column layer takes its split outputs as if they were whole."""
+    """Raise if a layer beside a column layer would take its split outputs as whole ones."""
     if group.size == 1:
         return
     styles = {id(module): style for module, style in chosen.values()}
@@ -127,7 +127,7 @@ def _fits(pattern: list[str], path: list[str]) -> bool:
 
 
 def check_kind(path: str, module: nn.Module, style: Style) -> None:
-    """Make sure that a style is for such a layer.
+    """Raise unless a style fits the kind of a module.
 
     Raises:
         ModelError: The module is split already, or the style is for another kind of module.
@@ -165,7 +165,7 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
 
 
 class Maker:
-    """Makes the layers of one plan."""
+    """The maker of the layers of one plan."""
 
     def __init__(self, model: nn.Module, group: Group, sequence: SequenceState | None, seed: int) -> None:
         self._conversion = Conversion(model, group)
@@ -175,7 +175,7 @@ class Maker:
         self.lists: list[str] = []
 
     def _sequence_at(self, path: str) -> SequenceState | None:
-        """Return what a layer knows of sequences: outside lists of blocks that split them, they are whole."""
+        """Return the sequence state for a layer, ``None`` outside the lists that split sequences."""
         inside = any(path.startswith(f"{name}.") for name in self.lists)
         return self._sequence if inside or not self.lists else None
 
@@ -203,7 +203,7 @@ class Maker:
             gather_at(
                 module, self._sequence, self._group, style.inputs, whole=style.whole, tracker=self._tracker
             )
-            for layer in module.modules():  # those inside were made before
+            for layer in module.modules():  # the layers inside are already split
                 if isinstance(layer, PlannedLinear | PlannedEmbedding):
                     layer.takes_whole = True
                     if style.whole:
@@ -211,7 +211,7 @@ class Maker:
         return module
 
     def tie_again(self, model: nn.Module) -> None:
-        """Give modules of others that hold a parameter of a split layer its shard, as they held the whole."""
+        """Replace a whole parameter by its shard in other modules that share it with a split layer."""
         for module in model.modules():
             if not isinstance(module, ParallelLayer):
                 for name, parameter in module._parameters.items():
@@ -248,7 +248,7 @@ class Maker:
         if isinstance(module, nn.Embedding) and isinstance(style, Sequence):
             return self._embedding(path, module, None)
         if isinstance(module, nn.Dropout) and isinstance(style, Replicated):
-            return module  # the block around it knows what is split
+            return module  # the hooks of its block draw the rank's own numbers
         if isinstance(module, nn.Dropout):
             made = ParallelDropout(module.p, module.inplace, tracker=self._tracker)
             made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")})
@@ -258,7 +258,7 @@ class Maker:
         return module
 
     def check_ties(self, chosen: dict[int, tuple[str, Style]]) -> None:
-        """Make sure that whoever shares a weight is split alike, before anything is put in place."""
+        """Raise unless modules that share a weight get the same style; before anything is changed."""
         for module in self._model.modules():
             if id(module) not in chosen or not isinstance(chosen[id(module)][1], Column | Row | Vocab):
                 continue

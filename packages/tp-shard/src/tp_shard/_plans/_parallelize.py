@@ -1,4 +1,4 @@
-"""Applying a plan to a finished model, and describing what it does."""
+"""The application of a plan to a finished model, and a description of its effect."""
 
 import re
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from tp_shard.nn._planned import PlannedLinear, SequenceMixin
 from tp_shard.nn._region import remember_names
 from tp_shard.nn._sequence import SequenceState, SummedGradients
 
-_SMALL = 0.01  # of the weights: norms and biases, which are not worth a line
+_SMALL = 0.01  # of the weights: below it are norms and biases, which get no line
 
 
 def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int) -> str:
-    """Return how much of a model a plan splits, and a line for all that it names, or that stays whole."""
+    """Return the share of a model that a plan splits, and a line for each split or whole module."""
     lines: list[str] = []
     seen: set[int] = set()
     total = whole = split = count = 0
@@ -63,7 +63,7 @@ def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int)
 
 
 def reasons(notes: Mapping[str, str], most: int = 5) -> str:
-    """Return notes as one text, those of blocks that are alike once."""
+    """Return notes as one text, with one entry for blocks that are alike."""
     found: dict[tuple[str, str], None] = {}
     for path, reason in notes.items():
         found[re.sub(r"\b\d+\b", "*", path), re.sub(r"(?<!\d)\.\d+\b", ".*", reason)] = None
@@ -88,7 +88,7 @@ def _around(path: str) -> list[str]:
 
 
 def words(style: Style) -> str:
-    """Return a style as one would write it."""
+    """Return a style as a call, without its default values."""
     kind = type(style)
     usual = {name: getattr(_usual(style), name, None) for name in kind.__slots__}
     given = [
@@ -100,14 +100,14 @@ def words(style: Style) -> str:
 
 
 def _usual(style: Style) -> object:
-    """Return the style with nothing but defaults."""
+    """Return a style of the same class with defaults."""
     if isinstance(style, Local):
         return Local(heads=0)
     return type(style)()
 
 
 def _share(module: nn.Module, style: Style | None, name: str, p: nn.Parameter, ranks: int) -> float:
-    """Return how much of a parameter rank 0 has, which has the largest part."""
+    """Return the share of a parameter on rank 0, which has the largest part."""
     if isinstance(style, Experts):
         return 1 / ranks if name in (*style.columns, *style.rows) else 1.0
     if isinstance(style, Local) and name in style.parameters:
@@ -120,7 +120,7 @@ def _share(module: nn.Module, style: Style | None, name: str, p: nn.Parameter, r
     return split.local_size(0) / max(1, split.size)
 
 
-# -- Applying a plan to a finished model. A plan is data ------------------------------------------
+# -- The application of a plan to a finished model ------------------------------------------------
 
 
 def parallelize(
@@ -134,30 +134,31 @@ def parallelize(
     """Split the layers of a finished model as a plan says, in place.
 
     Layers are split as in Megatron-LM (arXiv:1909.08053), sequences between them as in its sequence
-    parallelism (arXiv:2205.05198). Encoder layers of torch's own leave their fast path, which reads weights
-    past their layers. Between column and row layers each rank draws its own random numbers, for dropout and
-    the like; elsewhere all ranks draw the same.
+    parallelism (arXiv:2205.05198). The fast path of torch's encoder layers is disabled, because it reads
+    weights without calling their layers. Between column and row layers each rank draws its own random
+    numbers, for dropout and the like. Elsewhere all ranks draw the same numbers.
 
-    Names are those of ``model.named_modules()``; in a pattern ``*`` stands for one part of a name (or
-    some letters in it), ``**`` for any number of parts. The first pattern that fits counts.
+    Names are those of ``model.named_modules()``. In a pattern ``*`` stands for one part of a name (or some
+    letters in it), ``**`` for any number of parts. The first pattern that fits counts.
 
     Args:
         model: The model, with the same values on all ranks.
-        plan: What becomes of which layer, such as ``{"layers.*.attn.qkv": Column(heads=8, holds="qkv"),
+        plan: A style for each layer to split, such as ``{"layers.*.attn.qkv": Column(heads=8, holds="qkv"),
             "layers.*.attn.out": Row(heads=8), "lm_head": Vocab()}``.
-        sequence_dim: Which dimension the sequence is, counted from the end, for sequence parallelism:
-            between row and column layers each rank has a part of it. -2 by default, if the plan has a
-            :class:`Sequence`.
-        seed: For random numbers that differ between ranks; the same on all ranks.
+        sequence_dim: The sequence dimension, counted from the end, for sequence parallelism: between row and
+            column layers each rank has a part of it. -2 by default, if the plan has a :class:`Sequence`.
+        seed: A seed for random numbers that differ between ranks; the same on all ranks.
         group: The ranks; the current model-parallel group by default.
 
     Returns:
-        The model; a new module if it is a single layer that the plan names "".
+        The model; a new module if the model is a single layer that the plan names "".
 
     Raises:
         ConfigError: A pattern fits no layer, or a layer cannot be split as its style says.
-        ModelError: A layer is of another kind than its style is for, shares its weight with one that
-            is not split alike, or the model is wrapped.
+        ModelError: A style does not fit the kind of its layer, layers that share a weight have different
+            styles, or the model is wrapped.
+
+    Collectives: none.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
@@ -185,7 +186,8 @@ def parallelize(
         check_kind(path, module, style)
     maker.check_ties({id(m): (path, style) for path, (m, style) in chosen.items()})
     check_pairs(model, chosen, ranks)
-    # Norms and attentions are changed in place: last, so that an error before leaves the model as it was.
+    # Norms and attentions are changed in place. They come last, so that an error before leaves the model as
+    # it was.
     ordered = sorted(chosen.items(), key=lambda item: not isinstance(item[1][1], Column | Row | Vocab))
     made = {
         id(module): maker.make(path, module, style)
@@ -202,7 +204,7 @@ def parallelize(
         leave_nested_tensors(parent)
     for path, (module, style) in chosen.items():
         if isinstance(style, Gathered):
-            maker.make(path, module, style)  # last: it changes the layers that are inside now
+            maker.make(path, module, style)  # last, because it changes the split layers inside
     split = made.get(id(model), model)
     maker.tie_again(split)
     _sum_together(split, ranks)
@@ -215,11 +217,14 @@ def parallelize(
 
 
 def _sum_together(model: nn.Module, group: Group) -> None:
-    """Let the gradients of all parameters that work on parts be summed by one all-reduce."""
+    """Sum the gradients of all parameters that work on parts of a sequence by one all-reduce.
+
+    Forward: nothing. Backward: one all-reduce for each type of parameters.
+    """
     summed = SummedGradients(group)
     for module in model.modules():
         if getattr(module, "summed", None) is not None:
-            continue  # of a plan before this one
+            continue  # set by an earlier plan
         if isinstance(module, SequenceMixin):
             names = list(module._parameters)
         elif isinstance(module, PlannedLinear) and module.dim == 0 and module.sequence is not None:
@@ -235,7 +240,7 @@ def _sum_together(model: nn.Module, group: Group) -> None:
 
 
 def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:
-    """Let each rank draw random numbers of its own between column and row layers."""
+    """Hook the model so that each rank draws its own random numbers between column and row layers."""
     modules = dict(model.named_modules())
     rows = [path for path, m in modules.items() if isinstance(m, PlannedLinear) and m.dim == 0]
     blocks = {}
@@ -252,7 +257,7 @@ def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:
 
 
 def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
-    """Return the name of the module that calls a column layer, and the row layer after it if there is one."""
+    """Return the name of the module that calls a column layer, and its row layer if there is one."""
     names = path.split(".")
     around = [".".join(names[:n]) for n in range(len(names) - 1, -1, -1)]
     called = [name for name in around if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]
@@ -263,7 +268,7 @@ def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
 
 
 def _blocks(chosen: dict[str, tuple[nn.Module, Style]]) -> frozenset[str]:
-    """Return the names of the modules around layers whose outputs stay split."""
+    """Return the names of the modules around layers with outputs that stay split."""
     return frozenset(
         path.rpartition(".")[0]
         for path, (_, style) in chosen.items()

@@ -1,4 +1,4 @@
-"""The styles of which plans are made: what may become of a module."""
+"""The styles of a plan: one for each way to treat a module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from tp_shard.nn._heads import Holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A linear layer, or a table of numbers for each head, whose output features are split.
+    """A linear layer with split output features, or a table of numbers for each head.
 
     Megatron-LM's column-parallel layer (arXiv:1909.08053): a weight of shape (out, in) becomes
     (local out, in) on each rank, its output (..., local out).
 
     Attributes:
-        gather_output: Whether outputs are joined, so that anything can follow.
-        sections: How many equal layers it fuses, each of which is split: 2 for a gate and an up layer.
+        gather_output: Whether to join outputs, so that anything can follow.
+        sections: The number of equal layers that it fuses, each of which is split: 2 for a gate and an up
+            layer.
         heads: The number of query heads, which stay whole.
-        kv_heads: The number of key heads; as many by default. If they are fewer than the ranks,
-            several ranks hold the same one.
-        holds: Which heads it makes: "q", "kv" for keys or values, "qkv" for all in one.
+        kv_heads: The number of key heads; as many as query heads by default. If they are fewer than the
+            ranks, several ranks hold the same one.
+        holds: The heads that it makes: "q", "kv" for keys or values, "qkv" for all in one.
     """
 
     gather_output: bool = False
@@ -32,14 +33,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A linear layer whose input features are split.
+    """A linear layer with split input features.
 
     Megatron-LM's row-parallel layer (arXiv:1909.08053): a weight of shape (out, in) becomes (out, local in)
     on each rank, its input (..., local in); its output (..., out) is summed over the ranks.
 
     Attributes:
-        heads: The number of query heads, if it takes those of a head-parallel attention.
-        kv_heads: The number of key heads; as many by default.
+        heads: The number of query heads, if its input is the output of a head-parallel attention.
+        kv_heads: The number of key heads; as many as query heads by default.
     """
 
     heads: int | None = None
@@ -48,12 +49,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocab:
-    """An embedding, or a linear head, whose classes are split; tied ones stay tied.
+    """An embedding or a linear head with split classes; tied ones stay tied.
 
     A weight of shape (classes, features) becomes (local classes, features) on each rank.
 
     Attributes:
-        gather_output: Whether a head's logits are joined; without it they go to a parallel loss.
+        gather_output: Whether to join a head's logits; split ones need a parallel loss.
     """
 
     gather_output: bool = False
@@ -61,40 +62,40 @@ class Vocab:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What works on a part of the sequence: a norm, a dropout, an embedding of positions, a list of blocks.
+    """A module on a part of the sequence: a norm, a dropout, an embedding of positions, a list of blocks.
 
     Sequence parallelism (arXiv:2205.05198): of (batch, seq, features) each rank has (batch, local seq,
-    features). Norms get the sum of the ranks' gradients, dropouts draw from the rank's own random numbers,
-    the output of an embedding is split. The first block of an ``nn.ModuleList`` gets a part of what comes
-    whole, the output of the last one is joined, and all of them draw the rank's own random numbers.
+    features). The gradients of norms are summed over the ranks. Dropouts draw the rank's own random numbers.
+    The output of an embedding is split. In an ``nn.ModuleList`` of blocks, the input of the first block is
+    split and the output of the last one is joined. All of the blocks draw the rank's own random numbers.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """What stands between column and row layers, where each rank has its own heads or features.
+    """A module between column and row layers, where each rank has its own heads or features.
 
-    Its parameters are the same on all ranks and it works on each rank's part: a norm of every head's
-    queries or keys, a PReLU with one slope. Their gradients are summed over the ranks. Dropout
-    needs no style: between column and row layers each rank draws its own random numbers anyway.
+    Its parameters are the same on all ranks, and it works on each rank's part: a norm of every head's queries
+    or keys, a PReLU with one slope. Their gradients are summed over the ranks. Dropout needs no style:
+    between column and row layers each rank draws its own random numbers anyway.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """An attention around split layers whose own code counts heads, and has to count those of its rank.
+    """An attention around split layers with code that counts heads: it has to count the heads of its rank.
 
-    Numbers are attributes of the module, or with ``config.`` before them of its ``config``, of which it
-    then gets a copy of its own.
+    Numbers are attributes of the module. With the prefix ``config.`` they are attributes of its ``config``,
+    and the module gets its own copy of that.
 
     Attributes:
         heads: The number of query heads over all ranks.
-        kv_heads: The number of key heads; as many by default.
-        query: Numbers that are in proportion to its query heads, such as ``("num_heads", "embed_dim")``.
-        shared: Numbers that are in proportion to its key heads.
+        kv_heads: The number of key heads; as many as query heads by default.
+        query: Numbers in proportion to its query heads, such as ``("num_heads", "embed_dim")``.
+        shared: Numbers in proportion to its key heads.
         groups: Numbers of query heads that share a key head.
-        inputs: Arguments of its ``forward`` that come with all heads, such as ``("alibi",)``: in the second
-            of four dimensions, or in the first one, alone or inside each sample. Each rank takes its own.
+        inputs: Arguments of its ``forward`` with all heads, such as ``("alibi",)``: in the second of four
+            dimensions, or in the first one, alone or inside each sample. Each rank takes its own heads.
         parameters: Its own parameters with query heads in their first dimension, which are split.
     """
 
@@ -111,13 +112,13 @@ class Local:
 class Gathered:
     """A block that takes whole sequences, in a model that works on parts of them (arXiv:2205.05198).
 
-    What it gets is gathered once, for all column layers in it; its row layers reduce-scatter what they make.
+    Its input is gathered once, for all column layers in it. Its row layers reduce-scatter their outputs.
 
     Attributes:
-        inputs: The arguments, given by name, that come in parts; by default the first tensor alone.
-        whole: Whether its output is whole, because nothing in it is split or all of it is joined; then
-            each rank takes its part of that.
-        local: The numbers of its own that count heads, if there are any.
+        inputs: The keyword arguments that come in parts; by default the first tensor alone.
+        whole: Whether its output is whole, because nothing in it is split or all of it is joined. Then each
+            rank takes its part of the output.
+        local: The block's own numbers that count heads, if there are any.
     """
 
     inputs: tuple[str, ...] = ()
@@ -127,16 +128,16 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts of one module whose weights are its own parameters, (experts, out, in): each is split in two.
+    """Experts with weights that are parameters of one module, of shape (experts, out, in).
 
-    Every rank has its part of the hidden features of each expert; their outputs are summed.
+    Every rank has its part of the hidden features of each expert; the outputs are summed over the ranks.
 
     Attributes:
-        columns: Parameters whose outputs are split: weights, and biases of shape (experts, out).
-        rows: Weights whose inputs are split.
-        sections: How many equal layers a column parameter fuses, each of which is split: 2 for a gate
-            and an up layer behind one another, 1 where their features alternate.
-        transposed: Whether weights are (experts, in, out).
+        columns: Parameters with split outputs: weights, and biases of shape (experts, out).
+        rows: Weights with split inputs.
+        sections: The number of equal layers that a column parameter fuses, each of which is split: 2 for a
+            gate and an up layer one after another, 1 if their features alternate.
+        transposed: Whether weights have shape (experts, in, out).
         once: Parameters that are added to the sum once: biases of the row weights.
     """
 

@@ -1,4 +1,4 @@
-"""A table of what a model's layers hold on this rank, and how often they communicate."""
+"""A table of a model's layers: their parameters on this rank, and their collectives."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ class LayerSummary:
 
     Attributes:
         name: Its name in the model.
-        kind: How it is split.
+        kind: The kind of its split.
         full_shape: The shape of its weight over all ranks.
         local_shape: The shape of this rank's shard.
-        nbytes: Bytes that its own parameters take on this rank; tied ones count where they are first.
-        collectives: What it communicates in a training step, forward and backward.
+        nbytes: The bytes of its own parameters on this rank; tied ones count for the first layer.
+        collectives: Its collectives in a training step, forward and backward.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all parameters take on this rank."""
+        """The bytes of all parameters on this rank."""
         return sum(layer.nbytes for layer in self.layers)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """Return what each layer of a model holds on this rank, and what it communicates.
+    """Return a table of the layers of a model: their parameters on this rank, and their collectives.
 
     Args:
         model: Any model.
@@ -108,7 +108,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _collectives(module: nn.Module) -> str:
-    """Return what a layer communicates, as its docstring says it."""
+    """Return the collectives of a layer, as its docstring names them."""
     if isinstance(module, SequenceMixin):
         if module.sequence_group.size == 1:
             return "none"

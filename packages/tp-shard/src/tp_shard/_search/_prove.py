@@ -1,4 +1,4 @@
-"""Plans for any model: proposed by what feeds what in it, and kept only if its own code proves them."""
+"""Plans for any model: proposed from the flow between its layers, and kept only if a run proves them."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -32,19 +32,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Proof:
-    """What trying a model has shown.
+    """The result of trying plans on a model.
 
     Attributes:
-        plan: What was proven, by the names of the modules of the model.
-        notes: Why something stays whole or is joined, by name.
-        flow: What feeds what.
-        probe: The copy on which it was tried.
-        calls: What it was called with: as was asked, and with values and shapes of tp's own.
-        repeats: For the name of each block that is built like another one, and is one with it in the copy,
-            the name of that.
-        unreached: What is split and was not reached by any call.
-        together: The names that are in the plan because of each other: column layers, their row layer, and
-            what stands between.
+        plan: The proven styles, by the names of modules.
+        notes: The reasons why modules stay whole or are joined, by name.
+        flow: The flow between layers.
+        probe: The copy of the model on which plans were tried.
+        calls: The calls that were tried: the given one, and one with values and shapes of tp's own.
+        repeats: The name of each block that is built like an earlier one and shares a module with it in the
+            copy, with the name of the earlier one.
+        unreached: The split modules that no call reached.
+        together: Sets of names that belong together in the plan: column layers, their row layer, and the
+            modules between.
     """
 
     plan: dict[str, Style]
@@ -57,7 +57,7 @@ class Proof:
     together: list[frozenset[str]] = field(default_factory=list)
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
-        """Return a plan, or notes, for the probe as one for the model, with all its blocks that are alike."""
+        """Return a plan, or notes, for the whole model: entries of the probe count for all blocks alike."""
         found = dict(plan)
         for repeat, first in self.repeats.items():
             inside = {n: s for n, s in found.items() if n == first or n.startswith(f"{first}.")}
@@ -65,7 +65,7 @@ class Proof:
         return found
 
     def verify(self, plan: dict[str, Style], ranks: int) -> Fault | None:
-        """Return what differs first if the whole probe is split so, in any of the calls.
+        """Split the whole probe by a plan, and return the first difference in any of the calls.
 
         Raises:
             ModelError: The whole model fails.
@@ -84,17 +84,17 @@ class Proof:
         return None
 
     def without(self, plan: dict[str, Style], fault: Fault, ranks: int) -> dict[str, Style]:
-        """Return a plan without the block that a fault is in, or without those that are wrong alone."""
+        """Return a plan without the block of a fault, or without the blocks that are wrong alone."""
         blocks = [*self.together, frozenset(plan).difference(*self.together)]
         if fault.module:
             path = fault.module
             while not (inside := {n for n in plan if n == path or n.startswith(f"{path}.") or not path}):
                 path = path.rpartition(".")[0]
             wrong = set(inside)
-            if any(not isinstance(plan[name], Replicated) for name in inside):  # those may be left out alone
+            if any(not isinstance(plan[name], Replicated) for name in inside):  # these can be left out alone
                 wrong |= {n for block in self.together if block & inside for n in block}
             self.notes[fault.module] = fault.reason
-        else:  # no module inside shows it
+        else:  # no module inside shows the difference
             wrong = set()
             for block in blocks:
                 alone = {name: plan[name] for name in block if name in plan}
@@ -107,7 +107,7 @@ class Proof:
         return {name: style for name, style in plan.items() if name not in wrong}
 
     def __str__(self) -> str:
-        """Return what was proven, and what was not."""
+        """Return the calls that the plan was proven for, and the modules that it was not proven for."""
         lines = ["proven for " + "; and, with values of tp's own, ".join(map(str, self.calls))]
         if self.repeats:
             lines.append("blocks that are built alike were tried as one, because memory is short")
@@ -117,22 +117,22 @@ class Proof:
 
 
 def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
-    """Find what of a model can be split over ``ranks`` ranks.
+    """Find the modules of a model that can be split over ``ranks`` ranks.
 
-    Blocks that are built alike are tried once. In the copy of the model they are one where several ranks
-    could not each verify a whole copy in half of the machine's memory, which is the same question on every
-    rank, unlike how much is free.
+    Blocks that are built alike are tried once. They share one module in the copy of the model if the ranks
+    could not each verify a whole copy in half of the machine's memory.
 
     Args:
         model: The model; it is not changed.
-        call: What it can be called with.
-        ranks: How many ranks there are.
+        call: A call that the model takes.
+        ranks: The number of ranks.
 
     Raises:
-        ModelError: The model cannot be called so.
+        ModelError: The model does not take the call.
 
     Collectives: none.
     """
+    # By all of the memory, and not by the free one: every rank has to find the same plan.
     share = 2 * ranks * bytes_needed(model, torch.float64, share=False) > _memory()
     probe, call, flow = _traced(model, call, share=share)
     others = [other for other in other_calls(probe, call) if _takes(probe, other)]
@@ -187,7 +187,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
                 proof.notes[path] = reason or "its parameters are not column and row weights of experts"
             else:
                 proof.plan.update(found)
-    if not share:  # from here on each of them is tried as it is
+    if not share:  # from here on each repeated block is tried as it is
         for repeat, first in proof.repeats.items():
             proof.together += [
                 frozenset(repeat + name[len(first) :] for name in block)
@@ -204,10 +204,10 @@ def _memory() -> int:
 
 
 def _traced(model: nn.Module, call: Call, *, share: bool) -> tuple[nn.Module, Call, Flow]:
-    """Run a copy of a model; in float64, if it can."""
+    """Run a copy of a model in float64, or in float32 if that fails."""
     try:
         return _traced_in(model, call, torch.float64, share=share)
-    except Exception:  # noqa: BLE001 - kernels that know float32 alone, for one
+    except Exception:  # noqa: BLE001 - some kernels take float32 alone
         return _traced_in(model, call, torch.float32, share=share)
 
 
@@ -221,13 +221,13 @@ def _traced_in(
 
 
 def _takes(model: nn.Module, call: Call) -> bool:
-    """Return whether a model can be called so."""
+    """Return whether a model takes a call, in evaluation and in training, with finite outputs."""
     try:
         for training in (False, True):
             run, _ = run_whole_or_detached(model, replace(call, training=training), ())
             if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
                 return False
-    except Exception:  # noqa: BLE001 - values and shapes that were made up need not be right
+    except Exception:  # noqa: BLE001 - generated values and shapes may not suit the model
         return False
     return True
 
@@ -243,7 +243,7 @@ def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iter
 def _first_right(
     model: nn.Module, container: str, proposals: Iterator[dict[str, Style]], calls: list[Call], ranks: int
 ) -> tuple[dict[str, Style] | None, str | None]:
-    """Return the first plan for a module, with names of the whole model, that changes no number of it."""
+    """Return the first plan for a module that changes no number of it; its names are those of the model."""
     module = model.get_submodule(container)
     reason = None
     wholes: list[tuple[Run, Call]] = []
@@ -270,7 +270,7 @@ def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[
     """Run a module that is not split.
 
     Raises:
-        ModelError: It fails.
+        ModelError: The module fails.
     """
     try:
         return run_whole_or_detached(module, call, frozenset(rows_of(module, plan)))
@@ -305,7 +305,7 @@ def _repeat_names(model: nn.Module) -> dict[str, str]:
 
 
 def _shares(model: nn.Module, name: str) -> bool:
-    """Return whether another module has the weight of this one: that is a table of the vocabulary."""
+    """Return whether another module shares the weight of this one, as a table of the vocabulary does."""
     layer = model.get_submodule(name)
     weight = layer._parameters.get("weight")
     return weight is not None and any(

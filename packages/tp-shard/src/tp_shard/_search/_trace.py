@@ -1,7 +1,7 @@
-"""Which layers of a model feed which, found by running it once: autograd's graph says it, not their names.
+"""The flow between the layers of a model, from autograd's graph of one run and not from their names.
 
-Where the outputs of some linear layers reach one other linear layer and nothing else, those are column layers
-and that is their row layer: each rank can do its part of the features, or of the heads, up to there.
+If the outputs of some linear layers reach one other linear layer and nothing else, they are column layers and
+that one is their row layer: up to it each rank can compute its part of the features or heads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,21 +15,21 @@ from tp_shard._groups._collectives import apply
 from tp_shard._verify._examples import Call, fresh, tensors_of
 from tp_shard.nn._kinds import is_linear
 
-_FEW = 3  # names that are written out
+_FEW = 3  # names in a message
 _MIXING = ("Bmm", "Baddbmm", "ScaledDotProduct", "Softmax")
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Column layers, their row layer, and what stands between.
+    """Column layers, their row layer, and the parameters and dropouts between them.
 
     Attributes:
         columns: The names of the column layers.
         row: The name of the row layer.
-        tables: Embeddings whose outputs reach row layers alone: a bias for each head.
-        parameters: The names of other parameters on the way.
-        dropouts: The names of dropouts on the way.
-        is_attention: Whether places are mixed on the way, so that heads have to stay whole.
+        tables: Embeddings with outputs that reach row layers alone: a bias for each head.
+        parameters: The names of other parameters between them.
+        dropouts: The names of dropouts between them.
+        is_attention: Whether positions are mixed between them, so that heads have to stay whole.
     """
 
     columns: tuple[str, ...]
@@ -41,12 +41,12 @@ class Region:
 
     @property
     def container(self) -> str:
-        """The name of the innermost module around all of it that is called."""
+        """The name of the innermost module around the region."""
         return innermost_around((*self.columns, self.row))
 
 
 def innermost_around(names: Iterable[str]) -> str:
-    """Return the name of the innermost module around some others."""
+    """Return the name of the innermost module that contains all of these."""
     paths = [name.split(".")[:-1] for name in names]
     common = []
     for parts in zip(*paths, strict=False):
@@ -58,14 +58,14 @@ def innermost_around(names: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class Flow:
-    """What running a model has shown.
+    """The flow between the layers of a model, from one run.
 
     Attributes:
-        regions: What can be split in pairs of column and row layers.
-        heads: The linear layers whose outputs the model returns.
+        regions: The pairs of column and row layers.
+        heads: The linear layers with outputs that the model returns.
         experts: The modules with experts' weights of their own.
-        called: The names of the layers that were called at all.
-        why: Why a linear layer is in none of the regions, by its name.
+        called: The names of the layers that were called.
+        why: The reasons why linear layers are in no region, by name.
     """
 
     regions: list[Region] = field(default_factory=list)
@@ -76,18 +76,18 @@ class Flow:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module has weights of experts, with three dimensions, and no linear layers inside."""
+    """Return whether a module has experts' weights, of three dimensions, and no linear layers inside."""
     weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.size(0) > 1]
     return len(weights) > 1 and not any(is_linear(m) for m in module.modules())
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, as a place in the graph that can be found again."""
+    """The identity, which marks a place in the graph. Forward and backward: no collective."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, index: int) -> Tensor:
         ctx.index = index
-        return tensor.clone()  # and no view, which its module could not write into
+        return tensor.clone()  # no view: the model may write into the output in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ARG004 - torch's signature
@@ -98,25 +98,25 @@ class _Mark(torch.autograd.Function):
 class _Called:
     path: str
     module: nn.Module
-    into: list[Any] = field(default_factory=list)  # the nodes of the graph that made what it was given
+    into: list[Any] = field(default_factory=list)  # the graph nodes of its inputs
 
 
 @dataclass(slots=True)
 class _Way:
-    """Collect what is met on the way back from a module's input."""
+    """The marks and leaves on the way back from a module's input."""
 
     sources: set[int] = field(default_factory=set)
-    passed: set[int] = field(default_factory=set)  # dropouts, which one looks through
+    passed: set[int] = field(default_factory=set)  # dropouts, which do not end the walk
     leaves: list[Tensor] = field(default_factory=list)
     mixes: bool = False
 
 
 def trace(model: nn.Module, call: Call) -> Flow:
-    """Run a model, in evaluation, and return what feeds what.
+    """Run a model in evaluation mode, and return the flow between its layers.
 
     Args:
-        model: A copy that is for this alone: all its parameters are trained from here on.
-        call: What it is called with.
+        model: A copy for this run alone: all of its parameters get ``requires_grad``.
+        call: The call to run.
     """
     model.eval()
     model.requires_grad_(True)
@@ -160,7 +160,7 @@ def _walk(start: list[Any], calls: list[_Called]) -> _Way:
             continue
         seen.add(node)
         if isinstance(node, _Mark._backward_cls):
-            index: int = getattr(node, "index")  # noqa: B009 - what forward left there
+            index: int = getattr(node, "index")  # noqa: B009 - set by forward, unknown to the type checker
             if not isinstance(calls[index].module, nn.Dropout):
                 way.sources.add(index)
                 continue
@@ -199,7 +199,7 @@ def _flow(calls: list[_Called], ways: list[_Way], end: _Way, names: dict[int, st
 def _why_whole(
     calls: list[_Called], ways: list[_Way], takers: dict[int, set[str]], paired: set[str]
 ) -> dict[str, str]:
-    """Return why linear layers are neither column nor row layers."""
+    """Return the reasons why linear layers are neither column nor row layers, by name."""
     taken: dict[str, set[str]] = {}
     fed: dict[str, set[str]] = {}
     for index, (one, way) in enumerate(zip(calls, ways, strict=True)):
@@ -257,7 +257,7 @@ def _region(
 
 
 def record_calls(model: nn.Module, call: Call, paths: set[str]) -> dict[str, Call]:
-    """Run a model, and return what the modules of these names were called with, the first time."""
+    """Run a model, and return the first call of each of the named modules."""
     found: dict[str, Call] = {}
 
     def note(path: str, args: Any, kwargs: Any) -> None:
@@ -279,7 +279,7 @@ def record_calls(model: nn.Module, call: Call, paths: set[str]) -> dict[str, Cal
 
 
 def ancestors(path: str) -> Iterator[str]:
-    """Yield the names of a module and of those around it, innermost first."""
+    """Yield the names of a module and of the modules around it, innermost first."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         yield ".".join(parts[:length])

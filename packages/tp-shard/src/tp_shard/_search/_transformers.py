@@ -1,4 +1,4 @@
-"""The plan that a model of transformers brings along, in the words of this package."""
+"""The translation of a transformers model's own plan."""
 
 from fnmatch import fnmatchcase
 
@@ -14,10 +14,10 @@ _VOCABULARY = ("embedding_rowwise", "embedding_colwise")
 
 
 def translate(model: nn.Module) -> dict[str, str]:
-    """Return what the plan of transformers says of each module of a model, by name.
+    """Return the entry of a transformers model's own plan for each of its modules, by name.
 
     Raises:
-        ConfigError: The model brings no plan along, or one that names no module.
+        ConfigError: The model has no plan of its own, or one that names no module.
     """
     rules = dict(getattr(model, "_tp_plan", None) or {})
     config = getattr(model, "config", None)
@@ -45,16 +45,16 @@ def translate(model: nn.Module) -> dict[str, str]:
 
 
 def restrict(proof: Proof, named: dict[str, str]) -> None:
-    """Leave in a proof what the plan of transformers names, and make sure that all of that is there.
+    """Reduce a proof to the modules that the plan of transformers names, and raise if one is not proven.
 
     Raises:
-        ModelError: Something is not; it is named, with the reason and what to write.
+        ModelError: A module is not proven; the message names it, the reason and the styles to write.
     """
     first = {name: word for name, word in named.items() if not _in_repeat(proof, name)}
     plan = proof.plan
     for name, word in first.items():
         if name in plan or name not in proof.flow.called:
-            continue  # what a small batch does not reach, such as a branch for images, is not split
+            continue  # modules that a small batch does not reach, such as a branch for images, stay whole
         reason = next((proof.notes[p] for p in _around(name) if p in proof.notes), "nothing feeds it alone")
         msg = (
             f"{name} is {word!r} in the plan of transformers, and could not be proven right: "

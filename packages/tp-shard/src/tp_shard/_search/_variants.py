@@ -1,4 +1,4 @@
-"""What a plan may split, to be proven: the vocabulary, pairs of layers, attentions, experts, sequences."""
+"""Candidates for a plan, still to be proven: vocabulary, pairs of layers, attentions, experts, sequences."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -46,17 +46,17 @@ def vocabulary(
     last: Collection[str],
     called: Collection[str],
 ) -> dict[str, Style]:
-    """Split the head, and the embeddings as tall as it or tied to it; else the tallest embedding.
+    """Return styles for the head and the embeddings as tall as it or tied to it, else for the tallest one.
 
     A head of few classes stays whole: joining its logits would cost more than it saves.
 
     Args:
         model: The model.
-        plan: What is split already.
-        notes: Gets why a table or a head stays whole, by its name.
-        last: The layers whose outputs the model returns.
-        called: The layers that are called. The weight of another table may be read as it is, as queries are
-            in detectors.
+        plan: The modules that are already split.
+        notes: A dict that gets the reason why a table or a head stays whole, by its name.
+        last: The layers with outputs that the model returns.
+        called: The layers that are called. The weight of any other table may be read directly, as queries in
+            detectors.
     """
     modules = dict(model.named_modules())
     conversion = Conversion(model, ALONE)
@@ -79,7 +79,7 @@ def vocabulary(
     found: dict[str, Style] = {path: Vocab(gather_output=True) for path in heads}
     found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
     refused = {path: reason for path in found if (reason := refusal(modules[path]))}
-    while True:  # who shares a weight with what stays whole stays whole, too
+    while True:  # a layer that shares a weight with one that stays whole stays whole too, and so on
         for path in found:
             for partner, _ in conversion.partners(modules[path]):
                 if partner not in found or partner in refused:
@@ -91,7 +91,7 @@ def vocabulary(
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why a layer cannot be split, ``None`` if it can."""
+    """Return the reason why a layer cannot be split, ``None`` if it can."""
     reason = why_not_split(module)
     if reason is not None:
         return reason
@@ -107,7 +107,7 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-# -- The ways in which a region of a model might be split; which of them is right, its own code has to prove
+# -- Candidates for the split of a region ---------------------------------------------------------
 
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads", "nhead", "attention_heads")
@@ -126,7 +126,7 @@ class _Counts:
 
 
 def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style]]:
-    """Yield plans for a region in which nothing mixes places: a feed-forward block."""
+    """Yield plans for a region that does not mix positions: a feed-forward block."""
     features = widths(model.get_submodule(region.row))[0]
     choices: list[list[Style]] = []
     for name in region.columns:
@@ -139,7 +139,7 @@ def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style
 
 
 def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
-    """Return the numbers of query and key heads that the modules around a region, or its widths, suggest."""
+    """Return candidates for the numbers of query and key heads, from widths and from modules around."""
     features = widths(model.get_submodule(region.row))[0]
     narrowest = min(widths(model.get_submodule(name))[1] for name in region.columns)
     places: list[object] = []
@@ -170,8 +170,8 @@ def attention_variants(
     Args:
         model: The model.
         region: The attention's layers.
-        call: What the module around them was called with.
-        ranks: How many ranks there are.
+        call: A call of the module around them.
+        ranks: The number of ranks.
     """
     for heads, kv in head_counts(model, region):
         try:
@@ -195,7 +195,7 @@ def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict
         if kv < heads and width == kv * each:
             choices.append([keys])
         elif width == (heads + 2 * kv) * each:
-            choices.append([fused, Column(heads=kv, kv_heads=kv)])  # behind one another, or head by head
+            choices.append([fused, Column(heads=kv, kv_heads=kv)])  # one after another, or head by head
         elif width % heads == 0:
             choices.append([q])
         elif width % kv == 0:
@@ -212,7 +212,7 @@ def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict
 
 
 def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> Iterator[dict[str, Style]]:
-    """Yield what modules around split layers may count by themselves, less first."""
+    """Yield styles for modules around split layers that may count heads themselves, fewer numbers first."""
     around = [
         path
         for path, module in model.get_submodule(region.container).named_modules()
@@ -251,7 +251,7 @@ def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> It
 def _names(
     module: nn.Module, counts: _Counts, features: int, kinds: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return which of a module's numbers count query heads, key heads, and heads of a group."""
+    """Return the names of a module's numbers that count query heads, key heads, and heads of a group."""
     query: list[str] = []
     shared: list[str] = []
     groups: list[str] = []
@@ -286,7 +286,7 @@ def _names(
 
 
 def _inputs(call: Call, counts: _Counts) -> tuple[str, ...]:
-    """Return the arguments that may come with all heads."""
+    """Return the names of arguments that may contain all heads."""
     found = []
     for name, value in call.kwargs.items():
         if isinstance(value, Tensor) and (
@@ -298,7 +298,7 @@ def _inputs(call: Call, counts: _Counts) -> tuple[str, ...]:
 
 
 def expert_variants(model: nn.Module, path: str, call: Call) -> Iterator[dict[str, Style]]:
-    """Yield plans for experts whose weights are parameters of one module."""
+    """Yield plans for experts with weights that are parameters of one module."""
     module = model.get_submodule(path)
     own = {name: p for name, p in module._parameters.items() if p is not None}
     weights = {name: p for name, p in own.items() if p.dim() == 3}
@@ -325,7 +325,7 @@ def expert_variants(model: nn.Module, path: str, call: Call) -> Iterator[dict[st
 
 
 def _styles_inside(region: Region) -> dict[str, Style]:
-    """Return how what stands between column and row layers is treated, where it is a module of its own."""
+    """Return styles for the modules between column and row layers."""
     container = region.container
     owners = {name.rpartition(".")[0] for name in region.parameters}
     around = set(ancestors(container))
@@ -342,7 +342,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# -- Sequence parallelism for blocks that know nothing of it: where sequences are split, gathered and joined
+# -- Sequence parallelism for the blocks of a model -----------------------------------------------
 
 
 def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Region]) -> dict[str, Style]:
@@ -350,7 +350,7 @@ def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Regio
 
     Args:
         model: The model.
-        plan: What is split.
+        plan: The styles of its split layers.
         regions: The blocks' column and row layers.
     """
     split = [r for r in regions if isinstance(plan.get(r.row), Row)]
@@ -369,7 +369,7 @@ def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Regio
 
 
 class _Block:
-    """Gives styles to what is in a block, from outside in."""
+    """A visitor that gives styles to the modules of a block, from the outside in."""
 
     def __init__(self, plan: dict[str, Style], rows: list[Region]) -> None:
         self._plan = plan
@@ -378,7 +378,7 @@ class _Block:
         self._split = {name for r in rows if r not in self._joined for name in (*r.columns, r.row)}
 
     def visit(self, path: str, module: nn.Module, *, top: bool = False) -> None:
-        """Give styles to a module and what is in it."""
+        """Give styles to a module and the modules inside."""
         style = self._plan.get(path)
         if path in self._gathers and not top:
             local = style if isinstance(style, Local) else None
@@ -399,7 +399,7 @@ class _Block:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Return whether it is, or has, something that may mix places or be split: all but norms and the like."""
+    """Return whether a module has weights that may mix positions or be split: any but those of norms."""
     return any(is_linear(m) or isinstance(m, nn.Embedding) or _is_block(m) for m in module.modules())
 
 

@@ -1,7 +1,7 @@
 """Sharded checkpoints: saved and loaded by all ranks, with a digest of each file.
 
-Digests are written last, and checked before anything is read: what was cut off, changed or not finished
-is not loaded. Ranks share the work among them.
+Digests are written last and checked before anything is read. So a checkpoint that was truncated, changed or
+never finished is not loaded. The ranks divide the work.
 """
 
 import os
@@ -31,11 +31,11 @@ from tp_shard._state._state_dict import is_writer
 
 T = TypeVar("T")
 
-_MANIFEST = "manifest.json"  # a trainer's checkpoint has the digests of its files there
+_MANIFEST = "manifest.json"  # the file with the digests of a trainer's checkpoint
 
 
 def agree_on_failure(do: Callable[[], T]) -> T:
-    """Do something that may fail on some ranks, and then fails on all.
+    """Call a function that may fail on some ranks, and fail on all ranks if it does.
 
     Raises:
         OSError: This rank could not read or write.
@@ -49,7 +49,7 @@ def agree_on_failure(do: Callable[[], T]) -> T:
         done = do()
     except (OSError, TpError) as error:
         failure = error
-    # Every rank comes here, also after an error: one that raised at once would leave the others waiting.
+    # Also after an error: a rank that raised at once would leave the others waiting here.
     messages = _gather_objects(None if failure is None else str(failure))
     if failure is not None:
         raise failure
@@ -61,7 +61,7 @@ def agree_on_failure(do: Callable[[], T]) -> T:
 
 
 def _gather_objects(mine: T) -> list[T]:
-    """Return what all ranks bring, by rank.
+    """Return the objects of all ranks, by rank.
 
     Collectives: an all-gather of pickled objects.
     """
@@ -73,7 +73,7 @@ def _gather_objects(mine: T) -> list[T]:
 
 
 def delete_digests(folder: Path) -> None:
-    """Take away the digests of a checkpoint that will be overwritten.
+    """Delete the digests of a checkpoint before it is overwritten.
 
     Collectives: those of :func:`agree_on_failure`.
     """
@@ -86,14 +86,14 @@ def delete_digests(folder: Path) -> None:
 
 
 def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
-    """Write the digests of what all ranks have written.
+    """Write the digests of the files of all ranks.
 
     Args:
         folder: The checkpoint.
         mine: The files that this rank has written.
 
     Raises:
-        OSError: A file cannot be read or written; on the rank where that is.
+        OSError: This rank cannot read or write a file.
         StateError: Another rank could not write.
 
     Collectives: all-gathers of pickled objects.
@@ -109,13 +109,14 @@ def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
 
 
 def check_digests(folder: Path) -> None:
-    """Make sure that a folder of ``save_sharded`` is as it was written.
+    """Raise unless a folder of ``save_sharded`` is as it was written.
 
-    What a trainer wrote has its digests elsewhere, and is left to the trainer.
+    A trainer's checkpoint keeps its digests elsewhere, and the trainer checks them.
 
     Raises:
         FileNotFoundError: The folder has no checkpoint.
-        StateError: A file is missing, cut off or changed, or the checkpoint was never finished; on all ranks.
+        StateError: A file is missing, truncated or changed, or the checkpoint was never finished; on all
+            ranks.
 
     Collectives: those of :func:`agree_on_failure`.
     """
@@ -145,20 +146,20 @@ def save_sharded(
 ) -> None:
     """Write a model, and an optimizer over it, into a folder; each rank writes its own shards.
 
-    The files are those of ``torch.distributed.checkpoint``, with the names that the trainer's checkpoints
-    have too: see :mod:`tp_core.state`. Of several copies of the model the first one is written. Digests of
-    the files come last: without them a folder is not loaded.
+    The files have the format of ``torch.distributed.checkpoint`` and the names of a trainer's checkpoint: see
+    :mod:`tp_core.state`. Of several copies of the model the first one is written. Digests of the files come
+    last: without them a folder is not loaded.
 
     Args:
         model: The model; call it on every rank.
-        path: The folder, which every rank can reach.
+        path: The folder, on a file system that all ranks share.
         optimizer: An optimizer over its parameters.
 
     Raises:
         ModelError: The optimizer has a parameter that is not the model's.
-        StateError: The state has something that is neither a tensor nor a plain value.
+        StateError: The state contains an object that is neither a tensor nor a plain value.
         OSError: A rank could not write.
-        ConfigError: Another program writes there.
+        ConfigError: Another program writes to the folder.
 
     Collectives: those of ``torch.distributed.checkpoint``, and some of small objects, over all ranks.
     """
@@ -170,7 +171,8 @@ def save_sharded(
         agree_on_failure(
             lambda: owned.enter_context(Ownership(folder, is_folder=True)) if is_writer() else None
         )
-        delete_digests(folder)  # before the first file changes: what a crash cuts off has none
+        # Before the first file changes: after a crash in between the folder has no digests and is not loaded.
+        delete_digests(folder)
         written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
         write_digests(folder, written)
 
@@ -178,20 +180,20 @@ def save_sharded(
 def load_sharded(
     model: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:
-    """Load what :func:`save_sharded` wrote, or a trainer, on this or another number of ranks.
+    """Load a checkpoint of :func:`save_sharded` or of a trainer, on this or another number of ranks.
 
-    Parameters are known by their names: the optimizer may have them in another order. Everything is read
-    before anything is changed: after its own error a rank's model and optimizer are as they were, and an
-    error on one rank is one on all.
+    Parameters are matched by name: the optimizer may have them in another order. Everything is read before
+    anything is changed. After its own error a rank's model and optimizer are as they were. An error on one
+    rank raises on all ranks.
 
     Args:
-        model: The model, however it is split; call it on every rank.
+        model: The model, with any split; call it on every rank.
         path: The folder, or the checkpoint of a trainer.
-        optimizer: An optimizer over its parameters, to be loaded too.
+        optimizer: An optimizer over its parameters, to load too.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        StateError: A key is missing, new or of another shape, and is named; a file is cut off or changed
+        StateError: A key is missing, new or of another shape, and is named; a file was truncated or changed
             since it was written; or another rank failed.
         ModelError: The optimizer has a parameter that is not the model's.
 

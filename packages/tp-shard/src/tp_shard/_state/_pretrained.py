@@ -1,4 +1,4 @@
-"""Loading a rank's part of a big model from files that hold all of it."""
+"""Loading of a rank's part of a large model from files of the whole model."""
 
 import os
 from collections.abc import Iterator
@@ -27,19 +27,19 @@ def load_pretrained(
 ) -> nn.Module:
     """Fill a split model from safetensors files of the whole one; each rank reads its own slices.
 
-    The model may be on the meta device, so that no rank ever has the whole of it: what is there gets memory
-    for this rank's shard. Files are mapped into memory for one tensor at a time, pages that
-    the system can take back. Types are the model's.
+    The model may be on the meta device, so that no rank ever holds all of it: its tensors there get memory
+    for this rank's shards. A file is mapped into memory for one tensor at a time, in pages that the system
+    can reclaim. The model's types are kept.
 
-    Buffers that are not part of the state (tables of positions) have to hold numbers already; models of
-    transformers make theirs again by themselves.
+    Buffers that are not part of the state, such as tables of positions, must already hold values. Models of
+    transformers compute theirs again.
 
     Args:
-        model: The model, split by :func:`parallelize` or made of parallel layers; under ``fully_shard`` with
-            memory, as ``to_empty()`` gives it.
-        path: A file; or a folder of them with or without an index, as ``save_pretrained`` writes it.
-        device: Where what is on the meta device gets its memory; the CPU by default.
-        prefix: What the names in the files begin with, beside the model's own.
+        model: The model, split by :func:`parallelize` or made of parallel layers. Under ``fully_shard`` it
+            needs memory, as from ``to_empty()``.
+        path: A file; or a folder of files with or without an index, as ``save_pretrained`` writes it.
+        device: The device for tensors that are on the meta device; the CPU by default.
+        prefix: A prefix of the names in the files, before the model's own.
         strict: Whether names in the files that the model lacks are an error.
 
     Returns:
@@ -47,8 +47,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: ``path`` does not exist, or has no safetensors files.
-        StateError: A tensor is missing, new or of another shape, which is found before anything is changed;
-            or a file is damaged.
+        StateError: A tensor is missing, new or of another shape; this is checked before anything is changed.
+            Or a file is damaged.
         ModelError: The model is not a module.
 
     Collectives: none.
@@ -58,7 +58,7 @@ def load_pretrained(
         ...     model = torch.nn.Linear(4, 2)
         >>> load_pretrained(model, "model.safetensors")  # doctest: +SKIP
     """
-    ShardTable(model)  # says that it is a module
+    ShardTable(model)  # raises if it is no module
     model = unwrap(model)
     reshard(model)
     table = ShardTable(model)
@@ -79,10 +79,11 @@ def load_pretrained(
 def _names(
     model: nn.Module, files: TensorFiles, table: ShardTable, prefix: str, *, strict: bool
 ) -> list[tuple[Tensor, str]]:
-    """Return each tensor of the state with the name under which the files have it.
+    """Return each tensor of the state with its name in the files.
 
     Raises:
-        StateError: A tensor is not in the files or has another shape there, or the files have others.
+        StateError: A tensor is not in the files or has another shape there, or the files have further
+            tensors.
     """
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -121,13 +122,13 @@ def _with_memory(tensor: Tensor, device: torch.device | str | None) -> Tensor:
 
 
 def _parts(target: Tensor, shard: Shard | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield what this rank holds of a whole tensor: where it begins, and its memory."""
+    """Yield the parts of a whole tensor that this rank holds: their offsets, and their memory."""
     whole = slice_of(TensorSlice(tuple(target.shape), [part_of(target)]), shard)
     yield from cast("TensorSlice", whole).parts
 
 
 def _put_in_place(model: nn.Module, made: dict[int, Tensor]) -> None:
-    """Replace what is on the meta device, under all of its names, by what was made of it."""
+    """Replace tensors on the meta device by the loaded ones, under all of their names."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -152,10 +153,10 @@ def _meta_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Make sure that buffers which no file has hold numbers, or can be made again.
+    """Raise unless buffers outside of the state hold values, or can be computed again.
 
     Raises:
-        StateError: A buffer holds no numbers, and cannot be made again.
+        StateError: A buffer has no values, and cannot be computed again.
     """
     for full_name, module, _, _ in _meta_buffers(model):
         if not hasattr(model, "_init_weights") or module._parameters:
@@ -167,14 +168,14 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
-    """Let a model of transformers make its buffers again, with the method that it has for that.
+    """Compute the buffers of a transformers model again, with its own method.
 
     Raises:
         StateError: The method left a buffer without values.
     """
     missing = list(_meta_buffers(model))
     for _, module, name, buffer in missing:
-        # What is left of this afterwards was not made.
+        # A buffer that still has this value afterwards was not computed.
         module._buffers[name] = torch.full_like(buffer, _sentinel(buffer.dtype), device=device or "cpu")
     for module in {id(module): module for _, module, _, _ in missing}.values():
         model._init_weights(module)  # type: ignore[operator]  # a method, as _check_buffers saw

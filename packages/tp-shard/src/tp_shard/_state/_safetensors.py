@@ -1,8 +1,8 @@
-"""Safetensors files of whole models: each rank reads its own slices of them, and writes one with the others.
+"""Safetensors files of whole models: each rank reads its own slices, and all ranks write a file together.
 
-The library reads. It writes what is in memory all at once, so that writing tensor by tensor is done here:
-https://github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
-tensors, little end first.
+The library reads the files. It only writes tensors that are all in memory, so this module writes them one by
+one, in the format of https://github.com/huggingface/safetensors: eight bytes with the header's length, the
+header as JSON, and the tensors in little-endian order.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class TensorFiles:
         path: A file, or a folder with one or several, with or without an index.
 
     Attributes:
-        path: As it was given.
+        path: The given path.
         shapes: The shape of each tensor, by name.
 
     Raises:
@@ -77,16 +77,16 @@ class TensorFiles:
         """Read a rectangular part of a tensor.
 
         Args:
-            name: Which tensor.
-            offsets: Where the part begins, in each dimension.
-            target: What is filled, of the shape of the part.
+            name: The name of the tensor.
+            offsets: The first index of the part, in each dimension.
+            target: The tensor to fill, of the shape of the part.
 
         Raises:
             OSError: The file cannot be read.
-            StateError: The file was damaged since its header was read.
+            StateError: The file was damaged after its header was read.
         """
-        # Opened for each part anew: what was read of a mapped file counts as this process's memory until the
-        # file is closed, and with one tensor at a time that is at most the largest of them.
+        # Opened again for each part: the pages read of a mapped file count as this process's memory until the
+        # file is closed. So at most the largest tensor counts (`a_rank_reads_its_own_slices_alone`).
         with _opened(self._files[name]) as stored:
             part = tuple(slice(n, n + size) for n, size in zip(offsets, target.shape, strict=True))
             target.copy_(stored.get_slice(name)[part])  # a view of the file: the one copy is this one
@@ -94,8 +94,8 @@ class TensorFiles:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Map a file into memory, and name it where the library finds it damaged."""
-    from safetensors import SafetensorError, safe_open  # who reads no such files does not load it
+    """Map a file into memory; an error of the library becomes one that names the file."""
+    from safetensors import SafetensorError, safe_open  # here, so that other programs need not load it
 
     try:
         with safe_open(path, framework="pt") as stored:
@@ -139,25 +139,25 @@ def _files_of(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
-    """Write the whole state of a model to a safetensors file that anyone can read.
+    """Write the whole state of a model to a safetensors file.
 
-    Rank 0 writes; it holds one whole tensor at a time, in host memory. A crash leaves an old file
-    of that name as it was.
+    Rank 0 writes the file, and holds one whole tensor at a time, in host memory. A crash leaves an old file
+    with this name as it was.
 
-    The format is that of https://github.com/huggingface/safetensors: the length of a JSON header,
-    the header, then the tensors' bytes. Tied tensors are written under each of their names.
+    The format is described at https://github.com/huggingface/safetensors: the length of a JSON header, the
+    header, then the tensors' bytes. Tied tensors are written under each of their names.
 
     Args:
         model: The model; call it on every rank.
         path: The file.
-        prefix: Put before every name.
+        prefix: A prefix for every name.
 
     Raises:
-        StateError: A tensor has a type that the format does not know.
+        StateError: A tensor has a type that the format does not have.
         OSError: The file cannot be written; raised on rank 0.
         RankFailedError: Rank 0 could not write it; raised on the other ranks.
 
-    Collectives: a message of every shard, and a broadcast of how it went.
+    Collectives: a point-to-point message of every shard to rank 0, and a broadcast of the outcome.
     """
     model = unwrap(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
@@ -169,8 +169,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
             _write(Path(path), header, tensors)
         except OSError as error:
             failure = error
-    # The other ranks send their shards here; and where rank 0 cannot write, it has to take the rest in, or
-    # they would wait in their sends.
+    # On the other ranks this loop sends their shards. On rank 0 it receives the rest after a failed write, or
+    # the others would wait in their sends (`test_all_ranks_learn_that_rank_0_could_not_write`).
     for _ in tensors:
         pass
     message = _broadcast_message(None if failure is None else str(failure))
@@ -208,7 +208,7 @@ def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
         }
         offset += nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -223,11 +223,11 @@ def _write(path: Path, header: bytes, tensors: Iterator[tuple[str, Tensor]]) -> 
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    """Write the bytes of a tensor, little end first, without a copy of them."""
+    """Write the bytes of a tensor in little-endian order, without a copy."""
     if sys.byteorder != "little":
         msg = "safetensors files are little-endian, and this machine is not"
         raise StateError(msg)
     flat = tensor.contiguous()
-    if flat.numel():  # past numpy, which torch can do without and which has no bfloat16
+    if flat.numel():  # without numpy, which is optional for torch and has no bfloat16
         nbytes = flat.numel() * flat.element_size()
         file.write(memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())))

@@ -1,4 +1,4 @@
-"""Whole states out of sharded models, and back."""
+"""Whole states from sharded models and optimizers, and back."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,16 +25,16 @@ def collect_state_dict(
 ) -> "OrderedDict[str, Any]":
     """Return the whole state of a model with parallel layers, from each rank's state.
 
-    One tensor is put together at a time, shard by shard, so that the most that is held beside the
-    result is one shard. What is not split is handed on as it is.
+    One tensor is gathered at a time, shard by shard, so at most one shard is in memory beside the result.
+    Tensors that are not split are returned as they are.
 
     Args:
-        model: The model; it may be wrapped in ``DistributedDataParallel``, and ``fully_shard`` may have cut
-            its shards once more.
-        state_dict: What ``model.state_dict()`` returned, on every rank.
-        prefix: Put before every name of the result.
-        to: "all" for the whole state on all ranks, on the shards' device; "rank0" for rank 0 only,
-            in host memory, and an empty result on the others.
+        model: The model; it may be wrapped in ``DistributedDataParallel``, and ``fully_shard`` may have
+            sharded its shards once more.
+        state_dict: The result of ``model.state_dict()``, on every rank.
+        prefix: A prefix for every name of the result.
+        to: "all" for the whole state on all ranks, on the shards' device; "rank0" for rank 0 only, in host
+            memory, with an empty result on the others.
 
     Returns:
         The whole state, in the order of ``state_dict``.
@@ -42,9 +42,10 @@ def collect_state_dict(
     Raises:
         ModelError: The model is not a module.
         StateError: An entry has another shape than the model's own shard.
-        ConfigError: ``to`` is something else.
+        ConfigError: ``to`` has another value.
 
-    Collectives: a broadcast, or with "rank0" a message, of every shard; an all-gather of every DTensor.
+    Collectives: a broadcast of every shard, or with "rank0" a point-to-point message; an all-gather of every
+    DTensor.
 
     Example:
         >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)
@@ -65,18 +66,17 @@ def relocate_state_dict(
 ) -> "OrderedDict[str, Any]":
     """Return this rank's part of a whole state, for ``model.load_state_dict``.
 
-    The state may come from any number of ranks, as long as it is whole. Its entries are taken one
-    by one and each shard has storage of its own: what keeps them elsewhere (a file that is mapped
-    into memory) has one whole tensor in memory at a time.
+    The state may come from any number of ranks, if it is whole. Entries are read one by one and each shard
+    gets its own storage. So a state in a memory-mapped file needs memory for one whole tensor at a time.
 
     Args:
-        model: The model with parallel layers; it may be wrapped, or under ``fully_shard``, whose
-            parameters' parts come as DTensors.
-        state_dict: A whole state, as :func:`collect_state_dict` or a plain model gives it.
-        prefix: Put before every name of the result.
+        model: The model with parallel layers. It may be wrapped; under ``fully_shard`` the parts of its
+            parameters are returned as DTensors.
+        state_dict: A whole state, from :func:`collect_state_dict` or a plain model.
+        prefix: A prefix for every name of the result.
 
     Returns:
-        The state with each split tensor replaced by this rank's shard.
+        The state, with this rank's shard in place of each split tensor.
 
     Raises:
         ModelError: The model is not a module.
@@ -97,7 +97,7 @@ def relocate_state_dict(
             continue
         if shard is None:
             own = table.own(name)
-            fits = own is not None and own.shape == value.shape  # else load_state_dict says it
+            fits = own is not None and own.shape == value.shape  # otherwise load_state_dict raises
             result[prefix + name] = take_part(value, own, None) if fits else value
             continue
         if tuple(value.shape) != shard.full_shape:
@@ -115,12 +115,12 @@ def relocate_state_dict(
 
 
 def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
-    """Return what this rank holds of a whole tensor, as its model's ``own`` one is held.
+    """Return this rank's part of a whole tensor, in the form of the model's ``own`` tensor.
 
     Args:
         value: The whole tensor.
-        own: The model's; a DTensor under ``fully_shard``.
-        shard: How the whole is cut, if it is.
+        own: The model's tensor; a DTensor under ``fully_shard``.
+        shard: The shard of the whole tensor, if it is split.
     """
     if own is None or not is_dtensor(own) or is_dtensor(value):
         return value if shard is None else shard.split.take(value, shard.group.rank)
@@ -130,16 +130,18 @@ def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
 
 
 def check_destination(to: Destination) -> None:
-    """Raise ``ConfigError`` unless ``to`` says where a whole state is wanted."""
+    """Raise ``ConfigError`` unless ``to`` is a destination of a whole state."""
     if to not in ("all", "rank0"):
         msg = f"a state is collected to 'all' ranks or to 'rank0', got {to!r}"
         raise ConfigError(msg)
 
 
 def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of the whole state one by one; call it, to its end, on every rank.
+    """Yield the entries of the whole state one by one; every rank has to iterate to the end.
 
-    Nothing is yielded on ranks that are not meant to have the state.
+    With "rank0" the other ranks yield nothing.
+
+    Collectives: those of :func:`collect_state_dict`, in the order of the entries.
     """
     check_destination(to)
     table = ShardTable(model)
@@ -167,13 +169,16 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
 
 
 def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> Tensor:
-    """Return the whole tensor that a shard belongs to; an empty one where it is not meant to be.
+    """Return the whole tensor of a shard; an empty tensor on ranks that do not get it.
 
     Args:
-        name: What it is called, in messages.
-        local: What ``model.state_dict()`` has of it: a DTensor under ``fully_shard``.
-        shard: How it is cut.
+        name: The name of the tensor, for messages.
+        local: The tensor in ``model.state_dict()``: a DTensor under ``fully_shard``.
+        shard: The shard.
         to: As :func:`collect_state_dict` takes it.
+
+    Collectives: a broadcast of each rank's shard, or with "rank0" a point-to-point message; under
+    ``fully_shard`` first an all-gather of this rank's shard.
     """
     group, split = shard.group, shard.split
     if local.shape != shard.tensor.shape:
@@ -193,24 +198,27 @@ def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> 
             piece = local.contiguous()
         else:
             piece = local.new_empty(split.local_shape(shard.full_shape, rank))
-        # Shard by shard, and not an all-gather: beside the whole tensor only one shard is in memory.
+        # Shard by shard, and no all-gather: so only one shard is in memory beside the whole tensor.
         dist.broadcast(piece, group_src=rank, group=group.handle)
         split.put(full, piece, rank)
     return full
 
 
 def _to_first(local: Tensor, shard: Shard) -> Tensor:
-    """Send the shards, one after the other, to the group's first rank, into host memory."""
+    """Send the shards, one after another, to the group's first rank, into host memory.
+
+    Collectives: a point-to-point message from each other rank of the first copy.
+    """
     group, split = shard.group, shard.split
     data = current_data_group() or ALONE
     if data.rank != 0:
-        return local.new_empty(0)  # another copy of the model is the one that is collected
+        return local.new_empty(0)  # the first copy of the model is collected
     if group.rank != 0:
         dist.send(local, group_dst=0, group=group.handle)
         return local.new_empty(0)
     full = torch.empty(shard.full_shape, dtype=local.dtype)
     split.put(full, local, 0)
-    for rank in range(1, group.size):  # in order: the others wait in their sends, and one shard is in memory
+    for rank in range(1, group.size):  # one at a time, so that only one shard is in memory beside the whole
         piece = local.new_empty(split.local_shape(shard.full_shape, rank))
         dist.recv(piece, group_src=rank, group=group.handle)
         split.put(full, piece, rank)
@@ -222,7 +230,7 @@ def is_writer() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
-# -- Whole states out of optimizers over shards, and back -----------------------------------------
+# -- Whole states from optimizers over shards, and back -------------------------------------------
 
 
 def collect_optimizer_state_dict(
@@ -230,17 +238,17 @@ def collect_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of an optimizer over a model with parallel layers, with whole tensors.
 
-    It is in torch's own form, that of an optimizer over the unsharded model.
+    It has torch's own form, as of an optimizer over the unsharded model.
 
     Args:
-        model: The model whose parameters it optimizes.
+        model: The model with the optimizer's parameters.
         optimizer: The optimizer.
         to: "all" ranks, or "rank0" only, in host memory; the others then get an empty dict.
 
     Raises:
-        ConfigError: ``to`` is something else.
+        ConfigError: ``to`` has another value.
         ModelError: The optimizer has a parameter that is not the model's.
-        StateError: The optimizer keeps something of a shard that has another shape than the shard.
+        StateError: The optimizer's state has a tensor of another shape than its shard.
 
     Collectives: those of :func:`collect_state_dict`.
     """
@@ -271,10 +279,10 @@ def relocate_optimizer_state_dict(
     """Return this rank's part of an optimizer's whole state, for ``optimizer.load_state_dict``.
 
     Args:
-        model: The model with parallel layers whose parameters it optimizes.
+        model: The model with parallel layers and the optimizer's parameters.
         optimizer: The optimizer.
-        state: A whole state, as :func:`collect_optimizer_state_dict` or an optimizer of the unsharded model
-            gives it.
+        state: A whole state, from :func:`collect_optimizer_state_dict` or an optimizer over the unsharded
+            model.
 
     Raises:
         ModelError: The optimizer has a parameter that is not the model's.
@@ -302,7 +310,7 @@ def relocate_optimizer_state_dict(
 
 
 def _shard_of(name: str, key: str, value: Any, table: ShardTable) -> Shard | None:
-    """Return the shard like which an optimizer's entry is cut, ``None`` if it is the same on all ranks."""
+    """Return the shard with the split of an optimizer's entry, ``None`` if it is the same on all ranks."""
     shard = table.get(name)
     if shard is None or not isinstance(value, Tensor) or value.dim() == 0:
         return None

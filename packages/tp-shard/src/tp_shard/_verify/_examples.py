@@ -1,4 +1,4 @@
-"""What a model is tried with: calls and the tensors in them, copies of it, and small batches."""
+"""Trial runs of a model: calls and the tensors in them, copies of the model, and small batches."""
 
 import copy
 import inspect
@@ -14,18 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 Loss = Callable[[Any], Tensor]
 T = TypeVar("T")
-_MOST = 6  # shapes that are written out
+_MOST = 6  # shapes in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a module is called with, and what becomes of it.
+    """A call of a module, with its loss.
 
     Attributes:
         args: Positional arguments.
-        kwargs: Arguments by name.
-        loss: Makes the loss of what it returns; by default its own, or a fixed sum of all it returns.
-        training: Whether the module trains; dropout leaves all as it is then, too.
+        kwargs: Keyword arguments.
+        loss: A function from the module's output to a loss; by default the module's own loss, or a fixed sum
+            of all outputs.
+        training: Whether the module is in training mode; dropout is left out in both modes.
     """
 
     args: tuple[Any, ...] = ()
@@ -34,14 +35,14 @@ class Call:
     training: bool = False
 
     def __str__(self) -> str:
-        """Return the shapes of what it is called with."""
+        """Return the shapes of the arguments."""
         given = {**{f"[{i}]": value for i, value in enumerate(self.args)}, **self.kwargs}
         shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors_of(given)]
         return ", ".join([*shapes[:_MOST], *(["..."] if len(shapes) > _MOST else [])]) or "no tensors"
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, and where they stand."""
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, each with its place."""
     if isinstance(value, Tensor):
         yield place or "output", value
         return
@@ -57,12 +58,12 @@ def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def fresh(value: Any) -> Any:
-    """Return arguments of their own for one run; those with gradients get their own, too."""
+    """Return a copy of arguments for one run, with gradients of its own."""
     return mapped(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments on the CPU, what is floating-point in ``dtype`` and with gradients."""
+    """Return arguments on the CPU, with floating-point tensors in ``dtype`` that require gradients."""
 
     def one(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -73,13 +74,13 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a deep copy of any value with ``function`` of each tensor in it, whatever holds them."""
+    """Return a deep copy of any value with ``function`` applied to each tensor in it."""
     with _Mapping(function):
         return copy.deepcopy(value)
 
 
 def copied(value: T, memo: dict[int, Any] | None = None) -> T:
-    """Return a deep copy of a module, even where it keeps results of a computation, which are detached."""
+    """Return a deep copy of a module; results of a computation that it keeps are detached."""
     with _Mapping(
         lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
     ):
@@ -87,7 +88,7 @@ def copied(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 class _Mapping(TorchFunctionMode):
-    """Lets deep copies have a function of each tensor; torch itself refuses to copy what is not a leaf."""
+    """A mode that maps each tensor of a deep copy; torch itself refuses to copy tensors with a graph."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class _Mapping(TorchFunctionMode):
 
 
 def first_alone(output: Any) -> Tensor:
-    """Return a loss of the first thing that a module returns; others may be a rank's own."""
+    """Return a loss of the first output of a module alone; other outputs may be a rank's own."""
     return loss_of(None, dict([next(tensors_of(output))]), None)
 
 
@@ -131,10 +132,10 @@ def loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Te
     return total
 
 
-# -- Copies of a model to try things on: in another type, with other values, blocks that are alike as one
+# -- Copies of a model: in another type, with other values, and one module for blocks that are alike
 
 
-_DEEP = 4  # how far configurations of blocks are compared
+_DEEP = 4  # the depth to which configurations of blocks are compared
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -143,9 +144,9 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
     """Return a copy on the CPU, in ``dtype``; the model is not changed.
 
     Args:
-        model: The model; what is on the meta device gets random values.
-        dtype: Of the copy's floating-point tensors.
-        random: Whether parameters get random values, none of which are 0 or alike by accident.
+        model: The model; tensors on the meta device get random values.
+        dtype: The type of the copy's floating-point tensors.
+        random: Whether parameters get random values: zeros and equal values would hide differences.
         share: Whether blocks of one list that are built alike become one module, which saves their memory.
     """
     memo: dict[int, Any] = {}
@@ -162,22 +163,22 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
         for b in module._buffers.values():
             if b is not None and id(b) not in memo:
                 memo[id(b)] = _buffer(b, dtype, generator)
-    for repeat, first in reversed(list(repeats.items())):  # inner lists before those around them
+    for repeat, first in reversed(list(repeats.items())):  # inner lists before outer ones
         block = copied(_by_id(model, first), memo)
         memo[repeat] = block
     return copied(model, memo)
 
 
 def bytes_needed(model: nn.Module, dtype: torch.dtype, *, share: bool) -> int:
-    """Return what comparing a :func:`probe_copy` with a split one takes."""
+    """Return the bytes that a comparison of a :func:`probe_copy` with a split one needs."""
     repeats = set(repeated_blocks(model)) if share else set()
     seen = {id(p): p for m in _reached(model, repeats) for p in m._parameters.values() if p is not None}
-    # The copy, what runs whole, and the shards of all ranks beside one that is being split: with gradients.
+    # The copy, the one that runs whole, the shards of all ranks, and one that is being split; with gradients.
     return 7 * dtype.itemsize * sum(p.numel() for p in seen.values())
 
 
 def repeated_blocks(model: nn.Module) -> dict[int, int]:
-    """Return for each block of a list that is built like an earlier one which one that is, by their ids."""
+    """Return the blocks of lists that are built like an earlier one, each with that one, by their ids."""
     found: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -191,7 +192,7 @@ def repeated_blocks(model: nn.Module) -> dict[int, int]:
 
 
 def _structure(block: nn.Module) -> Any:
-    """Return what blocks that do the same have in common: all but their weights, and their place."""
+    """Return a key that is equal for blocks that differ only in their weights and their place."""
     return tuple(
         (
             path,
@@ -212,7 +213,7 @@ def _structure(block: nn.Module) -> Any:
 
 
 def _content(value: Any, depth: int = 0) -> Any:
-    """Return something that is equal for values that do the same; else they are others."""
+    """Return a key that is equal for values with the same effect."""
     if isinstance(value, int | float | str | None):
         return type(value), value
     if isinstance(value, Tensor):
@@ -242,10 +243,10 @@ def _by_id(model: nn.Module, wanted: int) -> nn.Module:
 
 
 def _draw(module: nn.Module, p: Tensor, name: str, generator: torch.Generator) -> Tensor:
-    """Draw values of usual size: weights as wide as they are, scales about 1, biases about 0."""
+    """Draw values of usual size: weights scaled by their width, scales about 1, biases about 0."""
     values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
     if p.dim() > 1:
-        # With weights that are too large, a softmax later on has one 1, and gradients that are rounding.
+        # With larger weights a later softmax would saturate, and its gradients would be rounding alone.
         taken = p[0].numel() if isinstance(module, _CONVOLUTIONS) else p.size(-1)
         return values / math.sqrt(max(1, taken))
     return 0.3 * values + (1.0 if name == "weight" else 0.0)
@@ -261,7 +262,7 @@ def _buffer(b: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor
     return values.to(dtype) if values.is_floating_point() else values
 
 
-# -- Small batches to try a model on: instead of one that was not given, and beside one that was
+# -- Small batches, in place of a missing batch and beside a given one ----------------------------
 
 
 _ROWS, _PLACES = 2, 7
@@ -269,10 +270,10 @@ _MORE_ROWS, _MORE_PLACES = 1, 3
 
 
 def example_call(model: nn.Module) -> Call | None:
-    """Return what a model may be called with: for one of transformers by its configuration, else tokens.
+    """Return a call that a model may take: from the configuration of a transformers model, else tokens.
 
     Returns:
-        ``None`` where that is not known.
+        The call, ``None`` if the model's inputs are not known.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -313,13 +314,13 @@ def _of_transformers(model: Any) -> Call | None:
 
 
 def without_cache(model: nn.Module, call: Call) -> Call:
-    """Return a call that fills no cache of keys and values, and let no configuration ask for one.
+    """Return a call without a cache of keys and values, and disable caches in all configurations.
 
-    A cache is filled by the first call and read by the next one; what is kept in it counts as a result.
+    A cache is filled by the first call and read by the next one, and its content counts as a result.
 
     Args:
-        model: A copy for this alone; its configurations are changed.
-        call: What it is called with.
+        model: A copy for trial runs alone; its configurations are changed.
+        call: The call.
     """
     waiting = [vars(module).get("config") for module in model.modules()]
     seen: set[int] = set()
@@ -339,12 +340,12 @@ def without_cache(model: nn.Module, call: Call) -> Call:
 def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
     """Yield calls of the same kind with random values, of another shape first.
 
-    Values that are all alike, and single places, hide what a plan does to a model. Tokens are drawn from the
-    table that they are looked up in; other numbers without fractions, such as masks, are repeated.
+    Equal values and single positions hide the effect of a plan. Tokens are drawn from the table in which they
+    are looked up. Other integers, such as masks, are repeated.
 
     Args:
-        model: The model, in evaluation.
-        call: What it takes.
+        model: The model, in evaluation mode.
+        call: A call that the model takes.
     """
     counts = _looked_up(model, call)
     named = list(tensors_of((call.args, dict(call.kwargs))))
@@ -372,7 +373,7 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
 
 
 def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
-    """Return the sizes of the tables that tensors of a call are looked up in, by the tensors' ids."""
+    """Return the sizes of the tables in which tensors of a call are looked up, by the tensors' ids."""
     args, kwargs = fresh(call.args), fresh(dict(call.kwargs))
     given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
     copies = [tensor for _, tensor in tensors_of((args, kwargs))]
@@ -383,7 +384,7 @@ def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
             return  # a table of positions, which takes the shape
         for tensor, copied in zip(given, copies, strict=True):
             same = copied.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
-            # Labels that a model moves by one place, to be the tokens of its decoder.
+            # Labels that a model shifts by one position, as tokens of its decoder.
             moved = copied.shape == places.shape and copied.dim() == 2 and copied.size(1) > 1
             if same or (moved and torch.equal(copied[:, :-1], places[:, 1:])):
                 found.setdefault(id(tensor), table.num_embeddings)
@@ -402,11 +403,11 @@ def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
 
 
 def _drawn(like: Tensor, count: int | None, generator: torch.Generator) -> Tensor:
-    """Draw tokens of a table of ``count``, or numbers as large as some others; what is neither stays."""
+    """Draw tokens of a table of ``count`` rows, or numbers of the scale of ``like``; masks stay."""
     if count is not None:
         return torch.randint(_first(count), count, like.shape, generator=generator, dtype=like.dtype)
     if not like.is_floating_point() or not like.isfinite().all() or like.unique().numel() in (0, 2):
-        return like.clone()  # as masks are
+        return like.clone()  # it looks like a mask
     if float(like.min()) >= 0 and float(like.max()) <= 1:
         return torch.rand(like.shape, generator=generator, dtype=like.dtype)
     spread = like.std(correction=0)
@@ -423,5 +424,5 @@ def _tokens(count: int) -> Tensor:
 
 
 def _first(count: int) -> int:
-    """Return the first token past those with a meaning of their own, which usually come first."""
+    """Return the first token to draw, past the special tokens, which usually come first."""
     return 10 if count > 20 else 0

@@ -1,4 +1,4 @@
-"""Verifying a plan: whether the split model computes what the whole one does, and where it first does not."""
+"""The verification of a plan: the first difference between the split model and the whole one, if any."""
 
 import math
 import os
@@ -22,17 +22,17 @@ from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, probe_cop
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
 from tp_shard.errors import VerificationError
 
-_ROUNDING = 1e-5  # of the largest gradient: what may be nothing but rounding
+_ROUNDING = 1e-5  # relative to the largest gradient: gradients below it may be rounding alone
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first thing that differs.
+    """The first difference.
 
     Attributes:
         module: The name of the module, "" for the model itself.
-        what: What of it differs, by how much.
-        reason: Why, as far as the numbers show, and what to do.
+        what: The number that differs, and by how much.
+        reason: The reason, as far as the numbers show it, and the remedy.
     """
 
     module: str
@@ -49,10 +49,10 @@ class Comparison:
 
     Attributes:
         forward: The largest difference of each module's outputs, by its name.
-        gradients: That of each parameter's gradient, by its name.
-        outputs: That of what the model returned.
-        loss: That of the loss.
-        fault: The first difference that is more than rounding, ``None`` if there is none.
+        gradients: The largest difference of each parameter's gradient, by its name.
+        outputs: The largest difference of the model's outputs.
+        loss: The largest difference of the loss.
+        fault: The first difference beyond rounding, ``None`` if there is none.
     """
 
     forward: dict[str, float] = field(default_factory=dict)
@@ -63,12 +63,12 @@ class Comparison:
 
 
 def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
-    """Compare what the ranks of a split model did with what the whole one did.
+    """Compare the runs of a split model's ranks with the run of the whole model.
 
     Args:
         whole: The run of the whole model.
-        runs: Those of the ranks.
-        tolerance: What may differ by rounding, relative to the largest number of its kind.
+        runs: The runs of the ranks.
+        tolerance: The largest difference by rounding, relative to the largest number of its kind.
     """
     comparison = Comparison()
     found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
@@ -77,12 +77,12 @@ def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
 
 
 def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | None:
-    """Return what ranks of a split model have different numbers of, though all of them hold it.
+    """Return the first whole tensor that differs between the ranks of a split model.
 
     Args:
-        whole: A run of the whole model without dropout, for the shapes of what is whole.
-        runs: Those of the ranks, with dropout.
-        tolerance: What may differ by rounding, relative to the largest number of its kind.
+        whole: A run of the whole model without dropout, for the shapes of whole tensors.
+        runs: The runs of the ranks, with dropout.
+        tolerance: The largest difference by rounding, relative to the largest number of its kind.
     """
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
@@ -116,10 +116,10 @@ def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | N
 
 
 def missed(model: nn.Module, whole: Run) -> Iterator[str]:
-    """Yield the names of modules that a run did not call, and of parameters whose gradients it did not make.
+    """Yield the names of modules that a run did not call, and of parameters without a gradient from it.
 
     Args:
-        model: What was run.
+        model: The model.
         whole: Its run.
     """
     for path, module in model.named_modules():
@@ -136,7 +136,7 @@ def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: floa
     forward = _forward(whole, runs, comparison, tolerance)
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
-        yield forward  # what went wrong before explains more
+        yield forward  # a difference before the error explains more
         yield _raised(failed)
         return
     yield forward
@@ -150,7 +150,7 @@ def _raised(run: Run) -> Fault:
     where = run.entered[-1] if run.entered else ""
     error: BaseException | None = run.error
     if isinstance(error, ModelError) and error.__cause__ is not None:
-        error = error.__cause__  # what the split model itself says of it
+        error = error.__cause__  # the error inside the one of `guard_forward`
     text = str(error).strip().splitlines() or [""]
     what = f"{type(error).__name__} in its {run.stage}"
     if isinstance(error, TpError):
@@ -175,7 +175,7 @@ def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
                 continue
             right = _part(expected, run.cuts.get(name), rank)
             if right.shape != got.shape:
-                continue  # what a rank has of the features inside a block is not known from outside
+                continue  # the rank's part of the features inside a block is not known from outside
             apart = _relative_diff(right, got)
             comparison.forward[name] = max(comparison.forward.get(name, 0.0), apart)
             if apart > tolerance and first is None:
@@ -189,7 +189,7 @@ def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
 
 
 def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
-    """Return why a row layer makes other numbers, by what the ranks gave it."""
+    """Return the reason why a row layer's output differs, from its inputs on the ranks."""
     if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
         joined = torch.cat([part for part in parts if part is not None], -1)
         if joined.shape == whole.shape:
@@ -237,7 +237,7 @@ def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
 
 
 def _joined_diff(expected: Tensor, got: list[Tensor]) -> float:
-    """Return how far outputs are from the whole one, where each rank may have a part along one dimension."""
+    """Return the difference of outputs from the whole one; each rank may have a part along one dimension."""
     if all(tensor.shape == expected.shape for tensor in got):
         return max(_relative_diff(expected, tensor) for tensor in got)
     if any(tensor.dim() != expected.dim() for tensor in got):
@@ -258,7 +258,7 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
     wrong: list[tuple[int, Fault]] = []
     for name, expected in whole.gradients.items():
         owner = name.rpartition(".")[0]
-        # A gradient that is nothing but rounding is measured by its neighbors'.
+        # A gradient that is rounding alone is measured relative to the others.
         scale = max(scales[owner], _ROUNDING * overall)
         shards = [run.gradients.get(name) for run in runs]
         split = runs[0].splits.get(name)
@@ -291,7 +291,7 @@ def _gradient_diff(
 def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
     ranks = len(got)
     tensors = [g for g in got if g is not None]
-    scale = _largest(expected) or scale  # beside larger ones anything would be a multiple of it
+    scale = _largest(expected) or scale  # by its own scale: on a larger one any multiple would match
     if expected is not None and len(tensors) == ranks and split is None:
         if _relative_diff(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
             return (
@@ -319,7 +319,7 @@ def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None,
 
 def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     scale = max((_largest(g) for g in whole.inputs.values()), default=0.0)
-    # Positions' is nothing but rounding where all values that are attended to are alike.
+    # The gradient of positions is rounding alone if all values that they attend to are equal.
     scale = max(scale, _ROUNDING * max(map(_largest, whole.gradients.values()), default=0.0))
     for name, expected in whole.inputs.items():
         for rank, run in enumerate(runs):
@@ -337,7 +337,7 @@ def _kept(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
         for rank, run in enumerate(runs):
             got, split = run.kept.get(name, (expected, saved))[0], run.splits.get(name)
             right = expected if split is None else split.take(expected, rank)
-            # Another shape of no state: what a rank keeps of its own heads, such as a bias made once.
+            # Outside of the state another shape is right: a rank keeps it for its own heads, such as a bias.
             other = float("inf") if saved else 0.0
             apart = _relative_diff(right, got) if right.shape == got.shape else other
             if apart > tolerance:
@@ -372,7 +372,7 @@ def _largest(tensor: Tensor | None) -> float:
 
 
 def _relative_diff(expected: Tensor, got: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference, relative to the largest number; infinities have to be alike."""
+    """Return the largest difference, relative to the largest number; non-finite places have to agree."""
     if expected.numel() == 0:
         return 0.0
     a, b = (t.to_dense() if t.is_sparse else t for t in (expected, got))
@@ -386,7 +386,7 @@ def _relative_diff(expected: Tensor, got: Tensor, scale: float | None = None) ->
     return difference / size
 
 
-# -- Verifying a plan: the split model computes what the whole one does, or the first module that does not
+# -- The verification of a plan, and its report ---------------------------------------------------
 
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
@@ -394,12 +394,12 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """What a plan does to the numbers of one module, relative to the largest of them.
+    """The differences of one module under a plan, relative to its largest number.
 
     Attributes:
         name: Its name in the model.
-        style: What the plan says of it, "" if nothing.
-        forward: The largest difference of its outputs; ``None`` where ranks rightly have others.
+        style: Its style in the plan, "" without one.
+        forward: The largest difference of its outputs; ``None`` if they rightly differ between ranks.
         gradient: The largest difference of its parameters' gradients; ``None`` without any.
     """
 
@@ -411,22 +411,22 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What :func:`verify` found; printed it is a table.
+    """The result of :func:`verify`; printed it is a table.
 
     Attributes:
-        ranks: Over how many ranks the model was split.
-        dtype: What was computed in.
-        tolerance: What may differ by rounding, relative to the largest number of its kind.
+        ranks: The number of ranks over which the model was split.
+        dtype: The type of the computation.
+        tolerance: The largest difference by rounding, relative to the largest number of its kind.
         modes: "evaluation" and "training".
-        modules: Those that the plan names or that have parameters, in the order of the model.
+        modules: The modules that the plan names or that have parameters, in the order of the model.
         outputs: The largest difference of the model's outputs, relative to the largest of them; ``None`` if
-            it came to none.
-        loss: That of the loss.
-        fault: The first module whose numbers differ, by how much and why; ``None`` if all are equal.
-        note: What was verified otherwise than it will run.
-        batch: What the model was called with; nothing is proven of other shapes and values.
-        unreached: Modules that the batch does not reach, and parameters that get no gradient from it: of
-            those nothing is proven.
+            the run returned none.
+        loss: The largest difference of the loss.
+        fault: The first module with different numbers, by how much and why; ``None`` if all are equal.
+        note: A difference between the verified model and the one that will run.
+        batch: The shapes of the batch; nothing is proven for other shapes and values.
+        unreached: Modules that the batch does not reach, and parameters that get no gradient from it. Nothing
+            is proven for them.
     """
 
     ranks: int
@@ -443,11 +443,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Return whether the split model computes what the whole one does, in all that the batch reaches."""
+        """Return whether the split model equals the whole one, in all modules that the batch reaches."""
         return self.fault is None
 
     def assert_ok(self) -> None:
-        """Do nothing if all numbers are equal.
+        """Raise unless all numbers are equal.
 
         Raises:
             VerificationError: Some numbers differ; the message names the first module and has the table.
@@ -459,7 +459,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain values, as ``tp shard verify --json`` prints them.
 
-        Differences that are not finite, as those of NaN, are their names: ``"nan"``, ``"inf"``.
+        Differences that are not finite become strings: ``"nan"``, ``"inf"``.
         """
         found: dict[str, Any] = _plain({"ok": self.ok, **asdict(self)})
         return found
@@ -492,30 +492,30 @@ def verify(
     ranks: int | None = None,
     group: GroupLike = None,
 ) -> Report:
-    """Run a whole model and the one that a plan makes of it on one batch, and compare all numbers.
+    """Run a whole model and its split form under a plan on one batch, and compare all numbers.
 
-    Outputs of every module, the loss, every gradient and the buffers that the run leaves are compared, in
-    evaluation and in training, with dropout left out. Then the split model trains with dropout, and what all
-    ranks hold has to stay the same on them. What the batch does not reach is named in the report:
-    of that, and of other shapes and values, nothing is proven.
+    It compares the outputs of every module, the loss, every gradient and the buffers after the run, in
+    evaluation and in training, without dropout. Then the split model trains with dropout, and tensors that
+    all ranks hold have to stay the same on them. The report names modules that the batch does not reach. For
+    those, and for other shapes and values, nothing is proven.
 
-    The ranks are simulated in this process, one after the other, on its CPU: neither a launcher nor other
-    processes are needed, and nothing can hang. The model is copied, not changed, and computes in float64
-    where the copies fit into memory; else in float32, with blocks that are built alike as one. What is on
-    the meta device gets random values.
+    The ranks are simulated in this process, one after another, on its CPU. No launcher and no other processes
+    are needed, and nothing can hang. The model is copied, not changed. It computes in float64 if the copies
+    fit into memory. If not, blocks that are built alike share one module; if that does not suffice either, it
+    computes in float32. Tensors on the meta device get random values.
 
     Args:
         model: The model, before it is split or wrapped.
-        plan: What :func:`parallelize` takes.
-        batch: What the model is called with: a mapping by names, a tuple or list in order, or one value.
-        loss: Makes a scalar of what the model returns, on each rank of what it returns there. By default
-            the ``loss`` that the model itself returns, or a fixed sum over all that it returns.
-        ranks: Over how many ranks; by default as many as the group has, or 2 where there is one alone.
-        group: The ranks; the current model-parallel group by default. In a group of several each rank calls
-            this, the first one does the work, and all return what it found.
+        plan: A plan for :func:`parallelize`.
+        batch: The arguments of the model: a mapping by names, a tuple or list in order, or one value.
+        loss: A function from the model's output to a scalar; on each rank it gets the output there. By
+            default the ``loss`` that the model itself returns, or a fixed sum over all outputs.
+        ranks: The number of ranks; by default the size of the group, or 2 for a group of one.
+        group: The ranks; the current model-parallel group by default. In a group of several ranks each of
+            them calls this, the first one does the work, and all return its result.
 
     Returns:
-        A report, with the first module whose numbers differ; ``report.assert_ok()`` makes a test of it.
+        A report, with the first module that differs; ``report.assert_ok()`` turns it into a test.
 
     Raises:
         ConfigError: The plan does not fit the model, or the copies do not fit into memory.
@@ -550,7 +550,7 @@ def verify(
 
 
 def as_call(batch: Any, loss: Loss | None = None) -> Call:
-    """Return the call that a batch stands for."""
+    """Return a batch as a call."""
     if isinstance(batch, Mapping):
         return Call((), dict(batch), loss)
     if isinstance(batch, tuple | list):
@@ -559,7 +559,7 @@ def as_call(batch: Any, loss: Loss | None = None) -> Call:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Return what may differ by rounding alone, relative to the largest number of its kind."""
+    """Return the largest difference by rounding, relative to the largest number of its kind."""
     return _TOLERANCES[dtype]
 
 
@@ -628,7 +628,7 @@ def _merge(into: Comparison, comparison: Comparison) -> None:
 
 
 def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
-    """Return in what type, and whether with blocks that are alike as one, all the copies fit into memory."""
+    """Return the type in which all copies fit into memory, and whether blocks have to share a module."""
     free = free_memory()
     needed = 0
     for dtype, share in ((torch.float64, False), (torch.float64, True), (torch.float32, True)):
@@ -643,12 +643,12 @@ def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory are free."""
+    """Return the number of free bytes of memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def check_whole(model: nn.Module) -> None:
-    """Make sure that it is a model that a plan can be tried on.
+    """Raise unless a plan can be tried on a model.
 
     Raises:
         ModelError: It is no module, is split, or has layers without weights yet.

@@ -1,8 +1,8 @@
-"""Ranks that are threads of one process and take turns: a split model on several ranks without any launcher.
+"""Simulated ranks: threads of one process that take turns, so that a split model runs without a launcher.
 
-One rank runs until it reaches a collective, then the next one does; the last to arrive carries the collective
-out for all. So there are no races, random numbers are each rank's own, and what would hang between processes
-(a rank that does something else, or has ended) is an error at once.
+One rank runs until it reaches a collective, then the next one does. The last to arrive computes the
+collective for all. So there are no races, and each rank has its own random numbers. A rank that calls another
+collective, or has ended, raises at once, where processes would hang.
 """
 
 import random
@@ -37,8 +37,8 @@ class SimulatedError(Exception):
     """A rank raised; its error is the cause.
 
     Attributes:
-        rank: Which one.
-        error: What it raised.
+        rank: The rank that raised.
+        error: The error that it raised.
     """
 
     def __init__(self, rank: int, error: BaseException) -> None:
@@ -47,17 +47,17 @@ class SimulatedError(Exception):
 
 
 class _StoppedError(BaseException):
-    """Another rank has raised, so this one ends, past whatever its code catches."""
+    """The end of a rank after another rank raised; no ``Exception``, so that the model does not catch it."""
 
 
 def simulate(ranks: int, function: Callable[[Group], T]) -> list[T]:
-    """Call ``function(group)`` on each of ``ranks`` simulated ranks; return what each returned.
+    """Call ``function(group)`` on each of ``ranks`` simulated ranks; return the result of each.
 
-    Meanwhile the group is the current one of each rank. Random numbers are left as they were, and are the
-    same on each rank.
+    The group is the current group of each rank during the call. Random generators start in the same state on
+    each rank and are restored afterwards.
 
     Raises:
-        SimulatedError: A rank raised, or the ranks did different things; the others are ended.
+        SimulatedError: A rank raised, or the ranks called different collectives. The other ranks end.
 
     Collectives: none, beyond the simulated ones.
     """
@@ -67,8 +67,8 @@ def simulate(ranks: int, function: Callable[[Group], T]) -> list[T]:
 class _Simulation:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        # One rank runs at a time, and hands its turn on in each collective: groups, random numbers and grad
-        # modes are of the process or a thread, and two ranks at once would mix theirs.
+        # One rank runs at a time, and passes its turn on in each collective: the current groups and random
+        # numbers belong to the process, and two ranks at once would mix theirs.
         self._changed = threading.Condition()
         self._turn = 0
         self._slots: list[tuple[str, Any] | None] = [None] * ranks
@@ -87,18 +87,19 @@ class _Simulation:
                     rank, self.ranks, _SimulatedGroup(self, rank, self.ranks) if self.ranks > 1 else None
                 )
                 _group.set_groups(group, ALONE)
-                # Backward in this thread: one of the engine's would meet another rank's group and turn.
+                # Backward in this thread: in one of the engine's threads a collective would run outside of
+                # this rank's turn.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = function(group)
             except _StoppedError:
                 pass
-            except BaseException as error:  # noqa: BLE001 - it is raised where the simulation was asked for
+            except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
                 if self._failed is None:
                     self._failed = SimulatedError(rank, error)
             self._done[rank] = True
             self._pass_on(rank)
 
-        # Daemons: where the join below is interrupted, the process must not wait for ranks at its end.
+        # Daemons: if the join below is interrupted, the process must not wait for the ranks at its exit.
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.ranks)]
         for thread in threads:
             thread.start()
@@ -110,7 +111,11 @@ class _Simulation:
         return results
 
     def meet(self, rank: int, what: str, brought: Any, carry_out: Callable[[list[Any]], None]) -> None:
-        """Wait for the others to do the same; the last one does it for all."""
+        """Wait until all ranks call the same collective; the last one computes it for all.
+
+        Raises:
+            DisagreementError: The ranks call different collectives, or one has ended without this one.
+        """
         self._slots[rank] = what, brought
         if all(slot is not None for slot in self._slots):
             found = [slot for slot in self._slots if slot is not None]
@@ -137,7 +142,7 @@ class _Simulation:
             raise _StoppedError
 
     def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that does not wait for others."""
+        """Pass the turn to the next rank that does not wait for others."""
         following = [(rank + i) % self.ranks for i in range(1, self.ranks + 1)]
         free = [r for r in following if not self._done[r] and (self._slots[r] is None or self._failed)]
         if not free and not all(self._done) and self._failed is None:
@@ -152,11 +157,11 @@ class _Simulation:
 
 
 class _Settings:
-    """What a process has once and each rank has to have for itself: random numbers, current groups."""
+    """The settings of the process that each rank needs for itself: random generators and current groups."""
 
     def __init__(self) -> None:
         self._random = torch.get_rng_state(), random.getstate()
-        numpy = sys.modules.get("numpy")  # imported by the model, if it draws from it
+        numpy = sys.modules.get("numpy")  # a model that draws from numpy has imported it
         self._numpy = None if numpy is None else numpy.random.get_state()
         self._groups = _group._current.tensor, _group._current.data
 
@@ -169,7 +174,7 @@ class _Settings:
 
 
 class _Done(dist.Work):
-    """A collective that has ended already."""
+    """The work of a collective that is complete."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
         return True
@@ -181,8 +186,8 @@ class _Done(dist.Work):
 class _SimulatedGroup(dist.ProcessGroup):
     """The collectives of one simulated rank, under the names by which torch calls them.
 
-    Torch lets groups be written in Python, and calls some of their methods by names that differ between
-    its versions: both are here, and the tests of simulated ranks would notice a third.
+    Torch supports process groups in Python. The names of some of their methods differ between its versions:
+    the class has both, and the tests of simulated ranks would notice a third.
     """
 
     is_simulated = True
@@ -247,28 +252,29 @@ class _SimulatedGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
 
 
-# -- One run of a whole model, and one of the split model on simulated ranks ----------------------
+# -- Runs of a whole model, and of a split model on simulated ranks -------------------------------
 
 
 @dataclass(slots=True)
 class Run:
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
-        steps: For each call of a module inside, in the order in which they ended: its name and output.
-        entered: The names of the modules whose ``forward`` has begun and not ended; the last one raised.
+        steps: The name and output of each call of a module inside, in the order in which they ended.
+        entered: The names of the modules with a ``forward`` that has begun and not ended; the last one
+            raised.
         called: The names of all modules that were called.
-        outputs: The tensors that it returned, by where they stand in it.
+        outputs: The tensors that the model returned, by their places in the output.
         loss: The loss.
-        gradients: Of all trained parameters, by name; on a rank its shards.
-        inputs: Gradients of the floating-point tensors that it was given.
-        kept: Buffers, and other tensors that modules keep, as the run left them, by name; each with
-            whether it is part of the model's state.
-        given: For the calls of the modules that are watched, what they were given.
-        splits: How the parameters of a rank are cut, by name.
-        cuts: How the outputs of a rank's layers are cut, by name, where they are.
-        error: What was raised, if something was.
-        stage: What it was raised in: "forward", "loss" or "backward".
+        gradients: The gradients of all trained parameters, by name; on a rank those of its shards.
+        inputs: The gradients of floating-point arguments.
+        kept: Buffers and other tensors of modules after the run, by name; each with whether it is part of the
+            model's state.
+        given: The inputs of the watched modules, for each call.
+        splits: The splits of a rank's parameters, by name.
+        cuts: The splits of the outputs of a rank's layers, by name.
+        error: The error, if the call raised one.
+        stage: The stage of the error: "forward", "loss" or "backward".
     """
 
     steps: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -287,12 +293,12 @@ class Run:
 
 
 def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
-    """Call a module that is not split, and go backward; random numbers are left as they were.
+    """Run a module that is not split forward and backward; random generators are restored.
 
     Args:
         module: The module; it is not changed.
-        call: What it is called with.
-        watched: The names of modules inside whose inputs are kept.
+        call: The call.
+        watched: The names of modules inside with inputs to record.
     """
     with preserve_rng_state(), torch.enable_grad():
         run = Run()
@@ -300,31 +306,31 @@ def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
 
 
 def run_whole_or_detached(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
-    """Do as :func:`run_whole`, and where arguments with gradients are more than the module takes, without.
+    """Run as :func:`run_whole` does; if that fails, run again with arguments that need no gradients.
 
     Returns:
-        What came of it, and the call that it was.
+        The run, and the call that it used.
     """
     try:
         return run_whole(module, call, watched), call
-    except Exception:  # noqa: BLE001 - then again without; what fails as well is raised
+    except Exception:  # noqa: BLE001 - an error of the second run is raised
         args, kwargs = mapped((call.args, dict(call.kwargs)), lambda t: t.detach())
         plain = replace(call, args=args, kwargs=kwargs)
         return run_whole(module, plain, watched), plain
 
 
 def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout: bool = False) -> list[Run]:
-    """Split copies of a module as a plan says on simulated ranks, call them, and go backward.
+    """Split copies of a module by a plan on simulated ranks, and run them forward and backward.
 
     Args:
         module: The module; it is not changed.
-        plan: What becomes of its layers.
-        call: What it is called with.
-        ranks: How many ranks there are.
-        dropout: Whether dropout is on, and ranks have the same numbers only of what all of them hold.
+        plan: The styles of its layers.
+        call: The call.
+        ranks: The number of ranks.
+        dropout: Whether dropout is on. Then only whole tensors have the same numbers on all ranks.
 
     Returns:
-        What came of it, by rank. Where a rank raised, the others' runs end where they waited for it.
+        The runs, by rank. If a rank raised, the others' runs end where they waited for it.
 
     Raises:
         TpError: The plan does not fit the module.
@@ -352,8 +358,8 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout:
 
 def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str], *, dropout: bool = False) -> Run:
     model.train(call.training)
-    seed_everything(0, devices=False)  # numpy's generator too, which masks of speech models are drawn from
-    model.zero_grad()  # a gradient that came along would be added to
+    seed_everything(0, devices=False)  # numpy's generator too: speech models draw masks from it
+    model.zero_grad()  # gradients of the copied model would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
     with nullcontext() if dropout else _WithoutDropout(), torch.enable_grad():
         with Trace(model, run, watched):
@@ -381,7 +387,7 @@ def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str], *, dr
 
 
 def _describe(model: nn.Module, run: Run) -> None:
-    """Write down how a rank's parameters and outputs are cut."""
+    """Record the splits of a rank's parameters and outputs."""
     run.splits = {name: shard.split for name, shard in ShardTable(model).exact.items()}
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.dim not in (0, None) and not module.gather_output:
@@ -390,7 +396,7 @@ def _describe(model: nn.Module, run: Run) -> None:
 
 
 class Trace:
-    """Writes into a run what the modules of a model return, as long as it is entered."""
+    """A context manager that records the outputs of a model's modules in a run."""
 
     def __init__(self, model: nn.Module, run: Run, watched: Collection[str] = ()) -> None:
         self._model, self._run, self._watched = model, run, watched
@@ -424,7 +430,7 @@ class Trace:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Leaves dropout out, wherever a model calls it: ranks rightly draw other masks than one process does."""
+    """A mode without dropout, wherever a model calls it: ranks rightly draw other masks than one process."""
 
     _DROPOUTS = frozenset(
         getattr(place, name)
@@ -451,12 +457,12 @@ class _WithoutDropout(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             if "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
-        if func is nn.functional.multi_head_attention_forward:  # calls of torch's own inside are not seen
+        if func is nn.functional.multi_head_attention_forward:  # the mode does not see the calls inside it
             args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
             kwargs["training"] = False
         return func(*args, **kwargs)
 
 
 def rows_of(module: nn.Module, plan: Plan) -> list[str]:
-    """Return the names of the layers that a plan splits by input features."""
+    """Return the names of the row layers of a plan."""
     return [name for name, (_, style) in choose(module, plan).items() if isinstance(style, Row)]
