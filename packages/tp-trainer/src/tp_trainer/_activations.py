@@ -1,4 +1,4 @@
-"""Modules that keep their inputs alone, and are computed again in the backward pass."""
+"""Activation checkpointing of modules, chosen by class."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -11,18 +11,18 @@ from tp_core.errors import ConfigError, ModelError
 
 
 class _Checkpointed:
-    """Marks the classes made here."""
+    """A marker base of the classes made here."""
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}  # one for each, so that modules of one class stay so
+_made: dict[type[nn.Module], type[nn.Module]] = {}  # one per class: modules of one class must keep one class
 
 
 def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> None:
-    """Have the modules of some classes compute their activations again in backward, instead of keeping them.
+    """Recompute the activations of modules of some classes in the backward pass, instead of storing them.
 
     It trades a second forward pass of these modules for memory. Call it before the model is prepared, on
-    every rank. The numbers are the same, dropout's too; names, parameters and checkpoints stay what they
-    are. For the units of ``fsdp`` there is ``FsdpOptions(activation_checkpointing=True)``, too.
+    every rank. The numbers are the same, also with dropout; names, parameters and checkpoints do not change.
+    For the units of ``fsdp`` there is also ``FsdpOptions(activation_checkpointing=True)``.
 
     Args:
         model: The model; its modules are changed in place.
@@ -53,7 +53,7 @@ def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> N
             msg = f"the model has no module of the class {name!r}; {hint}"
             raise ModelError(msg)
         for module in found:
-            # Its class and not its forward pass: copies of the module, such as replicas, have it, too.
+            # The class, and not module.forward: copies of the module, such as replicas, must have it, too.
             if not isinstance(module, _Checkpointed):
                 module.__class__ = _checkpointed(type(module))
 
@@ -65,7 +65,7 @@ def _modules_of(model: nn.Module, kind: type[nn.Module] | str) -> Iterator[nn.Mo
 
 
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class like ``kind``, by its name too, whose forward pass is computed again in backward."""
+    """Return a subclass of ``kind`` with the same name, which recomputes its forward pass in backward."""
     if kind in _made:
         return _made[kind]
 

@@ -1,4 +1,4 @@
-"""Arguments that callers give: checked before anything begins."""
+"""Checks of arguments, before anything starts."""
 
 import inspect
 import logging
@@ -103,7 +103,7 @@ def check_callable(what: str, value: object) -> None:
         raise ConfigError(msg)
     try:
         signature = inspect.signature(value)
-    except (TypeError, ValueError):  # some that are not written in Python have none
+    except (TypeError, ValueError):  # some callables that are not written in Python have no signature
         return
     try:
         signature.bind(None, None)
@@ -114,7 +114,7 @@ def check_callable(what: str, value: object) -> None:
 
 
 def as_hyperparameters(value: object) -> Mapping[str, Any]:
-    """Return what loggers are to know of a run; nothing for ``None``.
+    """Return the hyperparameters for the loggers; an empty mapping for ``None``.
 
     Raises:
         ConfigError: ``value`` is no mapping.
@@ -131,11 +131,11 @@ def as_hyperparameters(value: object) -> Mapping[str, Any]:
 def as_checkpoints(
     checkpoint: Checkpoints | str | os.PathLike[str] | None, resume: object, *, validates: bool
 ) -> Checkpoints | None:
-    """Return where and when to save; a folder alone means after every epoch.
+    """Return the settings of checkpoints; a folder alone means after every epoch.
 
     Args:
-        checkpoint: As it was given.
-        resume: As it was given.
+        checkpoint: The argument ``checkpoint=``.
+        resume: The argument ``resume=``.
         validates: Whether there is a validation.
 
     Raises:
@@ -167,8 +167,8 @@ def check_model(method: str, model: object) -> None:
     """Make sure that one model was given.
 
     Raises:
-        ConfigError: ``model`` is something else; a list says how several are trained.
-        ModelError: It is lazy, and has not seen a batch.
+        ConfigError: ``model`` is something else; for a list the message explains how to train several.
+        ModelError: The model is lazy and has not seen a batch.
     """
     if isinstance(model, nn.Module):
         check_initialized(model)
@@ -185,7 +185,7 @@ def check_model(method: str, model: object) -> None:
 
 
 def check_optimizer(method: str, optimizer: object) -> None:
-    """Make sure that one optimizer was given, whose step needs no closure.
+    """Make sure that one optimizer was given, and that its step needs no closure.
 
     Raises:
         ConfigError: ``optimizer`` is something else.
@@ -206,7 +206,7 @@ def check_optimizer(method: str, optimizer: object) -> None:
 
 
 def check_known(method: str, model: nn.Module, optimizer: object, step: object) -> None:
-    """Make sure that what is known of a job fits together, so that nothing is guessed from what was mistaken.
+    """Make sure that model, optimizer and step fit together, before an estimate from them.
 
     Raises:
         ConfigError: The optimizer is not one, or has none of the model's parameters, or the step is not a
@@ -224,7 +224,7 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
     """Make sure that an optimizer's step can be called without a closure.
 
     Raises:
-        ConfigError: The optimizer's step needs a closure, as that of LBFGS does.
+        ConfigError: The optimizer's step needs a closure, as LBFGS does.
     """
     if _needs_closure(type(optimizer).step):
         msg = (
@@ -242,7 +242,7 @@ def _needs_closure(step: Callable[..., object]) -> bool:
 
 
 def check_loader(what: str, loader: object) -> None:
-    """Make sure that one loader was given: something that yields batches.
+    """Make sure that one loader was given, an iterable of batches.
 
     Raises:
         ConfigError: ``loader`` is something else, or several.
@@ -268,11 +268,11 @@ def check_loader(what: str, loader: object) -> None:
 
 
 def check_preparable(value: object) -> None:
-    """Make sure that ``value`` is something to prepare: one model, optimizer, loader or scheduler.
+    """Make sure that ``value`` is one model, optimizer, loader or scheduler.
 
     Raises:
         ConfigError: ``value`` is something else, or several of them.
-        ModelError: It is a lazy model that has not seen a batch.
+        ModelError: The model is lazy and has not seen a batch.
     """
     if isinstance(value, nn.Module):
         check_initialized(value)
@@ -304,7 +304,7 @@ def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 
 
 def check_not_shared(models: Sequence[nn.Module]) -> None:
-    """Make sure that models share no parameter, for ranks that average the gradients of each on its own.
+    """Make sure that models share no parameter, since ranks average the gradients of each model separately.
 
     Raises:
         ConfigError: Two models have a parameter in common.
@@ -328,10 +328,10 @@ def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
     Args:
         optimizer: The optimizer.
         model: The model.
-        why: What would go wrong with others.
+        why: The consequence of a foreign parameter, for the message.
 
     Raises:
-        ConfigError: The optimizer has a parameter of something else; its place and shape are named.
+        ConfigError: The optimizer has a foreign parameter; the message has its place and shape.
     """
     mine = _parameters_of(model)
     for index, group in enumerate(optimizer.param_groups):
@@ -346,23 +346,23 @@ def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
 
 
 def _parameters_of(model: nn.Module) -> set[int]:
-    """Return the identities of the parameters, as they are between two steps.
+    """Return the ids of the parameters as they are between two steps.
 
-    A module of ``fully_shard`` keeps others in their place after an evaluation; asking for its state
-    brings them back.
+    After an evaluation a ``fully_shard`` module holds its unsharded parameters instead; ``state_dict()`` puts
+    the sharded ones back.
     """
     model.state_dict(keep_vars=True)
     return {id(p) for p in model.parameters()}
 
 
 def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epochs: int | None) -> None:
-    """Make sure that a scheduler can be moved on, that it moves this optimizer, and that ``every`` is valid.
+    """Make sure that a scheduler has a ``step()``, belongs to this optimizer, and that ``every`` is valid.
 
-    One that torch means for batches, and that is longer than the epochs it would be moved in, is told in a
-    warning: it may be on purpose where ``fit`` is called again and again.
+    A schedule over batches that is longer than the number of epochs gets only a warning if stepped per epoch:
+    ``fit`` may be called many times with it.
 
     Raises:
-        ConfigError: The scheduler has no ``step()``, moves another optimizer, or ``every`` is something else.
+        ConfigError: The scheduler has no ``step()``, is for another optimizer, or ``every`` is invalid.
     """
     if every not in {"epoch", "step"}:
         msg = f"scheduler_every must be 'epoch' or 'step', got {every!r}"
@@ -403,7 +403,7 @@ def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epoc
 
 
 def _batches_of(scheduler: object) -> int | None:
-    """Return the length of a schedule that torch's documentation wants moved after every batch."""
+    """Return the length of a schedule that torch documents to be stepped after every batch, else ``None``."""
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps
     return int(scheduler.total_size) if isinstance(scheduler, CyclicLR) else None

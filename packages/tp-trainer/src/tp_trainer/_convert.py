@@ -1,4 +1,4 @@
-"""`tp convert`: the model of a checkpoint as safetensors, of whatever backend."""
+"""`tp convert`: the model of any backend's checkpoint as safetensors."""
 
 import json
 import math
@@ -25,22 +25,22 @@ from tp_trainer._checkpoint._weights_files import (
 )
 from tp_trainer._memory._footprint import parse_nbytes
 
-_INDEX = ".metadata"  # of tensors that ranks have written together
+_INDEX = ".metadata"  # of tensors that several ranks have written
 
 
 def find_checkpoint(source: Path, *, step: int | None, best: str | None, mode: str) -> Path:
-    """Return what is to be read: a checkpoint in the folder of a run, or what ``source`` itself is.
+    """Return the chosen checkpoint in a run's folder, or ``source`` itself if it is not a run's folder.
 
     Args:
         source: The folder of a run, a checkpoint, or a file.
-        step: The checkpoint of a run at that step; by default the newest.
-        best: Or the one with the best value of that metric.
+        step: The step of a run's checkpoint; by default the newest.
+        best: Instead of a step, the metric with the best value.
         mode: Whether its "min" or its "max" is the best.
 
     Raises:
-        ConfigError: There is no such checkpoint, or ``source`` is no run and a choice was asked for.
-        FileNotFoundError: There is nothing at ``source``, or nothing in it that has a model.
-        StateError: A manifest that has to be read is damaged.
+        ConfigError: There is no such checkpoint, or ``source`` is no run's folder and a choice was given.
+        FileNotFoundError: ``source`` does not exist, or has no model.
+        StateError: A manifest is damaged.
     """
     if not source.exists():
         msg = f"there is no checkpoint at {source}"
@@ -89,14 +89,14 @@ def _best(found: list[Path], metric: str, mode: str) -> Path:
 
 
 def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
-    """Return the tensors of a model on the disk, whatever wrote it, with "model." before their names.
+    """Return the tensors of a model in any of the formats, with "model." before their names.
 
     Args:
         path: A checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
-        name: Which model of a checkpoint that has several.
+        name: The name of one of a checkpoint's several models.
 
     Raises:
-        ConfigError: There is no model of that name, or what is there has no names of models.
+        ConfigError: There is no model of that name, or the file has a single model without a name.
         FileNotFoundError: ``path`` does not exist.
         StateError: The file or folder is damaged, or has no model.
     """
@@ -124,14 +124,14 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
 
 
 def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None = None) -> list[Path]:
-    """Write the weights of a model; in memory there is the largest tensor, and little more.
+    """Write the weights of a model, with little more than the largest tensor in memory.
 
-    A crash leaves what was at ``out`` as it was. The caller owns ``out``.
+    A crash leaves ``out`` unchanged. The caller must own ``out``.
 
     Args:
-        stored: The tensors, with "model." before the names of those that are written.
+        stored: The tensors; those with "model." before their names are written.
         out: The file, ``model.safetensors``.
-        max_file_nbytes: The largest size of a file, from which on there are several, and an index.
+        max_file_nbytes: The largest size of a file; larger weights are split, with an index.
 
     Returns:
         The files, the index last.
@@ -139,7 +139,7 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
     Raises:
         ConfigError: There are several files, and ``out`` does not end in ".safetensors".
         OSError: A file cannot be written.
-        StateError: A tensor is of a type that such files lack, or a file that is read is damaged.
+        StateError: A tensor's type is not in the format, or a source file is damaged.
     """
     infos = {
         name.removeprefix(MODEL): torch.empty(info.shape, dtype=info.dtype, device="meta")
@@ -157,7 +157,7 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
 
 
 def _read(stored: StoredTensors, infos: Mapping[str, Tensor], room: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, of which those are read at once that take no more room together."""
+    """Yield tensors, read in groups of at most ``room`` bytes."""
     for names in _groups(infos, room):
         group = {name: torch.empty_like(infos[name], device="cpu") for name in names}
         stored.fill({MODEL + name: tensor for name, tensor in group.items()})
@@ -244,7 +244,7 @@ def _convert(
             msg = f"{there[0]} is there already; --overwrite replaces it"
             raise ConfigError(msg)
         files = write_model(stored, place, max_file_nbytes=limit)
-        for old in set(there) - set(files):  # readers would take them for part of the new ones
+        for old in set(there) - set(files):  # readers would take old files for parts of the new weights
             old.unlink(missing_ok=True)
     if as_json:
         report = {"checkpoint": str(path), "files": [str(file) for file in files]}

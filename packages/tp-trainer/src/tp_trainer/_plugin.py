@@ -1,4 +1,4 @@
-"""The hook implementations of tp-trainer. Light: the heavy parts are imported in the hooks."""
+"""The hook implementations of tp-trainer. The import is light: the hooks import heavy modules."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Bring one device, and one process per device, with whole parameters or shards."""
+    """Return the backends for one device, and for one process per device with whole or sharded parameters."""
     from tp_trainer._backends._ddp import DdpBackend
     from tp_trainer._backends._fsdp import FsdpBackend
     from tp_trainer._backends._single import SingleBackend
@@ -23,7 +23,7 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_loggers() -> Iterable[LoggerFactory]:
-    """Return loggers to files in the run's folder, TensorBoard, Weights & Biases, MLflow and Aim."""
+    """Return factories of the loggers: files, TensorBoard, Weights & Biases, MLflow and Aim."""
     from tp_trainer.loggers import _named
 
     return _named.factories()
@@ -85,7 +85,7 @@ def _stop_app() -> Any:
 
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """Return the commands that start processes and look after those in the background."""
+    """Return the commands of this package."""
     return [
         Command(
             "launch",

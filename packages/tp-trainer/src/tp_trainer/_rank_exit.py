@@ -1,4 +1,4 @@
-"""How a rank exits: its report to the launcher, output to a closed terminal, and a hard exit."""
+"""The exit of a rank: its report to the launcher, output to a closed terminal, and an exit at a deadline."""
 
 import ctypes
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 from tp_core.internal import write_atomically
 
 EXIT_REPORT = "TP_RANK_END"
-"""The variable in which the launcher names the file that a rank is to write."""
+"""The environment variable with the path of a rank's report, set by the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ExitReport:
 
 
 def write_exit_report(number: int, saved: Path | None) -> None:
-    """Write the report for the launcher, if one has asked for it."""
+    """Write the report for the launcher, if there is one."""
     name = os.environ.get(EXIT_REPORT)
     if name is None:
         return
@@ -39,7 +39,7 @@ def write_exit_report(number: int, saved: Path | None) -> None:
     def write(part: Path) -> None:
         part.write_text(json.dumps(values))
 
-    with suppress(OSError):  # the launcher is gone, and its folder
+    with suppress(OSError):  # the launcher and its folder are gone
         write_atomically(write, name)
 
 
@@ -53,7 +53,7 @@ def read_exit_report(path: Path) -> ExitReport | None:
 
 
 def discard_closed_terminal() -> None:
-    """Discard output to a terminal that was closed: it would end the program with an error."""
+    """Discard output to a closed terminal: a write would end the program with an error."""
     if sys.platform == "win32":
         return
     import termios
@@ -62,8 +62,8 @@ def discard_closed_terminal() -> None:
         try:
             termios.tcgetattr(descriptor)
         except termios.error as error:
-            if error.args[0] == errno.EIO:  # hung up; what is not a terminal has another error
-                # Replaced, not closed: the next file that is opened would get the number, and the output.
+            if error.args[0] == errno.EIO:  # hung up; descriptors of files and pipes have another error
+                # Replaced, not closed: the next opened file would get the number, and with it the output.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
@@ -94,10 +94,10 @@ class _TimerSpec(ctypes.Structure):
 
 
 class HardExit:
-    """Ends the process at a deadline, whatever it is doing; setting it again replaces the one before.
+    """Ends the process at a deadline, whatever it is doing; a new deadline replaces the old one.
 
-    A timer of the kernel has the C library call ``_exit`` in a thread of its own. So this works where
-    native code keeps the interpreter's lock, and no thread of Python gets a turn.
+    At a kernel timer the C library calls ``_exit`` in a new thread. So this works even if native code holds
+    the GIL and no Python thread runs.
 
     Args:
         status: The exit status of the process.
@@ -115,11 +115,11 @@ class HardExit:
         if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
             msg = "timers that end a process are known of 64-bit Linux alone"
             raise OSError(msg)
-        self._libc = ctypes.CDLL(None)  # what is loaded already: glibc or musl
+        self._libc = ctypes.CDLL(None)  # the C library of this process: glibc or musl
         leave = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         event = _SigEvent(value=status, notify=_SIGEV_THREAD, function=leave)
         self._timer = ctypes.c_void_p()
-        # Not the clock of the wall: setting that one must not end a run.
+        # Not the wall clock: setting it must not end a run.
         if self._libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
             msg = "the kernel gives no timer"
             raise OSError(msg)

@@ -1,8 +1,8 @@
-"""Masks secrets in what a run records of its program: arguments, hyperparameters, addresses.
+"""The masking of secrets in a run's records: arguments, hyperparameters, addresses.
 
-A name alone says what is a secret, and names of machine learning look alike: "api_key" and "hub_token" are;
-"key_dim", "max_tokens", "eos_token", "image_key", "tokenizer" and "monkey" are not. In doubt a value is
-masked.
+Only a name shows whether a value is a secret, and names of machine learning are similar. "api_key" and
+"hub_token" are secrets; "key_dim", "max_tokens", "eos_token", "image_key", "tokenizer" and "monkey" are not.
+In doubt a value is masked.
 """
 
 import re
@@ -37,19 +37,19 @@ _NAME = re.compile(r"-*[\w.-]+")
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """Return values with ``***`` for those that are called a token, key, secret or password.
+    """Return values with ``***`` in place of those named as a token, key, secret or password.
 
-    Texts lose the passwords of addresses, and what stands in them as "token=...".
+    In texts, passwords of URLs and values of "token=..." are masked.
 
     Args:
-        value: A value, or mappings, lists, dataclasses and namespaces of them; those become dictionaries.
-        name: What it is called.
+        value: A value, or mappings, lists, dataclasses and namespaces of values; the last two become dicts.
+        name: The name of the value.
     """
     return _masked(value, name, is_within=False)
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command: of ``--token x``, ``--token=x`` and ``TOKEN=x`` the value is masked."""
+    """Return the words of a command, with the values of ``--token x``, ``--token=x``, ``TOKEN=x`` masked."""
     masked, follow = [], 0  # how many of the next words are values of a secret
     for word in arguments:
         name, equals, value = word.partition("=")
@@ -84,13 +84,13 @@ def _masked(value: Any, name: str, *, is_within: bool) -> Any:
         return type(value)(_masked(item, name, is_within=is_secret) for item in value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int | float | complex):  # "pad_token" is a number here, and a PIN one there
+    if isinstance(value, int | float | complex):  # a numeric "token" is an id; a numeric "password" is a PIN
         return _MASK if _SECRET & {*_words(name)} else value
     if is_secret:
         return _MASK if value else value
     text = value if isinstance(value, str) else str(value)
     masked = _masked_text(text)
-    return value if masked == text else masked  # other objects are written as their texts
+    return value if masked == text else masked  # loggers write other objects as text
 
 
 def _masked_text(text: str) -> str:

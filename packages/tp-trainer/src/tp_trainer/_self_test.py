@@ -1,4 +1,4 @@
-"""``tp test``: every installed backend trains a small model, and comes to what one device comes to."""
+"""``tp test``: a comparison of every installed backend with one device, on a small model."""
 
 import contextlib
 import json
@@ -30,14 +30,14 @@ from tp_trainer._self_test_rank import read_numbers, reference, type_of
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A backend, and the processes and devices that it is tried with.
+    """A backend, and the processes and devices of its test.
 
     Attributes:
-        backend: Its name.
-        origin: The distribution that brings it, and its version.
-        processes: How many ranks.
+        backend: The name of the backend.
+        origin: Its distribution and version.
+        processes: The number of ranks.
         devices: The devices of one process, or one for each rank.
-        unfit: Why the backend cannot be tried here; empty if it can.
+        unfit: The reason for which the backend cannot be tested here; empty if it can.
     """
 
     backend: str
@@ -48,11 +48,11 @@ class Setup:
 
 
 def find_setups(backends: Iterable[Contribution[Backend[Any]]], *, ranks: int) -> list[Setup]:
-    """Return every setup of this host that each backend says it fits; one that says why, where it fits none.
+    """Return the setups of this host that each backend fits; if it fits none, one with the reason.
 
     Args:
         backends: The backends.
-        ranks: How many processes there are on the CPU; on accelerators there is one for each.
+        ranks: The number of processes on the CPU; on accelerators there is one for each.
     """
     ways = list(_device_layouts(ranks))
     found: list[Setup] = []
@@ -95,7 +95,7 @@ def _assess(backend: Backend[Any], processes: int, devices: tuple[torch.device, 
 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""The largest difference that is rounding alone, by the type that is computed in."""
+"""The largest difference that rounding explains, by the type of the computation."""
 
 _RANK = "tp_trainer._self_test_rank"
 _GRACE_S = 10.0  # for the launcher to end its ranks, twice
@@ -106,14 +106,14 @@ Outcome = Literal["equal", "differs", "failed", "hangs", "unfit"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a setup ended.
+    """The result of a setup.
 
     Attributes:
-        setup: What was tried.
-        outcome: Whether its numbers are those of one device; "unfit" where it could not be tried.
-        reason: Why not, for all but "equal".
+        setup: The setup.
+        outcome: Whether its numbers equal one device's; "unfit" if it could not be tested.
+        reason: The reason of every outcome but "equal".
         difference: The largest difference from one device, of weights and losses, if it was trained.
-        seconds: How long it took, processes started and ended.
+        seconds: The seconds of the test, with the start and end of its processes.
     """
 
     setup: Setup
@@ -124,11 +124,11 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the setup passed, or could not be tested."""
         return self.outcome in ("equal", "unfit")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return the result as values for JSON."""
         return {
             "backend": self.setup.backend,
             "origin": self.setup.origin,
@@ -142,11 +142,11 @@ class Result:
 
 
 def run_setup(setup: Setup, *, timeout_s: float) -> Result:
-    """Train in a setup and compare with one device; whatever happens there, this returns.
+    """Train in a setup and compare with one device; return a result for every failure and hang, too.
 
     Args:
-        setup: What to try.
-        timeout_s: After how many seconds its processes are ended.
+        setup: The setup.
+        timeout_s: The seconds after which its processes are ended.
     """
     if setup.unfit:
         return Result(setup, "unfit", setup.unfit)
@@ -184,7 +184,7 @@ def _run(setup: Setup, folder: Path, timeout_s: float) -> int | None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # what it starts ends with it
+            start_new_session=True,  # so that _end() can kill its children with it
         )
         try:
             return process.wait(timeout_s)
@@ -195,8 +195,9 @@ def _run(setup: Setup, folder: Path, timeout_s: float) -> int | None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all that it has started, the launcher's ranks included."""
-    for _ in range(2):  # a launcher that is asked twice kills its ranks
+    """End a process and all its children, the launcher's ranks included."""
+    # SIGTERM first: the launcher must end its ranks, which are in process groups of their own.
+    for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -207,7 +208,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _reason_of_failure(folder: Path, status: int) -> tuple[Outcome, str]:
-    """Return what the rank that failed first has said, or the last line of what was printed."""
+    """Return the reason of the rank that failed first, or the last line of the output."""
     said = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
     if said:
         values = json.loads(said[0].read_text())
@@ -225,7 +226,7 @@ _STYLES = {"equal": "green", "unfit": "dim"}
 
 
 def test_app() -> typer.Typer:
-    """``tp test`` as an application of its own."""
+    """Return ``tp test`` as a separate application."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_test)
     return app
@@ -263,7 +264,7 @@ def _test(
 
 def _run_all(setups: Sequence[Setup], timeout_s: float) -> list[Result]:
     console, results = Console(stderr=True), []
-    with console.status("") as status:  # which shows nothing where stderr is not a terminal
+    with console.status("") as status:  # shows nothing if stderr is not a terminal
         for number, setup in enumerate(setups, start=1):
             status.update(f"{number} of {len(setups)}: {escape(setup.backend)}, {_where(setup)}")
             results.append(run_setup(setup, timeout_s=timeout_s))

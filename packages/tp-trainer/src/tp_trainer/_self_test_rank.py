@@ -1,4 +1,4 @@
-"""Each process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``."""
+"""A process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``."""
 
 import json
 import os
@@ -25,11 +25,11 @@ _WEIGHTS, _LOSSES = "model.pt", "losses.json"
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What training came to.
+    """The numbers of a training.
 
     Attributes:
         weights: The whole model, on the CPU.
-        losses: Means over an epoch, of training and validation by turns.
+        losses: Means over an epoch, of training and validation in turn.
     """
 
     weights: dict[str, Tensor]
@@ -49,7 +49,7 @@ class Numbers:
 
 
 def type_of(devices: list[torch.device]) -> torch.dtype:
-    """Return the type that is computed in: float64, where every device has it."""
+    """Return the type of the computation: float64, if every device has it."""
     return torch.float32 if any(device.type == "mps" for device in devices) else torch.float64
 
 
@@ -75,7 +75,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference(dtype: torch.dtype) -> Numbers:
-    """Train by hand on the CPU, without any of tp."""
+    """Train by hand on the CPU, without tp."""
     model, data, few = _model(dtype), _data(_SAMPLES, dtype).tensors, _data(5, dtype)
     optimizer, losses = _optimizer(model), []
     for _ in range(_EPOCHS):
@@ -94,7 +94,7 @@ def reference(dtype: torch.dtype) -> Numbers:
 
 
 def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> None:
-    """Train on a backend, and leave the numbers in ``folder``; called on every rank."""
+    """Train on a backend, and write the numbers into ``folder``; call it on every rank."""
     dtype = type_of(devices)
     few = DataLoader(_data(5, dtype), batch_size=_BATCH)
     with Trainer(backend=backend.name, devices=devices, seed=0, progress=False) as trainer:
@@ -115,7 +115,7 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
 
 
 def read_numbers(folder: Path) -> Numbers:
-    """Return what :func:`train` has left.
+    """Return the numbers that :func:`train` has written.
 
     Raises:
         FileNotFoundError: The training left no numbers.
@@ -129,7 +129,7 @@ def read_numbers(folder: Path) -> Numbers:
 
 
 def main(name: str, devices: str, folder: Path) -> None:
-    """Train on a backend; a rank that fails leaves the reason in ``folder``."""
+    """Train on a backend; write the reason of a failure into ``folder``."""
     try:
         backend = next(c.item for c in registry.backends() if c.item.name == name)
         train(backend, [torch.device(device) for device in devices.split(",")], folder)

@@ -49,7 +49,7 @@ class DdpOptions:
 
 
 class DdpBackend(Backend[DdpOptions]):
-    """Runs one process per device, on one host or several; gradients meet in all-reduces."""
+    """Runs one process per device, on one host or several, with an all-reduce of gradients."""
 
     name: ClassVar[str] = "ddp"
     options_type = DdpOptions
@@ -85,11 +85,11 @@ class DdpBackend(Backend[DdpOptions]):
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what each rank needs: a copy of everything, and the buckets that gradients travel in."""
+        """Return the memory of a rank: a copy of everything, and the communication buckets."""
         if job.footprint is None:
             return None
         options = self.parse_options(job)
-        # Gradients live in the buckets, or are copied to them.
+        # Gradients are views of the buckets, or are copied into them.
         buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
 
@@ -113,7 +113,7 @@ class DdpSession(ProcessGroupSession):
         super().__init__(job, leave=leave)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and wrap it; every rank starts with rank 0's weights.
+        """Move the model to the device and wrap it in DDP; every rank starts with rank 0's weights.
 
         Raises:
             ModelError: ``model`` is not a module, or is wrapped already.
@@ -136,10 +136,10 @@ class DdpSession(ProcessGroupSession):
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's own context that leaves the gradients on the ranks.
+        """Return DDP's context in which gradients stay on the ranks.
 
         Raises:
-            ConfigError: The graph was said to be static.
+            ConfigError: The option ``static_graph`` is set.
         """
         if self.options.static_graph and model is not self.unwrap(model):
             msg = (

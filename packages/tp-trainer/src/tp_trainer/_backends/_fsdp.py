@@ -1,4 +1,4 @@
-"""The backend for models of which no device holds everything: torch's ``fully_shard``."""
+"""The backend for sharded models: torch's ``fully_shard``."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
-    """The options of the backend ``fsdp``: those of `tp_core.plugins.FullyShardOptions`, and one more.
+    """The options of the backend ``fsdp``: `tp_core.plugins.FullyShardOptions`, and a timeout.
 
     Attributes:
         timeout_s: How many seconds a collective waits for the other ranks.
@@ -36,18 +36,18 @@ class FsdpOptions(FullyShardOptions):
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        FullyShardOptions.__post_init__(self)  # a dataclass with slots is another class than super() means
+        FullyShardOptions.__post_init__(self)  # not super(): slots=True makes a new class, and super() fails
         check_above_zero(self, "timeout_s")
 
 
 class FsdpBackend(Backend[FsdpOptions]):
-    """Runs one process per device, of which each holds a part of every parameter."""
+    """Runs one process per device; each process holds a shard of every parameter."""
 
     name: ClassVar[str] = "fsdp"
     options_type = FsdpOptions
 
     def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each, and one that offloads; say which modules are units."""
+        """Fit several processes with one device each, or one that offloads; name the sharded units."""
         environment, devices = job.environment, job.devices
         if not dist.is_available():
             return Verdict.unfit("this build of torch has no torch.distributed")
@@ -77,7 +77,7 @@ class FsdpBackend(Backend[FsdpOptions]):
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
         given = describe_presharded(model)
         if given is not None:
-            # A model that was sharded before it came here has no other backend.
+            # Above ddp's score: no other backend trains a model that the user has sharded.
             return Verdict.fits(60, f"{given}, over {over}")
         if job.traits is not None and job.traits.has_sharded_parameters:
             return Verdict.unfit(
@@ -97,7 +97,7 @@ class FsdpBackend(Backend[FsdpOptions]):
         return Verdict.fits(40, reason)
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what each rank needs: its part of the states, and what is whole for a time."""
+        """Return the memory of a rank: its shards, and the units that are whole for a time."""
         options = self.parse_options(job)
         return sharded_memory(job, options, ranks=job.environment.world_size // options.replicas)
 
@@ -109,7 +109,7 @@ class FsdpBackend(Backend[FsdpOptions]):
         """
         from tp_trainer._backends._fsdp_session import FsdpSession
 
-        options = self.parse_options(job)  # before anything is started
+        options = self.parse_options(job)  # before the process group is joined
         _check_ranks(options, job.environment.world_size)
         options = resolve_options(job, options, ranks=job.environment.world_size // options.replicas)
         device = job.devices[0]
@@ -119,10 +119,10 @@ class FsdpBackend(Backend[FsdpOptions]):
 
 
 def _check_ranks(options: FsdpOptions, size: int) -> None:
-    """Make sure that copies of the shards can be spread over the ranks.
+    """Make sure that the ranks can be divided into replicas.
 
     Raises:
-        ConfigError: The number of ranks is not a multiple of that of the copies.
+        ConfigError: The number of ranks is not a multiple of ``replicas``.
     """
     if size % options.replicas:
         msg = (

@@ -1,4 +1,4 @@
-"""The session of a rank whose parameters are shards: torch's ``fully_shard`` under the trainer's contract."""
+"""The session of the backend ``fsdp``, on torch's ``fully_shard``."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class FsdpSession(FullyShardedSession):
-    """One rank of a job whose parameters are DTensors.
+    """One rank of a job with DTensor parameters.
 
     Args:
-        job: What is to be done.
+        job: The job.
         options: The backend's options.
         leave: Leaves the process group when the session is closed.
     """
@@ -35,7 +35,10 @@ class FsdpSession(FullyShardedSession):
         self.sharding = Sharding(job, options, self._mesh)
 
     def _mesh(self) -> "DeviceMesh":
-        """Return all ranks: an axis of those that hold the model together, and one of copies if there are."""
+        """Return a mesh of all ranks: an axis "shard", and an axis "replica" in front if there are several.
+
+        Collectives: torch makes the groups of the mesh.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         size, replicas = self.world_size, self.options.replicas
@@ -46,9 +49,9 @@ class FsdpSession(FullyShardedSession):
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Give all ranks rank 0's weights, and shard them, in place: the module stays the user's own.
+        """Give all ranks rank 0's weights, and shard the module in place.
 
-        A model that has been through ``fully_shard`` is taken over; what of it has not is sharded.
+        A model that the user has sharded with ``fully_shard`` keeps its shards; the rest of it is sharded.
 
         Raises:
             ModelError: The model is not a module, is wrapped, or is split in another way.
@@ -78,7 +81,7 @@ class FsdpSession(FullyShardedSession):
         self.sharding.mesh = mesh
 
     def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the whole gradient, of which each rank has a part.
+        """Return the norm of the whole gradient, over the shards of all ranks.
 
         Collectives: one all-reduce of a number.
         """

@@ -6,12 +6,12 @@ from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdic
 
 
 class SingleBackend(Backend[NoOptions]):
-    """Runs on one device, whichever it is."""
+    """Runs on one device of any type."""
 
     name: ClassVar[str] = "single"
 
     def assess(self, job: Job) -> Verdict:
-        """Fit one process with one device; say what would use the others."""
+        """Fit one process with one device; with further devices, name what would use them."""
         processes, devices = job.environment.world_size, job.devices
         if processes > 1:
             return Verdict.unfit(
@@ -31,12 +31,12 @@ class SingleBackend(Backend[NoOptions]):
         return Verdict.fits(10, f"would use {devices[0]} alone of {len(devices)} devices", remedy=remedy)
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what the device needs; if there are others, it has their shares of a batch, too."""
+        """Return the memory of the device; it gets the whole batch, even if there are other devices."""
         if job.footprint is None:
             return None
         return replicated_memory(job, job.footprint.with_batch_of(len(job.devices)))
 
     def open(self, job: Job) -> Session:
-        """Open a session of defaults: this is the case that they are correct for."""
+        """Open a plain session: its defaults are for one device in one process."""
         self.parse_options(job)
         return Session(job)

@@ -1,7 +1,7 @@
-"""Addresses of hosts: which one is this, read from its network interfaces, and who answers where.
+"""Addresses of hosts: which ones are this machine's, by its network interfaces, and which ones answer.
 
-torch compares host *names* to decide who serves the rendezvous. In containers and network
-namespaces names say nothing, no host serves, and every one waits until its deadline.
+torch compares host *names* to decide which host serves the rendezvous. In containers and network namespaces
+names may not match: then no host serves, and every host waits until its deadline.
 """
 
 import ipaddress
@@ -59,7 +59,7 @@ def interface_of(address: str) -> str | None:
     """Return the network interface that owns an address of this machine, or None."""
     try:
         wanted = ipaddress.ip_address(address)
-    except ValueError:  # a name: which interface it means depends on who asks
+    except ValueError:  # a name, which may resolve to several addresses
         return None
     for name, owned in psutil.net_if_addrs().items():
         for entry in owned:
@@ -96,7 +96,7 @@ def wait_for_endpoint(
 ) -> bool:
     """Wait until a program listens at the endpoint; return False after ``timeout_s``.
 
-    torch's own wait sits in native code, does not react to Ctrl-C, and prints nothing.
+    torch's own wait runs in native code, ignores Ctrl-C, and prints nothing.
     """
     start, is_logged = time.monotonic(), False
     while True:

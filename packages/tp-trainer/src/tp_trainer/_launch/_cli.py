@@ -1,4 +1,4 @@
-"""The command ``tp launch``, written for typer. It imports torch, and what starts processes, when it runs."""
+"""The command ``tp launch``, for typer. It imports torch and the launcher only when it runs."""
 
 from typing import Annotated, Any
 
@@ -7,10 +7,10 @@ from tp_core.errors import ConfigError
 
 from tp_trainer._launch._plan import LaunchRequest, parse_rdzv_conf
 
-# Parsing ends at the first positional argument: what follows is the script's, options included.
+# Parsing ends at the first positional argument: the rest, options included, belongs to the script.
 LAUNCH_CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 
-# The variables are torchrun's own, which operators such as Kubeflow's set in the containers that they start.
+# The environment variables are torchrun's: operators such as Kubeflow's set them in their containers.
 _MANY = "Several hosts"
 
 

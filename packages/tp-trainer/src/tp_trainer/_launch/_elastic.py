@@ -1,4 +1,4 @@
-"""Start ranks by torch's elastic launcher. Imports torch: import it only to start something."""
+"""The start of ranks by torch's elastic launcher. It imports torch: import it only to start processes."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Lays out torch's log files, and reports each attempt just before its processes start."""
+    """Chooses torch's log files, and reports each attempt just before its processes start."""
 
     def __init__(
         self, log_dir: str, *, env: dict[str, str], on_attempt: Callable[[Attempt, list[Rank]], None]
@@ -36,7 +36,7 @@ class RankLogs(DefaultLogsSpecs):
         self._on_attempt = on_attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Lay out the files of an attempt, and set variables of its ranks.
+        """Return the log files of an attempt, and set environment variables of its ranks.
 
         torch calls it between each rendezvous and the start of the ranks.
         """
@@ -70,7 +70,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
     """Start the processes of this host and wait for all of them.
 
     Returns:
-        The processes that failed when no restart was left, none when all went well.
+        The processes that failed when no restart was left; none after a success.
 
     Raises:
         RendezvousConnectionError: The rendezvous cannot be reached or served.
@@ -84,7 +84,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
     backend = plan.backend
     if plan.bind is not None and backend in BOUND:
         backend, conf["bind"] = BOUND[backend], plan.bind
-    # torch drops a host that is silent for three of these; the others have a rendezvous without it.
+    # torch drops a host that misses three of these; the others then have a rendezvous without it.
     conf.setdefault("keep_alive_interval", max(1, int(request.host_timeout_s / 3)))
     options: dict[str, Any] = {
         "min_nodes": plan.min_nodes,
@@ -98,12 +98,12 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
         "max_restarts": request.max_restarts,
         "monitor_interval": request.monitor_interval_s,
         "local_addr": plan.local_addr,
-        # None: torch would signal the workers of the ranks' loaders along with the ranks, and raise in the
-        # main thread where the launcher waits for the ranks to save.
+        # No signals: torch would also signal the workers of the ranks' loaders, and would raise in the main
+        # thread, where the launcher waits for the ranks to save.
         "signals_to_handle": "",
         "shutdown_timeout": int(request.grace_s),
     }
-    known = {field.name for field in fields(LaunchConfig)}  # they differ between versions of torch
+    known = {field.name for field in fields(LaunchConfig)}  # differ between versions of torch
     config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
     program = ["-m", request.script] if request.module else [request.script]
     command = [
@@ -113,7 +113,7 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
     ]
     with _quiet_torch():
         try:
-            # torch reads its arguments as templates; a doubled dollar sign stands for one.
+            # torch takes arguments for templates and substitutes names after "$"; "$$" stands for "$".
             launch_agent(config, sys.executable, [word.replace("$", "$$") for word in command])
         except ChildFailedError as error:
             return list(error.failures.values())
@@ -128,7 +128,7 @@ def _quiet_torch() -> Iterator[None]:
         names = []
     before = {name: logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
-        # torch leaves the log files of processes that exit by themselves to the garbage collector.
+        # torch does not close the log files of processes that exit by themselves.
         warnings.simplefilter("ignore", ResourceWarning)
         for name in names:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""Call a function on ranks, from a program or a notebook; each rank is this module, run by ``python -m``."""
+"""``launch()``: calls a function on ranks, from a program or a notebook; each rank runs this module."""
 
 import contextlib
 import io
@@ -25,26 +25,26 @@ T = TypeVar("T")
 def launch(
     function: Callable[P, T], processes: int | Literal["auto"] = "auto", /, *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
-    """Call ``function`` on ranks of this host, each a new process, and return what each returned.
+    """Call ``function`` on ranks of this host, each a new process, and return their results.
 
-    It is ``tp launch`` for programs and notebooks: what the ranks print appears with their rank before it,
-    the first that fails ends the others, and none outlives this process. The trainer is made within
+    It is ``tp launch`` for programs and notebooks. Lines that ranks print appear with their rank in front,
+    the first failure ends all ranks, and no rank outlives this process. Make the trainer within
     ``function``. Functions of a notebook, of ``__main__`` and lambdas need cloudpickle:
     ``pip install 'tp-trainer[notebook]'``.
 
     Args:
-        function: What each rank calls, as it finds it here; what it changes stays in its process.
-        processes: How many ranks; "auto" is one for each accelerator, or one.
-        *args: Arguments for the function, the same for all ranks.
-        **kwargs: More of them, by name.
+        function: The function. Its changes to objects stay in the rank's process.
+        processes: The number of ranks; "auto" is one for each accelerator, or one.
+        *args: Positional arguments, the same for all ranks.
+        **kwargs: Keyword arguments, the same for all ranks.
 
     Returns:
-        What the function returned, by rank, which are values that can be pickled.
+        The results by rank; they must be picklable.
 
     Raises:
         ConfigError: The function or an argument cannot be pickled; or this process is a rank itself.
         RankFailedError: A rank raised, with its traceback, or died.
-        KeyboardInterrupt: Ctrl-C was pressed; the ranks were given time to save.
+        KeyboardInterrupt: Ctrl-C was pressed; the ranks had time to save.
 
     Example:
         >>> from operator import add
@@ -68,7 +68,7 @@ def launch(
         count = make_plan(request).nproc
         outcome = execute(request, is_program=False)
         if outcome.stopped_by is not None:
-            # The handlers of the program are back: Ctrl-C is a KeyboardInterrupt there.
+            # The program's handlers are back by now: there Ctrl-C is a KeyboardInterrupt.
             signal.raise_signal(outcome.stopped_by)
         if outcome.status:
             raise RankFailedError(str(outcome.failure or outcome.message))
@@ -91,7 +91,7 @@ def _pickled(call: object) -> bytes:
 
 
 def _in_one_stream() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a notebook does not show the lines of ranks in red."""
+    """Return a context that sends stderr to stdout in a notebook, which shows stderr in red."""
     return contextlib.redirect_stderr(sys.stdout) if in_notebook() else contextlib.nullcontext()
 
 
@@ -104,10 +104,10 @@ def _result(folder: Path, rank: int) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle ``value``; with cloudpickle, where it is installed, also functions and classes of ``__main__``.
+    """Pickle ``value``; with cloudpickle, if installed, also functions and classes of ``__main__``.
 
     Raises:
-        Exception: ``value`` cannot be pickled; whatever pickle or the value raises.
+        Exception: ``value`` cannot be pickled; the error of pickle or of the value.
     """
     try:
         import cloudpickle
@@ -120,10 +120,10 @@ def dumps(value: Any) -> bytes:
 
 
 class _ByName(pickle.Pickler):
-    """Refuses what other processes cannot import: their ``__main__`` is another one."""
+    """A pickler that refuses objects of ``__main__``: other processes have another ``__main__``."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuse functions and classes of ``__main__``; pickle all else as usual."""
+        """Refuse functions and classes of ``__main__``; pickle everything else as usual."""
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             msg = f"{value.__qualname__} is defined in __main__, which without cloudpickle stays here"
             raise pickle.PicklingError(msg)
@@ -131,13 +131,13 @@ class _ByName(pickle.Pickler):
 
 
 def main(folder: Path) -> None:
-    """Call the function, in a rank, and write what it returns into ``folder``.
+    """Call the function, in a rank, and write its result into ``folder``.
 
     Raises:
-        TypeError: What it returned cannot be pickled.
+        TypeError: The result cannot be pickled.
     """
     with Path(folder, _CALL).open("rb") as file:
-        # The first of the two says where the modules are that the second needs.
+        # Two pickles: the second needs modules that are found by the path in the first.
         sys.path[:] = pickle.load(file)
         function, args, kwargs = pickle.load(file)
     result = function(*args, **kwargs)

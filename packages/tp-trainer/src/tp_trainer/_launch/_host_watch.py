@@ -1,8 +1,8 @@
-"""Watch the other hosts of a job: learn why one failed, and notice that one is gone.
+"""The watch over the other hosts of a job: reports of failures, and heartbeats.
 
-Both go through the store at which the hosts met. Without them each host knows only its own ranks: one that
-waits in a collective for a rank that died elsewhere, or for a host that was cut off, waits for the deadline
-of the collective (half an hour), and then reports the wait instead of the cause.
+Both go through the store of the rendezvous. Without them each host knows only its own ranks. A rank that
+waits in a collective for a dead rank or a lost host would wait until the deadline of the collective (half an
+hour), and then report the wait instead of the cause.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from tp_trainer._launch._addresses import Endpoint
 T = TypeVar("T")
 
 _POLL_S = 0.3
-_BEAT_S = 1.0  # at most; from one heartbeat to the next
+_BEAT_S = 1.0  # the longest time between two heartbeats
 _CONNECT_S = 10.0  # for one connection or one query of the store
 _LINGER_S = 3.0  # how long the host of the store stays for the others to read
-_WAIT_FOR_CAUSE_S = 6.0  # how long a host that only noticed a loss waits for the report of another one
+_WAIT_FOR_CAUSE_S = 6.0  # how long a host that only noticed a loss waits for another host's report
 
-# torch's private key: its agents wait there, deaf to signals and for five minutes, for those that are
-# not done. If torch renames it, that wait is back, and nothing else breaks.
+# torch's private key: its agents wait there for unfinished ones, for five minutes and without reacting to
+# signals. If torch renames it, that wait is back, and nothing else breaks; test_private_torch.py notices.
 _BARRIER = "torchelastic/agent/terminal_state/last_member"
-_PAUSE = 0.5  # of the timeout: a server that was suspended itself for so long cannot judge the others
+_PAUSE = 0.5  # of the timeout: a server that was itself suspended for so long cannot judge the others
 
 
 class FailureBroadcast:
     """Sends and receives reports of failures and heartbeats between hosts; a thread listens.
 
     Args:
-        endpoint: Where the store is.
+        endpoint: The endpoint of the store.
         run_id: The name of the job.
         serves: Whether this host serves the store: it leaves last.
-        name: What the other hosts call this one in messages.
+        name: The name of this host in messages of other hosts.
         timeout_s: How long a host may be silent before it counts as lost.
-        on_report: Called from the thread when another host has reported why it failed.
-        on_loss: Called from a thread when a host is lost that the processes of this one talk to,
-            with a message, and with whether the job can go on without it.
+        on_report: Called from the thread when another host has reported its failure.
+        on_loss: Called from a thread when a host is lost that this host's processes communicate with; gets
+            a message, and whether the job can continue without it.
     """
 
     def __init__(
@@ -64,25 +64,25 @@ class FailureBroadcast:
         self._on_loss = on_loss
         self._heartbeats = Heartbeats(f"{self._prefix}/life", name=name, serves=serves, timeout_s=timeout_s)
         self._nodes = 1
-        self._rounds = 0  # how often there was a rendezvous
-        self._is_informed = False  # this host knows the failure, and has counted itself
+        self._rounds = 0  # the number of rendezvous so far
+        self._is_informed = False  # whether this host knows the failure, and has counted itself
         self._store: Any = None
-        self._answered = time.monotonic()  # when the store last did
-        # One query, of several operations, at a time: the thread and the main one share the store, and the
+        self._answered = time.monotonic()  # the last answer of the store
+        # One query, of several operations, at a time: the thread and the main thread share the store and the
         # counters of the heartbeats.
         self._lock = threading.Lock()
         self._report: dict[str, Any] | None = None
-        self._tried = threading.Event()  # the first connection has succeeded or failed
+        self._tried = threading.Event()  # set once the first connection has succeeded or failed
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, *, nodes: int) -> None:
-        """Count a rendezvous of ``nodes`` hosts, and start to listen at the first one."""
+        """Count a rendezvous of ``nodes`` hosts; at the first one, start the threads."""
         self._nodes = nodes
         self._rounds += 1
         if self._thread is None:
             self._answered = time.monotonic()
-            # torch's agent has the main thread. Daemons: a call to the store may never return.
+            # torch's agent occupies the main thread. Daemons: a call to the store may never return.
             self._thread = threading.Thread(target=self._run, name="tp-launch-broadcast", daemon=True)
             self._thread.start()
             if not self._serves:
@@ -93,10 +93,10 @@ class FailureBroadcast:
 
         Args:
             failure: Values that JSON can hold.
-            sure: Whether it is a cause; otherwise wait for the report of another host, which may know better.
+            sure: Whether this is a cause. If not, first wait for another host's report.
 
         Returns:
-            The report of this host or of another one; None when the store is gone.
+            The first report of any host; None if the store is gone.
         """
         if self._thread is None:
             return None
@@ -105,7 +105,7 @@ class FailureBroadcast:
         while not self._listen() and self._store is not None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if self._report is None:
-            # The first one wins, also between two hosts that report at once.
+            # compare_set: of two hosts that report at once, the first one wins.
             key, text = f"{self._prefix}/cause", json.dumps(dict(failure))
             first = self._query(lambda store: store.compare_set(key, "", text))
             self._report = None if first is None else json.loads(first)
@@ -139,14 +139,14 @@ class FailureBroadcast:
             if time.monotonic() - beaten >= beat_s:
                 beaten = time.monotonic()
                 for text, alive in self._query(self._heartbeats.beat) or []:
-                    # Ranks that were started after the loss, without that host, do not wait for it.
+                    # Not for ranks that were started after the loss: they do not wait for that host.
                     if self._nodes > alive:
                         self._on_loss(text, True)
 
     def _guard(self) -> None:
-        """Notice that the store is silent, from a thread that makes no call to it.
+        """Detect a silent store, from a thread that makes no call to it.
 
-        When a cable is cut, a call to the store may never return, and the listening thread with it.
+        If a cable is cut, a call to the store may never return, and blocks the listening thread.
         """
         while not self._ending.wait(_POLL_S):
             if time.monotonic() - self._answered > self._timeout_s:
@@ -162,8 +162,8 @@ class FailureBroadcast:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 
         with self._lock, contextlib.suppress(RuntimeError, ValueError):
-            # In the process that serves already, is_master and multi_tenant mean: share that server, and
-            # keep it up after the agent has closed its own connection.
+            # In the process that serves the store already, is_master with multi_tenant shares that server,
+            # and keeps it up after the agent has closed its own connection.
             self._store = TCPStore(
                 self._endpoint.host,
                 self._endpoint.port,
@@ -176,14 +176,14 @@ class FailureBroadcast:
     def _listen(self) -> bool:
         if self._report is None:
             key = f"{self._prefix}/cause"
-            # check() first: get() of a key that nobody has set blocks until the timeout of the store.
+            # check() first: get() of a missing key blocks until the store's timeout.
             found = self._query(lambda store: store.get(key) if store.check([key]) else None)
             self._report = None if found is None else json.loads(found)
         return self._report is not None
 
     def _release(self) -> None:
-        """Release an agent whose ranks are all done, and that waits for those of the failed host."""
-        # The prefixes under which torch keeps the keys of a job: the first is the static rendezvous' own.
+        """Release this host's agent, if it has finished and waits for the agent of the failed host."""
+        # The prefixes of a job's keys in torch: of the static rendezvous, and of each elastic one.
         prefixes = [self._run_id, *(f"torch.rendezvous.{self._run_id}.{i}" for i in range(self._rounds))]
 
         def release(store: Any) -> None:
@@ -193,7 +193,7 @@ class FailureBroadcast:
         self._query(release)
 
     def _count_as_informed(self) -> None:
-        """Count this host as informed; the one that serves waits for the rest: the store ends with it."""
+        """Count this host as informed; the host that serves the store waits for the others first."""
         if self._is_informed:
             return
         self._is_informed = True
@@ -218,7 +218,7 @@ class FailureBroadcast:
             result = query(self._store)
             self._answered = time.monotonic()
         except (RuntimeError, ValueError):
-            self._store = None  # its host is gone
+            self._store = None  # the host that serves it is gone
             return None
         else:
             return result
@@ -228,24 +228,24 @@ class FailureBroadcast:
 
 @dataclass(slots=True)
 class _Pulse:
-    """The last count of a host, and since when it is unchanged."""
+    """The last heartbeat count of a host, and the time of its last change."""
 
     count: int = 0
     since: float = field(default_factory=time.monotonic)
-    beats: int = 0  # how often it was seen to move
+    beats: int = 0  # how often the count was seen to change
 
 
 class Heartbeats:
-    """Counts the heartbeats of one host at the store; the host that serves it checks those of the others.
+    """Counts this host's heartbeats in the store; the host that serves it checks the other hosts' counts.
 
-    Every method talks to the store, and raises as the store does when that cannot be reached.
+    Every method uses the store, and raises the store's errors.
 
     Args:
-        prefix: Where in the store the job's keys are.
-        name: What the other hosts call this one in messages.
-        serves: Whether this host serves the store, and so is the one that judges.
+        prefix: The prefix of the job's keys in the store.
+        name: The name of this host in messages of other hosts.
+        serves: Whether this host serves the store: only this one checks the others.
         timeout_s: How long a host may be silent.
-        clock: Seconds from any moment on.
+        clock: Returns a time in seconds.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Heartbeats:
         self._timeout_s = timeout_s
         self._clock = clock
         self._number = 0
-        self._losses = 0  # how many this host has read
+        self._losses = 0  # the losses that this host has read
         self._checked = clock()
         self._pulses: dict[int, _Pulse] = {}
         self._gone: set[int] = set()
@@ -272,7 +272,7 @@ class Heartbeats:
         """Count a heartbeat, and return the hosts that were lost since the last call.
 
         Returns:
-            For each lost host a message, and how many hosts were left.
+            For each lost host a message, and the number of hosts left.
         """
         if not self._number:
             self._join(store)
@@ -287,19 +287,19 @@ class Heartbeats:
         return lost
 
     def leave(self, store: Any) -> None:
-        """Announce that this host ends as planned: it does not count as lost."""
+        """Announce a planned end: this host must not count as lost."""
         if self._number:
             store.set(self._key("left", self._number), "")
 
     def _join(self, store: Any) -> None:
         number = store.add(f"{self._prefix}/hosts", 1)
         store.set(self._key("name", number), self._name)
-        self._losses = store.add(f"{self._prefix}/losses", 0)  # those before this host joined
+        self._losses = store.add(f"{self._prefix}/losses", 0)  # skip losses from before this host joined
         self._number = number
 
     def _check_others(self, store: Any) -> None:
         now = self._clock()
-        # A server that slept (a laptop, a debugger, a migrated machine) finds every count old.
+        # After a pause of the server itself (a laptop, a debugger, a migrated machine) every count is old.
         was_paused = now - self._checked > _PAUSE * self._timeout_s
         self._checked = now
         hosts = store.add(f"{self._prefix}/hosts", 0)
@@ -314,7 +314,7 @@ class Heartbeats:
                 self._gone.add(n)
             elif now - pulse.since > self._timeout_s:
                 self._gone.add(n)
-                # One that never moved was gone before this server came: nobody waits for it.
+                # A count that never changed is of a host that was gone before: no rank waits for it.
                 if pulse.beats:
                     self._publish(store, n, alive=1 + sum(m not in self._gone for m in known))
 

@@ -1,8 +1,8 @@
-"""Watch the ranks of this host: in which order they end, that none outlives the job, and who waits in vain.
+"""The watch over the ranks of this host: the order of their ends, their children, and early exits.
 
 torch polls its processes every tenth of a second and stamps failures with whole seconds, too coarse to
-separate a cause from its consequences. It asks the others to end with SIGTERM, which a rank that handles
-the signal in Python never notices inside a collective; and it forgets the children of a rank that died.
+separate a cause from its consequences. It ends the other ranks with SIGTERM, but a rank in a collective never
+runs its Python handler. And it does not end the children of a rank that died.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tp_trainer._launch._addresses import Endpoint
 
-_TICK_S = 0.02  # while ranks start, or where the kernel wakes nobody at an exit
-_POLL_S = 0.1  # for what an exit does not wake: the deadline of the grace, a new attempt
+_TICK_S = 0.02  # while ranks start, or without pidfds
+_POLL_S = 0.1  # for the deadline of the grace and for a new attempt, which no exit announces
 _CHECK_S = 0.5
 _CONNECT_S = 10.0
 _UNSURE_CHECKS = 10
@@ -28,7 +28,7 @@ _UNSURE_CHECKS = 10
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process of one attempt, and where its logs are."""
+    """One process of one attempt, and the paths of its logs."""
 
     local_rank: int
     rank: int
@@ -39,9 +39,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a rank: how many had ended before, and its exit status where it was seen.
+    """The end of a rank: the number of ranks that had ended before, and its exit status.
 
-    ``code`` is negative for a signal, as in ``subprocess``; None when torch was faster.
+    ``code`` is negative for a signal, as in ``subprocess``; None if torch collected the process first.
     """
 
     order: int
@@ -49,11 +49,11 @@ class Death:
 
 
 class RankWatch:
-    """Watches, from a thread, the processes of the current attempt, and kills those that do not end."""
+    """Watches the processes of the current attempt from a thread, and kills those that do not end."""
 
     def __init__(self, *, failure_grace_s: float) -> None:
         self._failure_grace_s = failure_grace_s
-        # Reentrant: a signal handler of the main thread calls `signal` while that thread may hold the lock.
+        # Reentrant: a signal handler calls `signal` in the main thread, which may hold the lock already.
         self._lock = threading.RLock()
         self._stopping = threading.Event()
         self._ranks: dict[int, Rank] = {}
@@ -61,7 +61,7 @@ class RankWatch:
         self._deaths: dict[int, Death] = {}
         self._killed: set[int] = set()
         self._kill_at: float | None = None
-        self._signum: int | None = None  # what every rank gets, also one that is found later
+        self._signum: int | None = None  # a signal for every rank, also for those found later
         self._pidfds: dict[int, int] = {}  # local rank to descriptor
         self._thread = threading.Thread(target=self._run, name="tp-launch-watch", daemon=True)
 
@@ -70,7 +70,7 @@ class RankWatch:
         self._thread.start()
 
     def follow(self, ranks: list[Rank]) -> None:
-        """Watch the ranks of a new attempt instead of the one before."""
+        """Watch the ranks of a new attempt instead of the last one."""
         with self._lock:
             self._reset()
             self._ranks = {rank.local_rank: rank for rank in ranks}
@@ -81,26 +81,26 @@ class RankWatch:
             return dict(self._deaths)
 
     def check(self) -> None:
-        """Find out now who has ended, without waiting for the thread."""
+        """Look for ended ranks now, without waiting for the thread."""
         with self._lock:
             self._find_pids()
             self._see_deaths()
 
     def started(self) -> int:
-        """Return how many ranks of the current attempt have reported their ids."""
+        """Return how many ranks of the current attempt have reported their process ids."""
         with self._lock:
             return len(self._pids)
 
     def killed(self) -> set[int]:
-        """Return the local ranks that were killed because they did not end when asked."""
+        """Return the local ranks that were killed because they did not end in time."""
         with self._lock:
             return set(self._killed)
 
     def signal(self, signum: int) -> None:
-        """Send every rank a signal, also one that is only just starting; called from a signal handler.
+        """Send every rank a signal, also a rank that is just starting; called from a signal handler.
 
-        Its children do not get it: a rank that saves still needs the workers of its loaders. From now on,
-        a rank that ends does not have the others killed.
+        Its children do not get it: a rank that saves still needs the workers of its loaders. From now on, the
+        end of a rank does not make the watch kill the others.
         """
         with self._lock:
             self._signum = signum
@@ -113,7 +113,7 @@ class RankWatch:
             _signal_living(pid, self._signum)
 
     def end_all(self) -> None:
-        """Ask every rank to end, and kill those that have not after ``failure_grace_s``."""
+        """Send every rank SIGTERM, and kill those that still run after ``failure_grace_s``."""
         with self._lock:
             self._find_pids()
             for local_rank, pid in self._pids.items():
@@ -122,7 +122,7 @@ class RankWatch:
             self._kill_at = time.monotonic() + self._failure_grace_s
 
     def kill_all(self) -> None:
-        """Kill every rank that is still there, with all processes of its group."""
+        """Kill every living rank, with all processes of its group."""
         with self._lock:
             self._find_pids()
             self._kill_living()
@@ -144,9 +144,9 @@ class RankWatch:
                 fds = list(self._pidfds.values())
                 complete = len(fds) + len(self._deaths) == len(self._ranks)
             if fds and complete:
-                # Wakes as soon as one of them ends: of two deaths within a tick, the first is the cause.
-                # Without the lock: a signal handler must not wait for it. A descriptor that another
-                # thread closes meanwhile only ends the wait early.
+                # Wakes at the first end: of two deaths within a tick, the first is the cause. Without the
+                # lock, so that a signal handler need not wait for it. If another thread closes a descriptor
+                # meanwhile, the wait only ends early.
                 poller = select.poll()
                 for fd in fds:
                     poller.register(fd, select.POLLIN)
@@ -159,21 +159,21 @@ class RankWatch:
             try:
                 pid = int((self._ranks[local_rank].directory / "pid").read_text())
             except (OSError, ValueError):
-                continue  # not that far yet
+                continue  # not written yet
             self._pids[local_rank] = pid
             self._pass_signal(local_rank, pid)
-            with contextlib.suppress(AttributeError, OSError):  # Linux alone has them: others poll
+            with contextlib.suppress(AttributeError, OSError):  # only Linux has pidfds: elsewhere, poll
                 self._pidfds[local_rank] = os.pidfd_open(pid)
 
     def _see_deaths(self) -> None:
         ended: list[tuple[bool, int, int | None]] = []
-        for local_rank, pid in list(self._pids.items()):  # a signal handler may find another one meanwhile
+        for local_rank, pid in list(self._pids.items()):  # a copy: a signal handler may add a rank meanwhile
             if local_rank in self._deaths:
                 continue
             is_over, code = _ended(pid)
             if is_over:
-                # Of two that are found together, the one that a signal ended comes first: the other
-                # one may have ended because it noticed that.
+                # Of two found together, the one that a signal ended comes first: the other one may have
+                # ended as a consequence.
                 ended.append((code is None or code >= 0, local_rank, code))
         for _, local_rank, code in sorted(ended):
             self._deaths[local_rank] = Death(len(self._deaths), code)
@@ -182,8 +182,8 @@ class RankWatch:
                 os.close(fd)
             if code is None or code == 0:
                 continue
-            # torch starts each rank in a session of its own, so its group has its children. The id cannot be
-            # another's yet: the rank has not been collected, or just now.
+            # torch starts each rank in a new session, so its group has its children. The id is not reused
+            # yet: the rank has not been collected, or only just now.
             _signal_group(self._pids[local_rank], signal.SIGKILL)
             if self._kill_at is None and self._signum is None:
                 self._kill_at = time.monotonic() + self._failure_grace_s
@@ -202,7 +202,7 @@ class RankWatch:
 
 
 def _ended(pid: int) -> tuple[bool, int | None]:
-    """Return whether a child has ended, and its exit status where that is known."""
+    """Return whether a child has ended, and its exit status if known."""
     if not hasattr(os, "waitid"):  # macOS
         import psutil
 
@@ -211,9 +211,9 @@ def _ended(pid: int) -> tuple[bool, int | None]:
         except psutil.NoSuchProcess:
             return True, None
     try:
-        # WNOWAIT leaves the child for torch to collect: torch would not find the status otherwise.
+        # WNOWAIT leaves the child to be collected by torch, which would not find its status otherwise.
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # torch was faster
+    except ChildProcessError:  # torch has collected it already
         return True, None
     if seen is None:
         return False, None
@@ -221,7 +221,7 @@ def _ended(pid: int) -> tuple[bool, int | None]:
 
 
 def _signal_living(pid: int, signum: int) -> None:
-    """Signal a process alone, unless it has ended: its id may be another's soon."""
+    """Signal a single process, unless it has ended: another process may soon have its id."""
     if not _ended(pid)[0]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
@@ -237,9 +237,9 @@ class Attempt:
     """One start of all ranks.
 
     Attributes:
-        number: How many there were before.
-        nodes: The hosts that take part.
-        store: Where the ranks have their rendezvous.
+        number: The number of earlier attempts.
+        nodes: The number of hosts.
+        store: The endpoint of the ranks' store.
     """
 
     number: int
@@ -248,10 +248,10 @@ class Attempt:
 
 
 class ExitedRanks:
-    """Announces, from a thread, ranks that exited with status 0 while others of this host run on.
+    """Announces ranks that exited with status 0 while others of this host still run, from a thread.
 
-    That alone is not a failure: a rank may have less to do than the others. So it is written into the store
-    that the ranks share, where one that waits for the other looks.
+    That alone is no failure: a rank may have less work than the others. So the exit is written into the
+    ranks' store, where a rank that waits for the exited one finds it.
 
     Args:
         deaths: Returns the ranks that have ended, by local rank.
@@ -262,14 +262,14 @@ class ExitedRanks:
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
         self._ranks: Mapping[int, Rank] = {}
-        self._checks: Counter[int] = Counter()  # at how many a rank was seen to have exited
+        self._checks: Counter[int] = Counter()  # the checks at which a rank was seen to have exited
         self._announced: set[int] = set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tp-launch-exits", daemon=True)
 
     def follow(self, attempt: Attempt, ranks: Mapping[int, Rank]) -> None:
-        """Look at the ranks of a new attempt."""
-        with self._lock:  # or the thread would announce ranks of the attempt before for this one
+        """Watch the ranks of a new attempt."""
+        with self._lock:  # otherwise the thread could announce a rank of the last attempt for this one
             self._attempt, self._ranks = attempt, dict(ranks)
             self._checks, self._announced = Counter(), set()
         if self._thread.ident is None:
@@ -287,8 +287,8 @@ class ExitedRanks:
                 attempt, ranks = self._attempt, self._ranks
                 deaths = self._deaths()
                 self._checks.update(local for local, death in deaths.items() if not death.code)
-                # Seen twice: ranks that end together need no announcement. Where torch has collected the
-                # status, it was 0 if torch has let the others run on for some seconds.
+                # Seen twice: ranks that end together need no announcement. If torch has collected the
+                # status, it was 0 if torch has let the others run for some more seconds.
                 new = {
                     local
                     for local, death in deaths.items()
@@ -315,4 +315,4 @@ def _announce(attempt: Attempt, exited: list[int]) -> None:
         for rank in exited:
             store.set(EXITED_KEY.format(attempt=attempt.number, rank=rank), "")
     except RuntimeError:
-        return  # the store is gone, which the ranks that wait notice themselves
+        return  # the store is gone: waiting ranks notice that themselves

@@ -1,4 +1,4 @@
-"""How a launch ended: its outcome, the rank that failed first, and what was saved when a signal ended it."""
+"""The outcome of a launch: its status, the rank that failed first, and the checkpoint after a signal."""
 
 import re
 import signal
@@ -20,14 +20,14 @@ _CHAIN = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-# What a rank prints when another one is gone: never the cause while another rank printed something else.
+# Errors of a rank when another one is gone: never the cause if another rank has printed something else.
 _CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process|ncclRemoteError|recvValue failed"
     r"|connection (?:refused|was closed)|socket (?:closed|timeout)|RankFailedError|DistNetworkError"
     r"|failed to recv|timed out waiting|peer (?:closed|is gone)",
     re.IGNORECASE,
 )
-# What native code prints after the traceback of an exception that ends the process.
+# Output of native code after the traceback of the exception that ended the process.
 _AFTERMATH = ("terminate called", "Fatal Python error:")
 _THREADS_LEFT = "terminate called without an active exception"  # C++: threads of gloo were still alive
 _HINTS = {
@@ -37,19 +37,19 @@ _HINTS = {
     "exit": "it had come to its end: call torch.distributed.destroy_process_group() there",
     "SIGBUS": "often a full /dev/shm: data loader workers share memory there",
 }
-_ASKED = (-signal.SIGTERM, -signal.SIGUSR1)  # of ranks that handle no signal, and are ended by it
+_ASKED = (-signal.SIGTERM, -signal.SIGUSR1)  # the ends of ranks without a handler for the launcher's signals
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a launch ended: the exit status, and why when it is not 0.
+    """The outcome of a launch: the exit status, and the reason if it is not 0.
 
     Attributes:
         status: 0, the exit code of the rank that failed first, or 128 + a signal.
-        failure: The rank that failed first, if one did.
-        message: Why nothing ran or the run ended early, if it did.
-        stopped_by: The signal that ended this launch, if one did.
-        account: What was saved then, or why nothing was.
+        failure: The rank that failed first, if any.
+        message: The reason for which nothing ran or the run ended early, if any.
+        stopped_by: The signal that ended this launch, if any.
+        account: The checkpoint that was saved then, or why none was.
     """
 
     status: int
@@ -68,7 +68,7 @@ class Outcome:
         """Return the outcome for the other hosts, as values that JSON can hold.
 
         Args:
-            host: The host that the message is about; "" if the message names it.
+            host: The host of the message; "" if the message names it.
         """
         return {
             "status": self.status,
@@ -78,14 +78,14 @@ class Outcome:
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
-        """Return the outcome that another host has reported."""
+        """Return the outcome in another host's report."""
         failure = None if report["failure"] is None else Failure(**report["failure"])
         return cls(report["status"], failure=failure, message=report["message"])
 
 
 def report(outcome: Outcome) -> None:
-    """Print on stderr, last of all, why a launch failed."""
-    sys.stdout.flush()  # what the ranks printed stands before the reason
+    """Print the reason of a failed launch on stderr, after everything else."""
+    sys.stdout.flush()  # the ranks' output comes before the reason
     if outcome.failure is not None:
         print(outcome.failure, file=sys.stderr, flush=True)
     elif outcome.message:
@@ -99,7 +99,7 @@ def print_line(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The rank that failed first, and what it printed last.
+    """The rank that failed first, and its last output.
 
     Attributes:
         rank: Its rank in the job.
@@ -108,11 +108,11 @@ class Failure:
         host: The name of its host.
         code: Its exit code; negative for a signal.
         text: The traceback, or the tail of its stderr.
-        is_traceback: Which of the two ``text`` is.
-        is_consequence: Whether the text only says that another process is gone.
-        others: How the other ranks of its host ended.
+        is_traceback: Whether ``text`` is a traceback.
+        is_consequence: Whether the text only reports the loss of another process.
+        others: The ends of the other ranks of its host.
         exited: The ranks of its host that had exited before it, with status 0.
-        log: Its stderr log, when that stays.
+        log: The path of its stderr log, if the logs are kept.
     """
 
     rank: int
@@ -129,14 +129,14 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """The exit status of a shell for it: the exit code, or 128 + the signal."""
+        """The exit status as in a shell: the exit code, or 128 + the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
-        """Return the block that is printed last."""
+        """Return the block that ends the launch's output."""
         name = code_name(self.code)
         names = f"rank{'s' * (len(self.exited) > 1)} {', '.join(map(str, self.exited))}"
-        # A rank that only misses another one is not the cause where one has exited.
+        # A rank that only reports a lost peer is not the cause if a peer has exited.
         is_missing = bool(self.exited) and self.is_consequence
         which = f"{names} left first, with exit code 0; then rank" if is_missing else "rank"
         first = "" if is_missing else " first"
@@ -146,7 +146,7 @@ class Failure:
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
         hint = _HINTS.get("exit" if _THREADS_LEFT in self.text else name)
-        if hint and _HEAD not in self.text:  # a traceback says more than a signal
+        if hint and _HEAD not in self.text:  # a traceback explains more than the hint
             lines.append(f"  hint    {hint}")
         if is_missing:
             lines.append(
@@ -184,14 +184,14 @@ def first_failure(
     killed: set[int],
     keep_logs: bool,
 ) -> Failure:
-    """Return the rank whose end was the cause of the others' ends.
+    """Return the rank that ended first and so caused the others' ends.
 
     Args:
         codes: For each rank that failed, in torch's order: local rank to (process id, exit code).
         ranks: All ranks of this host, by local rank.
         deaths: The order in which they were seen to end.
-        killed: Those that were killed because they did not end when asked.
-        keep_logs: Whether the logs stay.
+        killed: The ranks that were killed because they did not end in time.
+        keep_logs: Whether the logs are kept.
     """
     tails = {local: _stderr_tail(ranks[local], code) for local, (_, code) in codes.items()}
 
@@ -204,7 +204,7 @@ def first_failure(
     local = min(codes, key=lateness)
     pid, code = codes[local]
     end = deaths[local].order if local in deaths else len(ranks)
-    # Where torch collected the status, and reports no failure, it was 0.
+    # If torch collected the status and reports no failure, it was 0.
     succeeded = {
         n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)
     }
@@ -226,7 +226,7 @@ def first_failure(
 
 
 def last_traceback(text: str) -> str:
-    """Return the last traceback in a text, with those it was chained to; "" when there is none."""
+    """Return the last traceback in a text, with its chained ones; "" if there is none."""
     lines = text.splitlines()
     heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
     if not heads:
@@ -247,7 +247,7 @@ def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
     """Return the tail of a rank's stderr, whether it is a traceback, and whether it blames another rank."""
     try:
         with rank.stderr.open("rb") as file:
-            # A loop that logs for days leaves gigabytes.
+            # Only the end: days of logs may be gigabytes.
             file.seek(max(0, rank.stderr.stat().st_size - _MAX_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -257,10 +257,10 @@ def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
     if code > 0:
         found = last_traceback(text)
     elif code == -signal.SIGABRT:
-        # An uncaught exception ends in an abort where threads of a collective are still alive.
+        # An uncaught exception ends in an abort if threads of a collective are still alive.
         found = last_traceback(text) or _native_stack(text, before=_TAIL_LINES)
     else:
-        # A rank that was killed prints nothing; a traceback in its log is of something that it survived.
+        # A killed rank prints nothing: a traceback in its log is of an exception that it survived.
         found = _native_stack(text)
     if found:
         return _shortened(found), True, bool(_CONSEQUENCE.search(_exception_of(found)))
@@ -269,7 +269,7 @@ def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
 
 
 def _native_stack(text: str, *, before: int = 0) -> str:
-    """Return the stack that Python writes when native code crashes, and some lines before it."""
+    """Return the stack that faulthandler writes at a crash in native code, and some lines before it."""
     lines = text.splitlines()
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not fatal:
@@ -319,7 +319,7 @@ def exit_report_path(directory: Path) -> Path:
 
 
 def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
-    """Return the report of a rank that a signal ended, if its exit code is that of the signal."""
+    """Return a rank's report of its end by a signal, if its exit code matches the signal."""
     end = read_exit_report(exit_report_path(rank.directory))
     return end if end is not None and code == 128 + end.signal else None
 
@@ -327,13 +327,13 @@ def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
 def account(
     ranks: Iterable[Rank], *, deaths: Mapping[int, Death], killed: Collection[int], grace_s: float
 ) -> str:
-    """Return a line that says what a launch has saved that a signal ended, or why nothing.
+    """Return a line about the checkpoint that a launch has saved after a signal, or why there is none.
 
     Args:
-        ranks: Those of this host.
-        deaths: Those that have ended, by local rank.
-        killed: The local ranks that were killed because they did not end.
-        grace_s: How long they had for it.
+        ranks: The ranks of this host.
+        deaths: The ended ranks, by local rank.
+        killed: The local ranks that were killed because they did not end in time.
+        grace_s: The seconds that they had.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     for rank in ranks:
@@ -345,7 +345,7 @@ def account(
     if killed:
         slow = next(rank for rank in ranks if rank.local_rank in killed)
         return f"nothing was saved by fit: rank {slow.rank} had not ended after {grace_s:g} s and was killed"
-    # A rank that failed explains more than those that ran until the signal.
+    # A rank that failed explains more than one that ran until the signal.
     codes = {rank.rank: deaths[rank.local_rank].code for rank in ranks if rank.local_rank in deaths}
     number = next((n for n, code in codes.items() if code not in (None, 0, *_ASKED)), ranks[0].rank)
     code = codes.get(number)

@@ -1,4 +1,4 @@
-"""The request of a launch, and its plan: every mistake in it is found before a process starts."""
+"""The request of a launch, and its plan, which finds every mistake before a process starts."""
 
 import importlib.util
 import ipaddress
@@ -29,29 +29,29 @@ _FALSE = {"0", "false", "f", "no", "n"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One run of a script on some processes of this host, and maybe of other hosts.
+    """One run of a script on processes of this host, and maybe of other hosts.
 
     Attributes:
-        script: The path of a Python program, or the name of a module when ``module`` is true.
-        args: What the program finds in ``sys.argv[1:]``, passed on as it is.
-        module: Whether ``script`` is run as ``python -m`` does.
+        script: The path of a Python program, or the name of a module if ``module`` is true.
+        args: The program's ``sys.argv[1:]``, passed on unchanged.
+        module: Whether to run ``script`` as ``python -m`` does.
         nproc_per_node: Processes on this host; "auto" is one per accelerator, or one.
         nnodes: Hosts of the job: "2", or "1:4" for at least one and at most four.
         node_rank: The number of this host, for the static rendezvous.
-        rdzv_backend: How hosts find each other; None is "static" where a node rank or a master
-            address is given, and "c10d" elsewhere.
+        rdzv_backend: How hosts find each other; None is "static" if a node rank or a master address is
+            given, and "c10d" otherwise.
         rdzv_endpoint: ``host:port`` of the rendezvous.
         rdzv_id: The name of the job, the same on all its hosts.
         rdzv_conf: Further options of the rendezvous, as torch names them.
         master_addr: The address of host 0, for the static rendezvous.
         master_port: The port on host 0, for the static rendezvous.
-        max_restarts: How often all processes are started again after a failure.
+        max_restarts: How often to restart all processes after a failure.
         monitor_interval_s: Seconds between two looks at the processes.
-        log_dir: Where the logs of the ranks stay; None removes them after the run.
-        local_addr: The address under which the other hosts reach this one; None finds it out.
+        log_dir: The directory to keep the ranks' logs in; None removes them after the run.
+        local_addr: The address of this host for the other hosts; None finds it out.
         bind_addr: The only address of this host at which its stores listen.
         grace_s: Seconds between asking the processes to end and killing them.
-        host_timeout_s: Seconds after which a host of the job that gives no sign counts as lost.
+        host_timeout_s: Seconds after which a silent host of the job counts as lost.
         name: A name for people.
 
     Raises:
@@ -123,18 +123,18 @@ class Plan:
     """A request with every default filled in for this machine.
 
     Attributes:
-        request: What was asked for.
+        request: The request.
         nproc: Processes on this host.
-        min_nodes: Hosts without which the job does not start.
-        max_nodes: Hosts that the job has room for.
+        min_nodes: The fewest hosts of the job.
+        max_nodes: The most hosts of the job.
         backend: The name of the rendezvous backend.
-        endpoint: Where the hosts meet, as torch gets it.
+        endpoint: The rendezvous endpoint for torch.
         run_id: The name of the job for the rendezvous.
         is_host: Whether this host serves the rendezvous; None leaves that to torch.
         may_follow: Whether, if the port is taken, another launch on this machine may be the server.
-        local_addr: The address under which the other hosts reach this one.
-        bind: The one address at which this host's stores listen; None is all of them.
-        env: Variables that the processes get when they are not set already.
+        local_addr: The address of this host for the other hosts.
+        bind: The only address at which this host's stores listen; None is all addresses.
+        env: Environment variables for the processes, unless they are set already.
     """
 
     request: LaunchRequest
@@ -152,10 +152,10 @@ class Plan:
 
 
 def make_plan(request: LaunchRequest) -> Plan:
-    """Fill in what the request left open, and refuse what cannot work.
+    """Fill in the defaults of a request, and refuse one that cannot work.
 
     Raises:
-        ConfigError: With the option, what was given and what to give instead.
+        ConfigError: Names the option, the given value and a valid one.
     """
     _check_script(request)
     _check_log_dir(request)
@@ -174,7 +174,7 @@ def make_plan(request: LaunchRequest) -> Plan:
                 "are, or leave the address out"
             )
             raise ConfigError(msg)
-        # One host needs no state in the store, which torch would keep as a pickle.
+        # The static rendezvous keeps no state in the store; torch's elastic one keeps a pickle there.
         port = endpoint.port if isinstance(endpoint, Endpoint) else 0
         backend, endpoint, bind = "static", Endpoint(_LOOPBACK, port), _LOOPBACK
         is_host, may_follow = True, False
@@ -214,7 +214,7 @@ def _check_script(request: LaunchRequest) -> None:
             raise ConfigError(msg)
         return
     top = request.script.partition(".")[0]
-    sys.path.insert(0, "")  # where ``python -m`` looks first, and the console script ``tp`` does not
+    sys.path.insert(0, "")  # as for ``python -m``; the console script ``tp`` does not have it
     try:
         found = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
@@ -331,7 +331,7 @@ def _check_static(request: LaunchRequest, *, min_nodes: int, max_nodes: int) -> 
 
 
 def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> tuple[bool | None, bool]:
-    """Return whether this host serves the rendezvous, and whether it may turn out to be a client."""
+    """Return whether this host serves the rendezvous, and whether it may become a client instead."""
     if not isinstance(endpoint, Endpoint):
         return None, False
     if backend == "static":
@@ -348,7 +348,7 @@ def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> 
 
 
 def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
-    """Return the one address at which the stores listen, if they need not listen at all of them."""
+    """Return the only address at which the stores listen, or ``None`` for all addresses."""
     if request.bind_addr is not None:
         if interface_of(request.bind_addr) is None:
             msg = (
@@ -359,18 +359,18 @@ def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
         return request.bind_addr
     if not isinstance(endpoint, Endpoint):
         return None
-    # "Hosts" that meet at a loopback address are launches on this one, and no other needs to reach them.
+    # "Hosts" with a loopback rendezvous are launches on this machine: no other machine needs to reach them.
     return next((text for text in resolve(endpoint.host) if ipaddress.ip_address(text).is_loopback), None)
 
 
 def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if nproc > 1:  # one process alone may have all cores, which is torch's default
+    if nproc > 1:  # a single process gets all cores, as is torch's default
         env["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))
     interface = interface_of(_LOOPBACK if max_nodes == 1 else local_addr or "")
     if interface is not None:
-        # gloo resolves the name of its host, and may choose an interface that the other hosts cannot reach,
-        # or that hosts outside of the job can.
+        # By itself gloo resolves the host's name: it may choose an interface that the other hosts cannot
+        # reach, or that hosts outside of the job can.
         env["GLOO_SOCKET_IFNAME"] = interface
         if max_nodes == 1:
             env["NCCL_SOCKET_IFNAME"] = interface

@@ -1,4 +1,4 @@
-"""The logs of the ranks: a temporary directory for them, and their lines on the launcher's own streams."""
+"""The logs of the ranks: their temporary directory, and the copy of their lines to the launcher's streams."""
 
 import codecs
 import os
@@ -14,24 +14,25 @@ from typing import BinaryIO, TextIO
 _PREFIX = "tp-launch-"
 _LOCK = "lock"
 _INTERVAL_S = 0.05
-_GRACE_S = 1.0  # then an incomplete line is shown: a prompt, or a progress bar
+_GRACE_S = 1.0  # after it an incomplete line is shown: a prompt, or a progress bar
 _CHUNK = 1 << 20
 
 
 class TemporaryLogs:
-    """Makes a directory for this launch, and removes those of launches that were killed.
+    """Makes a directory for this launch, and removes the directories of killed launches.
 
-    A lock, which the kernel drops with the process, says whether the launch of a directory is alive.
+    Each directory has a lock, which the kernel releases at the end of the process: an unlocked directory is
+    of a launch that is gone.
 
     Attributes:
-        path: Where it is.
+        path: The directory.
     """
 
     def __init__(self) -> None:
         base = Path(tempfile.gettempdir())
         if os.name == "posix":
             _clear(base)
-        # Renamed once it is locked, or another launch that starts now would remove it.
+        # Renamed once it is locked: another launch that starts now would remove an unlocked one.
         draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
         self._lock = _lock(draft, create=True)
         self.path = draft.rename(base / draft.name.removeprefix("."))
@@ -45,7 +46,7 @@ class TemporaryLogs:
 
 
 def _clear(base: Path) -> None:
-    """Remove the directories of this user's launches that were killed."""
+    """Remove the directories of this user's killed launches."""
     for path in base.glob(f"{_PREFIX}*"):
         try:
             status = path.lstat()
@@ -53,7 +54,7 @@ def _clear(base: Path) -> None:
                 continue
             lock = _lock(path, create=False)
         except OSError:
-            continue  # its launch is alive, or another one has just removed it
+            continue  # its launch is alive, or another launch has just removed it
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
@@ -69,7 +70,7 @@ def _lock(directory: Path, *, create: bool) -> int | None:
         return None
     import fcntl
 
-    # NOFOLLOW: another user of the folder may have put a link there.
+    # O_NOFOLLOW: another user of the folder may have put a link there.
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     descriptor = os.open(directory / _LOCK, flags, 0o600)
     try:
@@ -78,7 +79,7 @@ def _lock(directory: Path, *, create: bool) -> int | None:
         os.close(descriptor)
         if not create:
             raise
-        return None  # a file system without locks: no launch can lock it, and none removes it
+        return None  # a file system without locks: no launch can lock the directory, and so none removes it
     return descriptor
 
 
@@ -87,11 +88,11 @@ class _Source:
     path: Path
     prefix: str
     out: TextIO
-    drop: str  # a prefix that torch itself puts before the lines of a traceback
+    drop: str  # torch's own prefix of a traceback's lines
     file: BinaryIO | None = None
     pending: str = ""
     since: float = 0.0
-    cut: bool = False  # an incomplete line was shown: the rest of it may be a bare line end
+    cut: bool = False  # whether an incomplete line was shown: its rest may be a bare line end
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
@@ -100,8 +101,8 @@ class _Source:
 class Tail:
     """Follows files from a thread and writes their lines, each with a prefix, to text streams.
 
-    An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that
-    the lines of several ranks never mix; one that stays incomplete is shown after a second.
+    An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that the
+    lines of several ranks never mix. A line that stays incomplete is shown after a second.
 
     Example:
         >>> import sys
@@ -127,7 +128,7 @@ class Tail:
             self._sources.append(_Source(path, prefix, out, drop))
 
     def stop(self) -> None:
-        """Show what is left, then end the thread."""
+        """Show the rest, and end the thread."""
         self._stopping.set()
         self._thread.join()
         with self._lock:
@@ -145,7 +146,7 @@ class Tail:
 
 
 def _pump(source: _Source, *, last: bool) -> None:
-    """Write the lines that are complete, or all that is there."""
+    """Write the complete lines, or everything if it is the last call."""
     if source.file is None:
         try:
             source.file = source.path.open("rb")
@@ -168,7 +169,8 @@ def _pump(source: _Source, *, last: bool) -> None:
 
 
 def _take_lines(source: _Source) -> list[str]:
-    # A progress bar ends its lines with a carriage return: each of its states becomes a line.
+    # Progress bars end lines with a carriage return: each state becomes a line. A last "\r" is held back, as
+    # the "\n" of a line end may follow.
     if source.pending.endswith("\r"):
         text, held = source.pending[:-1], "\r"
     else:
@@ -188,4 +190,4 @@ def _write(source: _Source, lines: list[str]) -> None:
         source.out.write("".join(f"{line}\n" for line in shown))
         source.out.flush()
     except (OSError, ValueError):
-        return  # the reader has gone (a closed pipe); the job goes on
+        return  # the reader is gone (a closed pipe); the job continues

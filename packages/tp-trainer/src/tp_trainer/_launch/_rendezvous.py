@@ -1,7 +1,8 @@
-"""Rendezvous backends with stores that listen at one address: torch's own listen at all. Imports torch.
+"""Rendezvous backends with stores that listen at one address; torch's own listen at all. It imports torch.
 
-Every program that reaches torch's store can write to it, and torch's elastic rendezvous (c10d) keeps its
-state there as a pickle, which every host loads. The hosts of a static rendezvous keep none.
+Every program that reaches torch's store can write to it. torch's elastic rendezvous (c10d) keeps its state
+there as a pickle, which every host loads: such a program could run code on all hosts. A static rendezvous
+keeps no state.
 """
 
 import socket
@@ -25,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from tp_trainer._launch._addresses import Endpoint, parse_endpoint
 
 BOUND = {"c10d": "tp-bound-c10d", "static": "tp-bound-static"}
-"""The names of the rendezvous backends here, by that of torch's which each one is like."""
+"""The names of the backends here, by the names of torch's corresponding backends."""
 
 _READ_S = 60  # torch's own
 _JOIN_S = 600  # torch's own
@@ -38,7 +39,7 @@ def serve_store(address: str, port: int, **options: Any) -> TCPStore:
     Args:
         address: The address; port 0 is any free one.
         port: Where it listens.
-        **options: Those of ``torch.distributed.TCPStore``.
+        **options: Further arguments of ``torch.distributed.TCPStore``.
 
     Raises:
         RendezvousConnectionError: The address is not this host's, or the port is taken.
@@ -54,15 +55,14 @@ def serve_store(address: str, port: int, **options: Any) -> TCPStore:
             msg = f"cannot listen at {where}: {error.strerror}"
             raise RendezvousConnectionError(msg) from error
         bound = listener.getsockname()[1]
-        # TCPStore has no argument for the address at which it listens; it takes over a descriptor, and
-        # closes it.
+        # TCPStore has no argument for its address, but it takes over a listening descriptor, and closes it.
         return TCPStore(
             address, bound, is_master=True, multi_tenant=True, master_listen_fd=listener.detach(), **options
         )
 
 
 class _StaticRendezvous(RendezvousHandler):
-    """Joins hosts of known numbers at a store of host 0."""
+    """A rendezvous of hosts with fixed numbers, at a store of host 0."""
 
     def __init__(self, endpoint: Endpoint, *, bind: str, rank: int, size: int, run_id: str, join_s: int):
         self._endpoint, self._bind = endpoint, bind
@@ -119,11 +119,11 @@ def _create_static(params: RendezvousParameters) -> RendezvousHandler:
 class _C10dBackend(C10dRendezvousBackend):
     @property
     def name(self) -> str:
-        return BOUND["c10d"]  # torch compares it with the backend of the parameters
+        return BOUND["c10d"]  # torch compares it with the backend in the parameters
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    """Return torch's elastic rendezvous, both of whose stores listen at one address."""
+    """Return torch's elastic rendezvous, with both of its stores at one address."""
     endpoint, bind = parse_endpoint(params.endpoint), params.get("bind")
     timeout = timedelta(seconds=params.get_as_int("read_timeout", _READ_S) or _READ_S)
     if params.get_as_bool("is_host"):
@@ -141,8 +141,8 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     def serve(_address: str, port: int) -> TCPStore:
         return serve_store(bind, port)
 
-    # The store for the ranks, which host 0 serves. torch has no public way to say where it listens; without
-    # this line it listens at every address.
+    # The ranks' store, which host 0 serves. torch has no public way to choose its address; without this line
+    # it listens at every address. test_private_torch.py notices if torch renames the method.
     handler._create_tcp_store_server = serve  # type: ignore[assignment,method-assign]
     return handler
 
@@ -152,9 +152,9 @@ rendezvous_handler_registry.register(BOUND["c10d"], _create_c10d)
 
 
 def answers(endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None]) -> bool:
-    """Return whether a store answers, within ``timeout_s``, at an endpoint where something listens.
+    """Return whether a store answers within ``timeout_s`` at an endpoint where something listens.
 
-    torch's own client waits forever for the first answer, in native code, and is silent.
+    torch's own client waits forever for the first answer, in native code and without a message.
     """
     done = threading.Event()
 
@@ -168,7 +168,7 @@ def answers(endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None])
                 timeout=timedelta(seconds=timeout_s),
             )
         except (ValueError, RuntimeError):
-            return  # it closed the connection: not an answer either
+            return  # the connection was closed: no answer either
         done.set()
 
     # A daemon: the native call may never return.

@@ -1,4 +1,4 @@
-"""Run a request to its end: plan, start the ranks of this host, watch them, report what they came to."""
+"""The run of a request: plan, start and watch the ranks of this host, report the outcome."""
 
 import os
 import signal
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-_TEARDOWN_S = 15.0  # at most, from the end of the last rank to that of the launch
-_FAILURE_GRACE_S = 5.0  # after a failure nothing useful is left to save, so this is short
+_TEARDOWN_S = 15.0  # the most from the end of the last rank to the end of the launch
+_FAILURE_GRACE_S = 5.0  # short: after a failure there is nothing useful to save
 _POLL_S = 0.02
 _START_S = 5.0  # how long a process may take to report its id
 _UNRESPONSIVE_S = 2.0  # how long torch's agent may take to notice that its processes have ended
@@ -42,14 +42,14 @@ _ANSWER_S = 60.0  # torch's own for reading
 
 
 def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
-    """Run a program on the processes that were asked for, and wait for them.
+    """Run a program on the requested processes, and wait for them.
 
-    What the ranks write appears on stdout and stderr, each line with its rank before it.
+    The ranks' output appears on stdout and stderr, each line with its rank in front.
 
     Args:
-        request: What to run.
-        is_program: Whether this process exists for the launch alone: it then prints what it chose, and
-            exits where its main thread is in native code and handles no signal.
+        request: The request.
+        is_program: Whether this process exists for the launch alone. It then prints its choices, and exits
+            on a signal even if its main thread is stuck in native code.
 
     Raises:
         ConfigError: The request cannot work; nothing was started.
@@ -64,7 +64,7 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     log_dir = Path(request.log_dir or "") if logs is None else logs.path
 
     def leave(outcome: Outcome) -> None:
-        # From a thread: the main one does not come back from native code, and sys.exit() would wait for it.
+        # Called from a thread: the main thread is stuck in native code, and sys.exit() would wait for it.
         clean()
         report(outcome)
         os._exit(outcome.status)
@@ -88,25 +88,25 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> Outcome:
     ) as signals:
         try:
             return local.run()
-        except Stopped as stopped:  # outside of the handlers in `run`
+        except Stopped as stopped:  # outside of the try blocks in `run`
             return local.stopped(stopped.signum)
         finally:
-            signals.ignore()  # a Ctrl-C here would leave processes and logs behind
+            signals.ignore()  # a Ctrl-C in clean() would leave processes and logs behind
             clean()
 
 
 class _NoRendezvousError(Exception):
-    """Nobody serves the rendezvous."""
+    """Raised when no host serves the rendezvous."""
 
 
 class LocalRun:
     """Starts and ends the ranks of one launch on this host, over all restarts.
 
     Args:
-        plan: What to start.
-        log_dir: Where the logs of the ranks go.
-        on_unresponsive: Called from a thread, with the outcome, when torch's agent waits for a rendezvous
-            host that was cut off, which it does forever.
+        plan: The plan.
+        log_dir: The directory of the ranks' logs.
+        on_unresponsive: Called from a thread, with the outcome, if torch's agent waits for a lost rendezvous
+            host: it would wait forever.
     """
 
     def __init__(self, plan: Plan, *, log_dir: Path, on_unresponsive: Callable[[Outcome], None]) -> None:
@@ -119,7 +119,7 @@ class LocalRun:
         self._broadcast: FailureBroadcast | None = None
         own = socket.gethostname()
         self._name = f"{own} ({plan.local_addr})" if plan.local_addr else own
-        self._loss = ""  # the message about a lost host, because of which the ranks were ended
+        self._loss = ""  # the message about a lost host, if that ended the ranks
         self._tail = Tail()
         self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
         self._watch = RankWatch(failure_grace_s=self._failure_grace_s)
@@ -140,11 +140,11 @@ class LocalRun:
             return self.stopped(stopped.signum)
 
     def end(self, signum: int) -> None:
-        """Ask every rank to end, give it time to save, and kill it then; called from a signal handler.
+        """Ask every rank to end, give it time to save, then kill it; called from a signal handler.
 
-        SIGUSR1, the warning of a scheduler, is passed on as it is; each of the others becomes a SIGTERM.
+        SIGUSR1, a scheduler's warning, is passed on; other signals become SIGTERM.
         """
-        # Here, and not after the exception: torch's agent would kill the ranks on its way out.
+        # In the handler, before it raises: torch's agent kills the ranks when an exception passes through it.
         self._watch.signal(signum if signum == signal.SIGUSR1 else signal.SIGTERM)
         self._wait_for_ends(self._plan.request.grace_s)
         if len(self._watch.deaths()) < len(self._ranks):
@@ -156,7 +156,7 @@ class LocalRun:
         self._watch.kill_all()
 
     def stopped(self, signum: int) -> Outcome:
-        """Return the outcome of this launch by a signal, with what was saved."""
+        """Return the outcome of this launch after a signal, with the saved checkpoint."""
         deaths, killed = self._watch.deaths(), self._watch.killed()
         grace_s = self._plan.request.grace_s
         return Outcome.stopped(
@@ -166,15 +166,15 @@ class LocalRun:
     def _wait_for_ends(self, limit_s: float) -> None:
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < limit_s:
-            # torch may have been about to start some when the signal came: those never report an id.
+            # The signal may have come before torch started some ranks: those never report a process id.
             expected = len(self._ranks) if waited_s < _START_S else self._watch.started()
             if len(self._watch.deaths()) >= expected:
                 return
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Kill what is left of the ranks, show the rest of what they wrote, and end all threads."""
-        self._watch.kill_all()  # first, so that the logs are complete when the tail shows their end
+        """Kill the remaining ranks, show the rest of their output, and end all threads."""
+        self._watch.kill_all()  # first: the logs must be complete when the tail shows their end
         self._exited_ranks.close()
         self._tail.stop()
         self._watch.stop()
@@ -186,7 +186,7 @@ class LocalRun:
 
         try:
             failures = self._start()
-        except SignalException as error:  # from a torch that sets a handler of its own
+        except SignalException as error:  # from a version of torch that sets its own handlers
             return self.stopped(error.sigval)
         except _NoRendezvousError as error:
             return Outcome(1, message=str(error))
@@ -206,7 +206,7 @@ class LocalRun:
         try:
             return start_ranks(plan, logs=logs, is_host=plan.is_host)
         except RendezvousConnectionError:
-            # The address is ours but the port is taken: another launch on this machine was first.
+            # The address is this machine's, but the port is taken: another launch here was first.
             if not (plan.is_host and plan.may_follow and not self._ranks):
                 raise
             self._serves = False
@@ -251,14 +251,14 @@ class LocalRun:
         self._listen(nodes)
 
     def _cause(self) -> str:
-        """Return which rank's failure ended an attempt, if that was seen, as the start of a sentence."""
+        """Return the start of a sentence about the rank that ended an attempt; empty if unknown."""
         self._watch.check()
         deaths = sorted(self._watch.deaths().items(), key=lambda item: item[1].order)
         known = [f"rank {self._ranks[n].rank} failed with {code_name(d.code)}, " for n, d in deaths if d.code]
         unseen = [f"rank {self._ranks[n].rank} failed, " for n, d in deaths if d.code is None]
         if known:
             return known[0]
-        return unseen[0] if len(unseen) == 1 else ""  # torch was faster, and keeps the status to itself
+        return unseen[0] if len(unseen) == 1 else ""  # torch collected the status first, and hides it
 
     def _listen(self, nodes: int) -> None:
         plan = self._plan
@@ -277,7 +277,7 @@ class LocalRun:
         self._broadcast.start(nodes=nodes)
 
     def _end_after_loss(self, text: str, can_go_on: bool) -> None:
-        """End the ranks, which wait for those of a lost host; torch may start them again without it."""
+        """End the ranks, which wait for ranks of a lost host; torch may restart them without that host."""
         self._loss = text
         print_line(f"{text}; the processes of this host are ended")
         self._watch.end_all()
@@ -290,7 +290,7 @@ class LocalRun:
         codes = {failed.local_rank: (failed.pid, failed.exitcode) for failed in failures}
         for local_rank, (_, code) in codes.items():
             end = reported_exit(self._ranks[local_rank], code)
-            if end is not None:  # the signal went to the ranks, and not to the launch
+            if end is not None:  # the signal was sent to the ranks, and not to the launch
                 return Outcome(code, message=f"ended by {code_name(-end.signal)}; saved: {end.saved}")
         failure = first_failure(
             codes,
@@ -302,13 +302,13 @@ class LocalRun:
         return Outcome(failure.status, failure=failure)
 
     def _agree_with_hosts(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of all hosts: the first failure that one of them has reported."""
+        """Return the outcome of all hosts: the first reported failure, or this host's outcome."""
         if self._broadcast is None:
             return outcome
         if outcome.status == 0:
             report = self._broadcast.received()
         elif outcome.stopped_by is not None:
-            # An elastic job goes on without this host; any other one is over.
+            # A job of fixed size is over; an elastic one continues without this host.
             if self._plan.min_nodes == self._plan.max_nodes:
                 self._broadcast.report(outcome.to_report(host=self._name), sure=True)
             report = None

@@ -1,4 +1,4 @@
-"""Turn the signals that end a launch into one exception, and restore the handlers."""
+"""Signal handlers of a launch: they raise one exception, and are restored at the end."""
 
 import os
 import signal
@@ -14,9 +14,10 @@ _UNRESPONSIVE_S = 2.0  # how long native code may keep Python from running a han
 
 
 class Stopped(BaseException):
-    """A signal asked the launch to end.
+    """Raised when a signal asks the launch to end.
 
-    Not an Exception: those of torch's agent, through which this one passes, count as failures of the job.
+    Not an ``Exception``: it passes through torch's agent, which counts each Exception as a failure of the
+    job.
     """
 
     def __init__(self, signum: int) -> None:
@@ -25,17 +26,17 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Inside it SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 raise ``Stopped`` in the main thread.
+    """A context in which SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 raise ``Stopped`` in the main thread.
 
-    The first one counts; after it, a second Ctrl-C only shortens the wait. In another thread than the main
-    one it does nothing: Python runs handlers there alone.
+    The first signal counts; after it, a second Ctrl-C only shortens the wait. Outside the main thread the
+    context does nothing: Python runs handlers only there.
 
     Args:
-        on_stop: Called with the signal, before the exception: ends what was started, which takes time.
+        on_stop: Called with the signal, before the exception: ends the ranks, which takes time.
         on_hurry: Called at a second Ctrl-C meanwhile.
-        on_unresponsive: Called with the signal, from another thread, when the main one is in native code,
-            where Python runs no handler, or has not left the block in time.
-        grace_s: How long the main thread may take to leave the block.
+        on_unresponsive: Called with the signal, from another thread, if the main thread is stuck in native
+            code, where Python runs no handler, or has not left the context in time.
+        grace_s: How long the main thread may take to leave the context.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in _STOPPING:
-            # nohup starts a program with SIGHUP ignored, so that it outlives its terminal.
+            # nohup starts a program with SIGHUP ignored, and it must outlive its terminal.
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._stop)
         if self._on_unresponsive is not None:
-            # The handlers above need the main thread back in Python. torch waits for hosts and barriers in
-            # native code, for minutes; the wakeup descriptor is written at once, by C code.
+            # Python handlers run only when the main thread is back in Python, but torch waits for hosts and
+            # barriers in native code, for minutes. C code writes to the wakeup descriptor at once.
             read_fd, self._write_fd = os.pipe()
-            os.set_blocking(self._write_fd, False)  # set_wakeup_fd refuses others
+            os.set_blocking(self._write_fd, False)  # set_wakeup_fd refuses a blocking descriptor
             self._wake_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
             threading.Thread(
                 target=self._listen,
@@ -88,18 +89,18 @@ class StopSignals:
         self._left.set()
         if self._write_fd >= 0:
             signal.set_wakeup_fd(self._wake_before)
-            os.close(self._write_fd)  # the thread reads the end of the pipe, and ends
+            os.close(self._write_fd)  # the thread reads the end of the pipe and returns
         for signum, handler in self._before.items():
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
     def ignore(self) -> None:
-        """Ignore further signals: what is left to do takes a moment, and must not be interrupted."""
+        """Ignore further signals: the cleanup is short and must not be interrupted."""
         self._left.set()
         for signum in self._before:
             signal.signal(signum, signal.SIG_IGN)
 
     def _stop(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP:  # or the account of the launch would raise an OSError
+        if signum == signal.SIGHUP:  # otherwise printing to the closed terminal would raise an OSError
             discard_closed_terminal()
         if self._received.is_set():
             if signum == signal.SIGINT and self._on_hurry is not None:

@@ -1,1 +1,1 @@
-"""How much memory a job would need, before anything is moved: a step is run on tensors without any."""
+"""Estimates of a job's memory, from one step on tensors without memory."""

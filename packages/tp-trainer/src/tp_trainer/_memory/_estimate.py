@@ -1,4 +1,4 @@
-"""``tp estimate``: what training would need on devices that need not be there."""
+"""``tp estimate``: the memory that training needs, on devices that need not exist."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def _estimate(
         msg = f"--precision is one of {', '.join(known)}, got {precision!r}{did_you_mean(precision, known)}"
         raise ConfigError(msg)
     chosen = cast(Precision, precision)
-    with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the table
+    with redirect_stdout(sys.stderr):  # the output of the user's code is not part of the table
         built = _built(builder)
         model, samples = built["model"], built.get("batch")
         check_known(builder, model, built.get("optimizer"), built.get("step"))
@@ -90,7 +90,7 @@ def _built(name: str) -> dict[str, Any]:
 
 
 def _plain_step(model: nn.Module, batch: Any) -> Tensor:
-    """Return a loss where none was given: the model's own, or the mean of its first output."""
+    """Return the model's own loss, or the mean of its first output; the step if none is given."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:

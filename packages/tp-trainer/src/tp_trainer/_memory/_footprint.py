@@ -1,4 +1,4 @@
-"""What one training step takes of memory, from a run of it on tensors that have none."""
+"""The memory of one training step, measured on fake tensors, which have no memory."""
 
 import copy
 import logging
@@ -40,21 +40,21 @@ def parse_nbytes(text: str) -> int:
 
 
 class StandIns:
-    """Makes copies of objects with fake tensors, alike ones for one tensor wherever it is met.
+    """Copies objects with fake tensors; all occurrences of a tensor become the same fake tensor.
 
     Args:
-        device: The device that tensors claim to be on.
+        device: The device of the fake tensors.
         dtype: The type of floating-point parameters and buffers; ``None`` for their own.
 
     Attributes:
-        mode: The mode in which the copies can be computed with.
+        mode: The mode in which to compute with the copies.
     """
 
     def __init__(self, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
-        self._copies: dict[int, Any] = {}  # as copy.deepcopy() has it: by the identity of the original
+        self._copies: dict[int, Any] = {}  # the memo of copy.deepcopy(): by the id of the original
 
     def of_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model, in training mode, without its hooks on parameters."""
@@ -67,7 +67,8 @@ class StandIns:
     def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return a copy of an optimizer over the parameters of a copied model.
 
-        Hooks are the owner's business, and a scheduler's step counts for the original alone.
+        The copy has no hooks, and not the step() that a scheduler has wrapped: its counter belongs to the
+        original.
         """
         for state in optimizer.state.values():
             for value in state.values():
@@ -85,13 +86,13 @@ class StandIns:
         return tree_map(lambda leaf: self.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
     def _count(self, number: Tensor) -> Tensor:
-        """Return a fake tensor that knows its value: optimizers read how many steps there were."""
+        """Return a fake tensor with a known value: optimizers read their number of steps."""
         value = 1.0 if number.device.type == "meta" else number.item()
         with self.mode:
             return torch.tensor(value, dtype=number.dtype)
 
     def of_tensor(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a fake tensor of the same form, on the device."""
+        """Return a fake tensor of the same shape and strides, on the device."""
         with self.mode:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=self._device
@@ -105,28 +106,28 @@ class StandIns:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of living storages by kind, and their highest sums.
+    """Counts the bytes of living storages by kind, and their peaks.
 
-    A storage is "known" if it was there before (weights, optimizer state), a "gradient" once
-    :meth:`note_gradient` was told so, and else a value of the computation.
+    A storage is "known" if it existed before (weights, optimizer state). It is a "gradient" after
+    :meth:`note_gradient`, and otherwise a value of the computation.
 
     Args:
-        known: Tensors that are there before, and are not counted.
+        known: Tensors that existed before, and are not counted.
 
     Attributes:
-        values: Bytes of values at this time.
-        gradients: Bytes of gradients at this time.
-        casts: Bytes of values that are weights in another type.
-        highest_alone: The most bytes of values since :meth:`reset`, without gradients that are being made.
-        highest: The most bytes of values since :meth:`reset`.
-        highest_with_gradients: The most bytes of both together since then.
+        values: The current bytes of values.
+        gradients: The current bytes of gradients.
+        casts: The bytes of values that are weights in another type.
+        highest_alone: The peak of values since :meth:`reset`, without gradients under computation.
+        highest: The peak of values since :meth:`reset`.
+        highest_with_gradients: The peak of both together since then.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
-        self.gradient_shapes: set[tuple[int, ...]] = set()  # of what is a gradient that is being made
+        self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
         self._known = {_address(tensor) for tensor in known}
@@ -134,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note what it returns."""
+        """Run an operator, and count the storages of its outputs."""
         outputs = operator(*args, **(kwargs or {}))
         is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
@@ -154,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[address] = size, "gradient"
 
     def keep(self, tensors: Iterable[Tensor]) -> int:
-        """Take tensors for known from now on, as the state of an optimizer is; return their bytes."""
+        """Count tensors as known from now on, for an optimizer's state; return their bytes."""
         total = 0
         for tensor in tensors:
             address = _address(tensor)
@@ -167,10 +168,11 @@ class LiveBytes(TorchDispatchMode):
         return total
 
     def reset(self) -> None:
-        """Forget the highest sums."""
+        """Reset the peaks."""
         self.highest, self.highest_with_gradients = self.values, self.values + self.gradients
 
     def _note(self, tensor: Tensor, *, is_cast: bool) -> None:
+        # _cdata is private: the data_ptr() of fake storages does not tell them apart.
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._known or address in self._sizes:
@@ -220,17 +222,17 @@ def measure_footprint(
     precision: Precision = "fp32",
     device: torch.device | None = None,
 ) -> Footprint:
-    """Return what training a model takes, by one step on stand-ins; nothing that was given is touched.
+    """Return the memory that training a model takes, by one step on copies; the arguments do not change.
 
     Args:
         model: The plain model; it may be on the meta device.
         optimizer: Its optimizer, if known.
         batch: One device's share of a batch, if known.
-        step: As for ``fit``; where it or the batch is missing, activations are unknown.
-        precision: As of the trainer.
-        device: Where it would run; stand-ins are on the CPU where torch is not built for that.
+        step: As for ``fit``; without it or the batch, activations are unknown.
+        precision: As for the trainer.
+        device: The device of the training; the copies are on the CPU if torch is not built for it.
 
-    What cannot be found out, as the step needs values, is said in ``unknown``.
+    If the step needs values, the reason is in ``unknown``.
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     stand_ins = StandIns(_usable(device), dtype=dtype)
@@ -266,9 +268,10 @@ def measure_footprint(
 
 
 def _exchange_nothing() -> None:
-    """Let collectives of a split model leave tensors without memory as they are; others stay what they are.
+    """Register collectives for fake tensors that do nothing; collectives of real tensors do not change.
 
-    Torch registers that for estimates of its own: no rank waits for another.
+    The import registers them; torch has them, privately, for its own estimates. Without them, the step of a
+    sharded model would wait for other ranks.
     """
     from torch.distributed._tools.fake_collectives import non_functional_collectives  # noqa: F401
 
@@ -316,7 +319,7 @@ def _run_step(
 def _watch(
     module: nn.Module, name: str, live: LiveBytes, kept: dict[str, int], passed: dict[str, int]
 ) -> Any:
-    """Note what the forward passes of a module leave behind, and what they give on."""
+    """Record the bytes that a module's forward passes keep, and the bytes of their outputs."""
     began: list[int] = []
     before = module.register_forward_pre_hook(lambda *_: began.append(live.values - live.casts))
 
@@ -358,7 +361,7 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def nbytes_of(tensors: list[Tensor] | list[nn.Parameter]) -> int:
-    """Return the bytes of tensors, those that are met twice counted once."""
+    """Return the bytes of tensors; repeated ones count once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 

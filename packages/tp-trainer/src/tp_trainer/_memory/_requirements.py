@@ -1,4 +1,4 @@
-"""What a job would need under each installed backend, as a table, with or without its devices."""
+"""The memory that a job needs under each installed backend, as a table; the devices need not exist."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from tp_trainer._opening._agreement import agree_at_start
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """What a job needs on each device under each installed backend; ``str()`` of it is a table for people.
+    """The memory of a job per device, under each installed backend; ``str()`` returns a table.
 
     Attributes:
         verdicts: The backends' verdicts by their names, the best first; ``verdict.memory`` has the numbers.
-        footprint: What a device takes that holds the whole model.
-        devices: How many devices there would be.
-        free_nbytes: What would be free on each of them; ``None`` if that is not known.
+        footprint: The memory of a device with the whole model.
+        devices: The number of devices.
+        free_nbytes: The free bytes of each device; ``None`` if unknown.
     """
 
     verdicts: Mapping[str, Verdict]
@@ -35,7 +35,7 @@ class MemoryTable:
 
     @property
     def best(self) -> str | None:
-        """The backend that "auto" would take; ``None`` where none fits."""
+        """The backend that "auto" would choose; ``None`` if none fits."""
         return next((name for name, verdict in self.verdicts.items() if verdict.is_fit), None)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class MemoryTable:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return the table as values for JSON."""
         return {
             "devices": self.devices,
             "free_bytes": self.free_nbytes,
@@ -76,9 +76,9 @@ def table_of(
     """Return the table of a job with a footprint.
 
     Args:
-        job: Its model and footprint, and what is free on each device.
+        job: The job, with its model, its footprint and the free bytes of each device.
         backends: The installed backends.
-        devices: How many devices there would be: one process for each, or one process with all.
+        devices: The number of devices, each with a process, or all in one process.
         kind: The type of the devices.
     """
     names = tuple(torch.device(kind) if kind == "cpu" else torch.device(kind, i) for i in range(devices))
@@ -97,7 +97,7 @@ def table_of(
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """Return a batch with another number of samples: the first ones, over and over."""
+    """Return a batch with another number of samples: its first ones, repeated if needed."""
     rows = row_count_of(batch)
     if rows is None:
         return batch
@@ -111,7 +111,7 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def row_count_of(batch: Any) -> int | None:
-    """Return how many samples a batch has: the rows of its first tensor; ``None`` if it has no tensor."""
+    """Return the number of samples in a batch: the rows of its first tensor; ``None`` without a tensor."""
     return next(
         (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
     )
@@ -127,7 +127,7 @@ def _assess(backend: Backend[Any], job: Job) -> Verdict:
 
 
 def _best(verdicts: list[Verdict]) -> tuple[Verdict, float]:
-    """Return the better verdict of the two ways, and what it counts more: a process per device is faster."""
+    """Return the better verdict of the two ways, and a bonus: a process per device is faster."""
     by_process, in_one = verdicts
     if _rank(by_process) >= _rank(in_one):
         return by_process, 1000.0 if by_process.is_fit else 0.0
@@ -144,23 +144,23 @@ def _rank(verdict: Verdict) -> float:
 
 
 LEAST_NBYTES = 64 * 2**20
-"""Smaller models are not looked at: this is known without asking anybody."""
+"""The bytes of weights below which a model is not measured; every rank knows this without an exchange."""
 LEAST_PART = 0.05
-"""Nor are those whose weights, gradients and optimizer state take less than this part of what is free."""
+"""The part of the free memory for weights, gradients and optimizer state, below which nothing is measured."""
 
 RESERVED = {"cpu": 128 * 2**20}
 RESERVED_ELSEWHERE = 512 * 2**20
-"""What of a device is not for tensors: libraries load code and take workspaces when first used."""
+"""The bytes of a device that are not for tensors: libraries load code and take workspaces at first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is known of a job's steps.
+    """The known parts of a job's steps.
 
     Attributes:
-        optimizer: The optimizer, if it is known yet.
-        loader: What yields the batches of the whole job.
-        step: The step.
+        optimizer: The optimizer, if known.
+        loader: The loader of the whole job's batches, if known.
+        step: The step, if known.
     """
 
     optimizer: Optimizer | None = None
@@ -169,13 +169,15 @@ class Work:
 
 
 def add_memory(job: Job, work: Work) -> Job:
-    """Return the job with what it takes and what is free; as it is where that is little or cannot be known.
+    """Return the job with its footprint and the free memory; unchanged if the model is small.
+
+    Rank 0 measures for all ranks: they must choose the same backend.
 
     Raises:
         DisagreementError: The ranks' models differ in size.
-        RankFailedError: Ranks did not come in time.
+        RankFailedError: Ranks did not arrive in time.
 
-    Collectives: an exchange through the launcher's store, for a large model.
+    Collectives: none; for a large model an exchange through the launcher's store.
     """
     traits, model = job.traits, job.model
     if traits is None or model is None or traits.nbytes < LEAST_NBYTES:
@@ -209,7 +211,7 @@ def estimate_job(
     devices: int | None,
     memory: int | str | None,
 ) -> MemoryTable:
-    """Return what a job would need; see :meth:`tp_trainer.Trainer.estimate`."""
+    """Return the table of a job; see :meth:`tp_trainer.Trainer.estimate`."""
     count = devices or job.environment.world_size * len(job.devices)
     job = replace(job, model=model)
     free = parse_nbytes(memory) if isinstance(memory, str) else memory
@@ -225,7 +227,7 @@ def estimate_job(
 
 
 def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:
-    """Return what is free on each device, with what the model holds there already."""
+    """Return the free bytes of each device, those that the model occupies already included."""
     device, devices = job.devices[0], len(job.devices)
     free = free_nbytes(device, processes=job.environment.local_world_size * devices)
     if free is None:
@@ -240,7 +242,7 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
 
 def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
     traits = job.traits
-    # DTensors exchange values in a step in ways of their own, and here is one rank alone.
+    # No step for DTensors: it makes collectives, and only rank 0 is here.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
     return measure_footprint(
         model, work.optimizer, batch, work.step, precision=job.precision, device=job.devices[0]
@@ -248,9 +250,9 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
 
 
 def _one_share(loader: Any, job: Job) -> Any:
-    """Return one device's share of a batch, made of the first samples; ``None`` if that cannot be made.
+    """Return one device's share of a batch, from the first samples; ``None`` if it cannot be made.
 
-    Random numbers that samples draw are put back.
+    The random generators are restored.
     """
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
         return None
@@ -261,7 +263,7 @@ def _one_share(loader: Any, job: Job) -> Any:
     kept = generators.capture(job.devices)
     try:
         return loader.collate_fn([loader.dataset[i] for i in range(share)])
-    except Exception:  # noqa: BLE001 - a dataset of anybody: training will tell what is wrong with it
+    except Exception:  # noqa: BLE001 - any error of the user's dataset: training will raise it again
         return None
     finally:
         generators.restore(kept)
@@ -274,7 +276,7 @@ _HEAD = "Memory has run out: "
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that memory has run out."""
+    """Return whether an error, or one of its causes, is out of memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
             return True
@@ -283,11 +285,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def explain_out_of_memory(error: BaseException, selection: Callable[[], Selection]) -> None:
-    """Let an error of memory that has run out say what was needed and what helps; others stay as they are.
+    """Add a note to an out-of-memory error: the memory of each backend, and remedies. Ignore other errors.
 
     Args:
-        error: What was raised where something was trained.
-        selection: Returns how the backend was chosen, with what each of them would need.
+        error: An error of training.
+        selection: Returns the selection of the backend, with the memory of each.
     """
     told = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
     if not told and is_out_of_memory(error):

@@ -1,1 +1,1 @@
-"""Evaluation: means over samples, metrics of the whole set, predictions; on any number of devices."""
+"""Evaluation on any number of devices: means over samples, metrics of the whole set, predictions."""

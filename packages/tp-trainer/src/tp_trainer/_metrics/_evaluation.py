@@ -28,7 +28,7 @@ from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of
 
 
 def named_loaders(what: str, given: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Iterable[Any]]:
-    """Return loaders by what their results' names begin with: nothing where there is one alone.
+    """Return loaders by the prefix of their results' names; the prefix of a single loader is empty.
 
     Raises:
         ConfigError: There are several without names, or their names cannot be used.
@@ -55,25 +55,24 @@ def evaluate(
     boundaries: StepBoundaries | None = None,
     most: int | None = None,
 ) -> dict[str, Any]:
-    """Return the means of what ``step`` returns over all samples, or units, of all data ranks, and metrics.
+    """Return the means of the step's outputs over the samples, or units, of all data ranks, and metrics.
 
-    The model is in evaluation mode and records no gradients meanwhile; each submodule gets its
-    own mode back.
+    The model runs in evaluation mode, without gradients. Each submodule gets its own mode back.
 
     Args:
-        session: Where the step runs.
+        session: The session that runs the step.
         run: Runs the step.
         step: The user's step; it need not return a loss.
         model: The prepared model.
         batches: The prepared loader.
-        metrics: Of the whole set, by the names under which the step returns their arguments.
-        boundaries: As `OrderedGather` takes it, for an evaluation that signals cut short.
-        most: On how many batches; ``None`` for all.
+        metrics: Metrics of the whole set, by the names under which the step returns their arguments.
+        boundaries: As for `OrderedGather`, for an evaluation that signals may end.
+        most: The most batches; ``None`` for all.
 
     Raises:
         GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
 
-    Collectives: the buffers' broadcasts before, one gather and one all-reduce after; those of `MetricSet`.
+    Collectives: broadcasts of buffers before, one gather and one all-reduce after; as in `MetricSet`.
     """
     meter = Meter(session, what="validation")
     metric_set = MetricSet(session, metrics or {}, boundaries=boundaries)
@@ -90,9 +89,9 @@ def evaluate(
 
 @contextmanager
 def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
-    """Have the model in evaluation mode, with the same buffers on all ranks; then each module in its own.
+    """Put the model into evaluation mode, with equal buffers on all ranks; restore each module's mode.
 
-    Collectives: the buffers' broadcasts.
+    Collectives: broadcasts of buffers.
     """
     with restore_modes(model):
         model.eval()
@@ -106,13 +105,13 @@ def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What a run is evaluated on, and how.
+    """The validation of a run: its step, its loaders and its metrics.
 
     Attributes:
         run: Runs the step.
         step: The user's step.
-        loaders: The prepared loaders, by what the names of their results begin with.
-        metrics: Of each loader's whole set, by name.
+        loaders: The prepared loaders, by the prefix of their results' names.
+        metrics: Metrics of each loader's whole set, by name.
     """
 
     run: RunStep
@@ -129,14 +128,14 @@ class Validation:
         boundaries: StepBoundaries | None = None,
         most: int | None = None,
     ) -> dict[str, float]:
-        """Return the means and the metrics that are numbers, of all loaders.
+        """Return the means and the scalar metrics of all loaders.
 
         Args:
-            session: Where the step runs.
+            session: The session that runs the step.
             model: The prepared model.
-            epoch: Which epoch of the loaders it is.
-            boundaries: As `OrderedGather` takes it, for a validation that signals cut short.
-            most: On how many batches of each loader.
+            epoch: The epoch of the loaders.
+            boundaries: As for `OrderedGather`, for a validation that signals may end.
+            most: The most batches of each loader.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
@@ -162,12 +161,12 @@ class Validation:
 
 
 def numbers_in(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return those results of an evaluation that are numbers: a matrix is not for histories and loggers."""
+    """Return the scalar results of an evaluation: histories and loggers take no matrices."""
     return {name: float(value) for name, value in results.items() if isinstance(value, Real)}
 
 
 def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
-    """Return a step for training, without what it returns for metrics: they are of the validation."""
+    """Return the step for training, without its outputs for the validation's metrics."""
     if not metrics:
         return step
 
@@ -183,14 +182,14 @@ def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
 def metric_for_scheduler(
     name: str | None, train: Mapping[str, float], val: Mapping[str, float], *, validates: bool
 ) -> float:
-    """Return what a scheduler looks at that looks at a metric.
+    """Return the metric for a scheduler such as ``ReduceLROnPlateau``.
 
     Args:
-        name: As in the history, "val_f1" or "loss"; ``None`` for the loss of the validation, or else of the
-            training.
+        name: As in the history, "val_f1" or "loss"; ``None`` for the validation loss, or without a validation
+            the training loss.
         train: The means of the epoch's training.
         val: The results of its validation.
-        validates: Whether there is one.
+        validates: Whether the run has a validation.
 
     Raises:
         ConfigError: The run has no metric of that name.
@@ -213,19 +212,19 @@ _FORMATS = (".jsonl", ".safetensors")
 
 
 class Predictions:
-    """What a step returns for the samples of a loader: in the loader's order, each sample once.
+    """The step's outputs for the samples of a loader, in the loader's order, each sample once.
 
-    Iterate it on every rank, and to its end: each rank gets all predictions, in pieces of some rows, on the
-    CPU. Where the pieces begin and end depends on the backend; joined they are the same everywhere. Each
-    iteration predicts anew. The model is in evaluation mode meanwhile.
+    Iterate over it on every rank, and to the end. Each rank gets all predictions, in pieces of some rows, on
+    the CPU. The size of the pieces depends on the backend; joined they are equal everywhere. Each iteration
+    predicts again. The model runs in evaluation mode.
 
     Args:
-        session: Where the step runs.
+        session: The session that runs the step.
         run: Runs the step.
         step: The user's step.
         model: The prepared model.
         batches: The prepared loader.
-        boundaries: Returns, when an iteration begins, what `OrderedGather` takes; ``None`` where signals
+        boundaries: Returns the boundaries for `OrderedGather` when an iteration begins; ``None`` if signals
             do not interrupt it.
     """
 
@@ -252,7 +251,7 @@ class Predictions:
         Raises:
             StepError: The step returned something without a row for each sample.
 
-        Collectives: the buffers' broadcasts before, then an all-gather of objects for some batches each.
+        Collectives: broadcasts of buffers, then an all-gather of objects for every few batches.
         """
         rounds, batches = OrderedGather(self._session, boundaries=self._boundaries()), self._batches
         epoch = batches.next_epoch
@@ -268,7 +267,7 @@ class Predictions:
             batches.set_epoch(epoch)
 
     def _predicted(self, batch: Any) -> tuple[Any, ...]:
-        with torch.no_grad():  # not while the caller has what was yielded
+        with torch.no_grad():  # not around the yields: the caller's code would run without gradients
             output = cast("Mapping[str, SampleRows]", self._run(self._step, self._model, batch))
         share = self._session.share
         if share is not None and share.samples == 0:  # a stand-in
@@ -287,8 +286,10 @@ class Predictions:
         """Return the predictions of all samples, joined by their rows, on every rank.
 
         Raises:
-            StepError: As in iterating; or the pieces do not go together.
+            StepError: As for an iteration; or the pieces cannot be joined.
             LoaderError: The loader has no sample.
+
+        Collectives: as in an iteration.
         """
         pieces = list(self)
         if not pieces:
@@ -299,15 +300,16 @@ class Predictions:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the predictions to a file; call it on every rank, and rank 0 writes.
 
-        A name that ends in ".jsonl" gets a line of JSON for each sample, written as they come. One that
-        ends in ".safetensors" gets tensors by name, all at once; a lone tensor is named "predictions".
-        A crash meanwhile leaves the old file as it was.
+        A ".jsonl" file gets a line of JSON for each sample, one by one. A ".safetensors" file gets tensors by
+        name, all at the end; a single tensor is named "predictions". A crash leaves the old file unchanged.
 
         Raises:
-            ConfigError: The name ends in something else.
-            StepError: As in iterating; or a safetensors file is to hold something besides tensors.
-            LoaderError: A safetensors file is to be written, and the loader has no sample.
+            ConfigError: The name has another suffix.
+            StepError: As for an iteration; or the predictions for a safetensors file are not all tensors.
+            LoaderError: The loader has no sample for a safetensors file.
             OSError: The file cannot be written; on every rank.
+
+        Collectives: as in an iteration, then one broadcast.
         """
         place = Path(path)
         if place.suffix not in _FORMATS:
@@ -341,7 +343,7 @@ def _write_lines(pieces: Iterator[Any], place: Path) -> None:
     try:
         write_atomically(write, place)
     finally:
-        _exhaust(pieces)  # the other ranks need this one
+        _exhaust(pieces)  # after a failed write too: the other ranks wait for this one in each gather
 
 
 def _exhaust(pieces: Iterator[Any]) -> None:
@@ -350,7 +352,7 @@ def _exhaust(pieces: Iterator[Any]) -> None:
 
 
 def _row(value: Any, number: int) -> Any:
-    """Return a row as JSON has it."""
+    """Return a row in the form of JSON."""
     if isinstance(value, Mapping):
         return {str(key): _row(entry, number) for key, entry in value.items()}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Metrics of a whole set: what one is, and how it is fed with each sample once, in the order of the data."""
+"""Metrics of a whole set: their interface, and how each gets every sample once, in the order of the data."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,28 +20,28 @@ from tp_trainer._steps._step import Step
 
 @runtime_checkable
 class Metric(Protocol):
-    """Something that is fed with batches and computes one result of all, as in torchmetrics and torcheval."""
+    """An object that takes batches and computes one result from all, as in torchmetrics and torcheval."""
 
     def update(self, *args: Any, **kwargs: Any) -> object:
-        """Take in what a step returned for a batch."""
+        """Add a batch: the step's values for it."""
 
     def compute(self) -> Any:
-        """Return the result for all that was taken in since the last reset: a number, or a dict of such."""
+        """Return the result for all batches since the last reset: a number, or a dict of numbers."""
 
     def reset(self) -> object:
-        """Forget all."""
+        """Forget all batches."""
 
 
 class FunctionMetric:
-    """A metric out of a function of the whole set, such as those of scikit-learn.
+    """A metric from a function of the whole set, as for the functions of ``sklearn.metrics``.
 
-    It keeps all rows that it is given, on the CPU, until the next evaluation. The step returns the
-    function's arguments: a tuple in their order, or a dict by their names.
+    It keeps all rows on the CPU until the next evaluation. The step returns the function's arguments: a tuple
+    in their order, or a dict by their names.
 
     Args:
         function: Gets the rows of all samples, in the order of the data, and returns a number, or a dict of
-            numbers. Give further arguments by ``functools.partial``.
-        arrays: Whether tensors are given to it as "numpy" arrays, or as "torch" tensors.
+            numbers. Use ``functools.partial`` for further arguments.
+        arrays: Whether it gets tensors as "numpy" arrays, or as "torch" tensors.
 
     Raises:
         ConfigError: ``function`` cannot be called, or ``arrays`` is something else.
@@ -90,7 +90,7 @@ class FunctionMetric:
 def _as_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()  # numpy does not know the type
+    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()  # numpy has no bfloat16
 
 
 # -- The metrics of an evaluation, fed with each sample once, in the order of the data ------------
@@ -100,7 +100,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """Return the metrics by name.
 
     Raises:
-        ConfigError: ``metrics`` is not a dict of objects that are fed and compute; or a name is taken.
+        ConfigError: ``metrics`` is not a dict of `Metric` objects; or a name is "loss" or "weight".
     """
     if metrics is None:
         return {}
@@ -122,15 +122,15 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 
 
 class MetricSet:
-    """Feeds metrics with what a step returns under their names, and computes them.
+    """Updates metrics with the step's values under their names, and computes them.
 
-    Every rank feeds its own metrics with the rows of all ranks, so they hold afterwards what those of one
-    device do. What a metric does to synchronize itself over ranks is switched off: it would count twice.
+    Every rank updates its own metrics with the rows of all ranks, so they end in the same state as on one
+    device. The metrics' own synchronization over ranks is switched off: it would count every row again.
 
     Args:
-        session: Where the step runs.
-        metrics: By name. They are reset.
-        boundaries: As `OrderedGather` takes it.
+        session: The session that runs the step.
+        metrics: The metrics by name; they are reset.
+        boundaries: As for `OrderedGather`.
     """
 
     def __init__(
@@ -146,20 +146,20 @@ class MetricSet:
             metric.reset()
 
     def collecting(self, step: Step) -> Step:
-        """Return the step, whose arguments of metrics come through the session as rows."""
+        """Return the step, wrapped so that the session returns the metrics' arguments as rows."""
         return _Collecting(step, self._metrics.keys()) if self._metrics else step
 
     def take(self, number: int, output: StepOutput) -> StepOutput:
         """Take the arguments of the metrics out of a step's output, and return the rest.
 
         Args:
-            number: Which of the batches of all data ranks it is.
-            output: What the collecting step returned.
+            number: The number of the batch, among those of all data ranks.
+            output: The output of the wrapped step.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: as in `OrderedGather.add`, if there are metrics or signals are asked for.
+        Collectives: as in `OrderedGather.add`, if there are metrics, or signals may end the evaluation.
         """
         if not self._metrics or not isinstance(output, Mapping):
             self._feed(self._gather.reach(number))
@@ -171,19 +171,19 @@ class MetricSet:
         return {k: v for k, v in output.items() if k not in mine}
 
     def finish(self) -> None:
-        """Feed what is left of the batches, on all ranks.
+        """Update the metrics with the remaining batches, on all ranks.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: as in `OrderedGather.finish`, if there are metrics or signals are asked for.
+        Collectives: as in `OrderedGather.finish`, if there are metrics, or signals may end the evaluation.
         """
         self._feed(self._gather.finish())
 
     def compute(self) -> dict[str, Any]:
-        """Return the results, numbers as floats and others as tensors on the CPU; the same on all ranks.
+        """Return the results, numbers as floats and others as tensors on the CPU; equal on all ranks.
 
-        What a metric returns as a dict is named "metric/key".
+        The entries of a metric's dict are named "metric/key".
 
         Raises:
             StepError: The step returned nothing for a metric.
@@ -202,7 +202,7 @@ class MetricSet:
         results: dict[str, Any] = {}
         for name, metric in self._metrics.items():
             results |= _flat(name, _called(name, "compute", metric.compute))
-        # Decisions hang on them, and devices may round differently.
+        # Rank 0's for all: devices may round differently, and ranks must not decide differently.
         return self._session.broadcast(results)
 
     def _feed(self, batches: Iterator[Mapping[str, tuple[Any, ...]]]) -> None:
@@ -224,7 +224,7 @@ class MetricSet:
 
 
 class _Collecting:
-    """A step whose values of some names come as rows, which backends join and do not average."""
+    """A step that returns the values of some names as rows: backends join these and do not average them."""
 
     def __init__(self, step: Step, names: Any) -> None:
         self._step = step
@@ -249,14 +249,14 @@ def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
 
 
 def _place(metric: Metric) -> torch.device | None:
-    """Return where a metric wants its arguments; ``None`` for anywhere."""
+    """Return the device of a metric's arguments; ``None`` for any device."""
     members = metric.modules() if isinstance(metric, nn.Module) else [metric]
     devices = [getattr(member, "device", None) for member in members]
     return next((device for device in devices if isinstance(device, torch.device)), None)
 
 
 def _disable_sync(metric: Metric) -> None:
-    """Switch off the synchronization of torchmetrics: each rank feeds all rows, which would count twice."""
+    """Switch off the synchronization of torchmetrics: each rank has all rows, which would count again."""
     for member in metric.modules() if isinstance(metric, nn.Module) else ():
         if hasattr(member, "distributed_available_fn"):
             vars(member)["distributed_available_fn"] = _is_alone
@@ -277,14 +277,14 @@ def _flat(name: str, result: Any) -> dict[str, Any]:
 # -- What all data ranks have of the batches of an epoch, brought together in the order of the data
 
 
-BATCHES_PER_ROUND = 16  # are kept until they are exchanged: fewer cost more collectives, more cost memory
+BATCHES_PER_ROUND = 16  # between two exchanges: fewer cost more collectives, more cost memory
 
 
 class GatherInterruptedError(Exception):
     """Raised on all ranks, between the same two batches, where a signal asks the run to end.
 
     Attributes:
-        signal: Its number.
+        signal: The number of the signal.
     """
 
     def __init__(self, signal: int) -> None:
@@ -296,10 +296,10 @@ class _Contribution(NamedTuple):
     """One rank's part of an exchange.
 
     Attributes:
-        data_rank: Whose share of the data it is; several ranks may have the same.
-        has_more: Whether the rank is in the middle of its batches.
-        signal: The signal that it has seen, or 0.
-        values: What it has, each with the number of its batch.
+        data_rank: The share of the data; several ranks may have the same share.
+        has_more: Whether the rank has further batches.
+        signal: The signal that the rank has seen, or 0.
+        values: The values, each with the number of its batch.
     """
 
     data_rank: int
@@ -311,14 +311,14 @@ class _Contribution(NamedTuple):
 class OrderedGather:
     """Gathers values of batches from all data ranks in the order of the data, a few batches at a time.
 
-    Ranks may have different numbers of batches, or skip some: each takes part until all have reached
-    their ends. Values are moved to the CPU and pickled, so they may be anything.
+    Ranks may have different numbers of batches, or skip some: each takes part until all are done. Values are
+    moved to the CPU and pickled, so any picklable value will do.
 
     Args:
-        session: Where the ranks meet.
-        boundaries: Where a signal cuts the batches short: the ranks exchange what they have seen at the
-            boundary on which they agree. ``None`` if nobody is to ask.
-        keeps: Whether values are exchanged, too.
+        session: The session of the ranks.
+        boundaries: The boundaries at which a signal may end the batches: ranks exchange their signals at the
+            boundary that they agree on. ``None`` if signals do not end them.
+        keeps: Whether to exchange values, too.
     """
 
     def __init__(
@@ -333,13 +333,13 @@ class OrderedGather:
         self._kept: list[tuple[int, Any]] = []
 
     def add(self, number: int, value: Any) -> Iterator[Any]:
-        """Add this rank's value of a batch, and yield values of all ranks that have come together.
+        """Add this rank's value of a batch, and yield values of all ranks after an exchange.
 
         Args:
-            number: Which of the batches of all data ranks it is; from 0, and growing.
-            value: Tensors in containers, or anything that pickles.
+            number: The number of the batch among those of all data ranks, from 0 and increasing.
+            value: Tensors in containers, or any picklable value.
 
-        Collectives: of `Session.gather_objects`, one for so many batches and where the ranks meet.
+        Collectives: as in `Session.gather_objects`, once for every 16 batches, and where the ranks meet.
         """
         yield from self.reach(number)
         if self._session.data_size == 1:
@@ -348,15 +348,15 @@ class OrderedGather:
         self._kept.append((number, tree_map(on_cpu, value)))
 
     def reach(self, number: int) -> Iterator[Any]:
-        """Begin a batch of which this rank may have nothing, and yield as :meth:`add` does.
+        """Begin a batch, of which this rank may have no sample, and yield as :meth:`add` does.
 
-        Where ranks exchange something in each batch, too, all have to come to an exchange between the same
-        two batches.
+        The model may make collectives in each batch, too. So all ranks must come to an exchange between the
+        same two batches.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: as of :meth:`add`.
+        Collectives: as in :meth:`add`.
         """
         boundaries = self._boundaries
         if boundaries is not None:
@@ -372,24 +372,28 @@ class OrderedGather:
             yield from self._exchange(has_more=True)[0]
 
     def finish(self) -> Iterator[Any]:
-        """Yield what is left, until all ranks have come to their ends.
+        """Yield the remaining values, until all ranks are done.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
 
-        Collectives: as of :meth:`add`, as many as the rank with the most batches needs.
+        Collectives: as in :meth:`add`, as many as the rank with the most batches needs.
         """
         if self._boundaries is not None:
-            self._boundaries.passed = -1  # it waits for the others wherever they meet: any boundary will do
+            # Its vote becomes 0, and the others' decide: it waits for them in an exchange wherever they meet.
+            self._boundaries.passed = -1
         is_over = not self._exchanges
         while not is_over:
             values, is_over = self._exchange(has_more=False)
             if is_over and self._boundaries is not None:
-                self._boundaries.begin_phase(evaluates=True)  # that of what is gone over around this
+                self._boundaries.begin_phase(evaluates=True)  # for an enclosing evaluation
             yield from values
 
     def _exchange(self, *, has_more: bool) -> tuple[list[Any], bool]:
-        """Return the values of this round of all ranks, and whether it was the last one."""
+        """Return all ranks' values of this round, and whether it was the last one.
+
+        Collectives: as in `Session.gather_objects`.
+        """
         signal = 0 if self._boundaries is None else self._boundaries.seen
         mine = _Contribution(self._session.data_rank, has_more, signal, self._kept)
         self._kept = []

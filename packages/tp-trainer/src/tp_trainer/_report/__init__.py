@@ -1,4 +1,4 @@
-"""The story of a run as one page: made from the record in its folder, with nothing that needs a network."""
+"""The report of runs as one HTML page, from the logs in their folders; the page needs no network."""
 
 import io
 import math
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 # -- Curves of runs, drawn by matplotlib: as SVG whose colors follow the page's, or as PNG --------
 
 
-_MOST_POINTS = 1500  # of a curve; more are not to be seen
+_MOST_POINTS = 1500  # of a curve; more are not visible
 _SIZE_INCHES = (4.6, 2.7)
 _MARKS = {"run": "restart", "interruption": "interruption"}
 
-# Colors that nobody draws with by chance: in SVG they become variables of the page, light or dark.
+# Unlikely colors: in the SVG they are replaced by variables of the page's light or dark theme.
 _INK, _GRID, _MARK = "#010203", "#010204", "#010205"
 _COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(8))
 _PNG_COLORS = ("#1f6fb2", "#c8501e", "#2e8b57", "#8a4fbf", "#b8860b", "#c2185b", "#00838f", "#5d4037")
@@ -44,11 +44,11 @@ class Curve:
     """One curve.
 
     Attributes:
-        label: What the legend says.
-        steps: Where its points are.
-        values: Their values.
-        color: The number of its color.
-        dashed: Whether it is dashed.
+        label: The text of the legend.
+        steps: The x values of the points.
+        values: The y values of the points.
+        color: The number of the color.
+        dashed: Whether the line is dashed.
     """
 
     label: str
@@ -63,9 +63,9 @@ class Chart:
     """Curves that belong together.
 
     Attributes:
-        name: What they show.
+        name: The name of the metric.
         curves: The curves.
-        marks: Steps with a mark: where a run was interrupted, or went on.
+        marks: Steps with a mark, for an interruption or a restart.
     """
 
     name: str
@@ -77,10 +77,10 @@ _FIRST = ("loss", "accuracy", "learning_rate", "samples_per_s", "steps_per_s")
 
 
 def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
-    """Return a chart for each name that a run has logged, with its validation; the loss comes first.
+    """Return a chart for each logged name, training with validation; the loss comes first.
 
     Args:
-        runs: What to call each run, and its record.
+        runs: The label of each run, and its log.
     """
     names = dict.fromkeys(
         name.removeprefix("val_").removeprefix("epoch_") for _, run in runs for name in run.names
@@ -95,7 +95,7 @@ def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
 def _curves(name: str, runs: Sequence[tuple[str, LoggedRun]]) -> Iterator[Curve]:
     several = len(runs) > 1
     for number, (label, run) in enumerate(runs):
-        trained = name if name in run.names else f"epoch_{name}"  # the finer of the two
+        trained = name if name in run.names else f"epoch_{name}"  # steps, or else means of epochs
         for full in (trained, f"val_{name}"):
             steps, values = run.series(full)
             if steps:
@@ -115,7 +115,7 @@ def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
 
 
 def draw(*charts: Chart, png: bool = False) -> "Figure":
-    """Return the figure of one chart or several, two beside each other.
+    """Return a figure of one or several charts, two in a row.
 
     Raises:
         ConfigError: Matplotlib is not installed.
@@ -168,7 +168,7 @@ def _draw(axes: Any, chart: Chart, *, png: bool) -> None:
 
 
 def svg(chart: Chart) -> str:
-    """Return the chart as an SVG element whose colors are variables of the page."""
+    """Return the chart as an SVG element, with variables of the page as colors."""
     figure, out = draw(chart), io.StringIO()
     from matplotlib import rc_context
 
@@ -185,12 +185,12 @@ def svg(chart: Chart) -> str:
 
 
 def png(chart: Chart, path: Path) -> None:
-    """Write the chart as a picture."""
+    """Write the chart as a PNG file."""
     draw(chart, png=True).savefig(path, format="png", dpi=160, facecolor="white")
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return a curve of few enough points: of each stretch its lowest and its highest, in their order."""
+    """Return a curve with fewer points: the lowest and the highest of each stretch, in order."""
     finite = [value if math.isfinite(value) else math.nan for value in values]
     if len(steps) <= _MOST_POINTS:
         return list(steps), finite
@@ -208,16 +208,16 @@ def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A run, as a page shows it.
+    """The contents of a run's part of the page.
 
     Attributes:
-        label: What it is called.
-        status: How it ended.
+        label: The name of the run.
+        status: The end of the run.
         summary: A few facts, by name.
-        events: Rows of when, at which step, and what.
+        events: Rows of time, step and event.
         tables: Names and values, by title.
-        selection: Which backend was chosen, and why.
-        note: What is wrong with the record; empty if nothing.
+        selection: The selection of the backend, as text.
+        note: The problem of the log; empty without one.
     """
 
     label: str
@@ -230,7 +230,7 @@ class Story:
 
 
 def labels(runs: Sequence[LoggedRun]) -> list[str]:
-    """Return what to call each run: its folder's name, with more of the path where two are alike."""
+    """Return a label for each run: its folder's name, or more of the path if two names are equal."""
     folders = [run.path.absolute().parent for run in runs]
     names = [folder.name for folder in folders]
     return [
@@ -275,7 +275,7 @@ def _summary(run: LoggedRun) -> dict[str, str]:
 
 
 def _seconds_of_work(run: LoggedRun) -> float:
-    """Return how long the parts of the run took together, without the time between them."""
+    """Return the total seconds of the run's parts, without the time between them."""
     total, began, last = 0.0, None, 0.0
     for line in run.lines:
         if line["type"] == "run":
@@ -326,8 +326,8 @@ def render(paths: Iterable[str | os.PathLike[str]]) -> str:
 
     Raises:
         ConfigError: No run is given, or matplotlib is not installed.
-        FileNotFoundError: A folder has no record of a run.
-        StateError: A file is not such a record.
+        FileNotFoundError: A folder has no log of a run.
+        StateError: A file is not such a log.
     """
     return _render([read_run(path) for path in paths])
 
@@ -344,7 +344,7 @@ def _render(runs: Sequence[LoggedRun]) -> str:
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return page.render(
         stories=[story_of(label, run) for label, run in named],
-        # matplotlib has escaped what is written in them
+        # matplotlib has escaped the texts in the figures
         figures=[Markup(svg(chart)) for chart in charts(named)],  # noqa: S704
     )
 
@@ -354,8 +354,8 @@ def write_report(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
 
     Raises:
         ConfigError: No run is given, or matplotlib is not installed.
-        FileNotFoundError: A folder has no record of a run.
-        StateError: A file is not such a record.
+        FileNotFoundError: A folder has no log of a run.
+        StateError: A file is not such a log.
         OSError: The file cannot be written.
     """
     return write_page([read_run(path) for path in paths], out)
@@ -369,12 +369,12 @@ def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
         OSError: The file cannot be written.
     """
     text, out = _render(runs), Path(out)
-    write_atomically(lambda part: _write(part, text), out, mode=0o600)  # it has the program's arguments
+    write_atomically(lambda part: _write(part, text), out, mode=0o600)  # the page has the program's arguments
     return out
 
 
 def _write(part: Path, text: str) -> None:
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may not be valid UTF-8
 
 
 def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[Path]:

@@ -1,1 +1,1 @@
-"""What a training step is made of: weights, sums, precision, the optimizer's part."""
+"""The parts of a training step: loaders' shares, precision, losses and their means, the optimizer step."""

@@ -1,4 +1,4 @@
-"""What a trainer knows of its loaders: shares of batches, next epochs, and the rows that all ranks have."""
+"""State that a trainer keeps for its loaders: shares of batches, next epochs; and the gathering of rows."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -20,35 +20,35 @@ from tp_trainer._steps._optimizer_step import counts_as_nothing
 T = TypeVar("T")
 
 _NO_BATCH = object()
-_MANY = 64  # what has been noted is put in order by so many
+_MANY = 64  # notes are sorted into the dict in groups of so many
 
 
 class BatchShares:
-    """Knows the shares of batches that prepared loaders have yielded, by the batches' tensors.
+    """Records the shares of the batches that prepared loaders have yielded, by the batches' tensors.
 
-    Without a batch to go by, it is that of the loader which is being iterated; where several are, and
-    their batches lie differently on the ranks, nobody can know.
+    Without a batch, the share is the one of the loader under iteration. If several loaders are iterated, and
+    their batches have different shares, it is ambiguous.
 
     Args:
-        session: Where the loaders were prepared; it has several data ranks.
+        session: The session of the loaders; it has several data ranks.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # With each share goes whether the batch was one for training.
+        # Each share, with whether the batch was for training.
         self._by_tensor: _OfLiving[tuple[Share, bool]] = _OfLiving()
         self._by_loss: _OfLiving[Share] = _OfLiving()
-        self._knows_losses = False  # whether any was noted: not in loops that call their models themselves
-        # The batch that was yielded last, as long as its iteration holds it.
+        self._knows_losses = False  # whether any was noted; a loop that does not use run() notes none
+        # The batch that was yielded last, until its iteration continues or ends.
         self._latest: Any = _NO_BATCH
         self._latest_share: Any = None
-        # The batches of iterations under way: those of training, and those of evaluation.
-        self._met_stand_in = False  # some rank did, in the last iteration for training
+        self._met_stand_in = False  # whether a rank had a stand-in in the last iteration for training
+        # The shares of the iterations under way, for training and for evaluation.
         self._training: dict[int, Share] = {}
         self._evaluating: dict[int, Share] = {}
 
     def watch(self, loader: PreparedLoader, *, training: bool) -> None:
-        """Take note of what ``loader`` will yield."""
+        """Record the shares of the batches that ``loader`` yields."""
         loader.watch = lambda batches: self._watched(batches, training=training)
 
     def _watched(self, batches: Iterator[Any], *, training: bool) -> Iterator[Any]:
@@ -71,7 +71,7 @@ class BatchShares:
             self._latest = _NO_BATCH
 
     def note_loss(self, output: StepOutput, batch: Any) -> None:
-        """Note of which batch the loss in a step's output is, if a loader has yielded that batch."""
+        """Record the share of a step's loss, if a loader has yielded its batch."""
         loss = output if isinstance(output, Tensor) else _loss_in(output)
         if loss is None:
             return
@@ -85,7 +85,7 @@ class BatchShares:
         """Return the share of a batch.
 
         Raises:
-            StepError: The batch is not what a prepared loader has yielded, or is made of several batches.
+            StepError: No prepared loader has yielded the batch, or it is made of several batches.
         """
         found = self._shares_in(batch)
         if len(found) == 1:
@@ -100,10 +100,10 @@ class BatchShares:
         raise StepError(msg)
 
     def of_loss(self, loss: Tensor) -> Share | None:
-        """Return the share of the batch that a loss is of; ``None`` where no loader has told.
+        """Return the share of a loss's batch; ``None`` if no loader has yielded one.
 
         Raises:
-            StepError: The loss can be of one of several batches, which lie differently on the ranks.
+            StepError: The loss may be of one of several batches with different shares.
         """
         if self._knows_losses and (share := self._by_loss.get(loss)) is not None:
             return share
@@ -112,7 +112,7 @@ class BatchShares:
             for share in under_way.values():
                 return share
         found = _different(under_way.values())
-        if not found:  # the iteration has ended; what is still there of it may have been kept
+        if not found:  # the iteration has ended, and the loop may still hold its batches
             found = _different(share for share, training in self._by_tensor.values() if training)
         if len(found) > 1:
             raise StepError(_ambiguous(found))
@@ -128,14 +128,14 @@ class BatchShares:
         return bool(self._evaluating or self._training)
 
     def holds_nothing(self, batch: Any) -> bool:
-        """Whether this rank has a stand-in and no sample of the batch.
+        """Return whether this rank has a stand-in instead of samples of the batch.
 
         Args:
-            batch: Which one; ``None`` for that of the loader that is being iterated, or for all of one
-                that has been.
+            batch: The batch; ``None`` for the batch of the loader under iteration, or for all batches of the
+                last one.
 
         Raises:
-            StepError: The batch is not known; or a rank does not meet it at all.
+            StepError: The batch is not known; or a rank gets no part of it at all.
         """
         under_way = self._evaluating or self._training
         shares = list(under_way.values()) if batch is None else [self.of_batch(batch)]
@@ -159,30 +159,29 @@ class BatchShares:
 
 
 class _OfLiving(Generic[T]):
-    """What is known of tensors, as long as they live.
+    """A mapping from living tensors to values, cheap to add to.
 
-    Every tensor of every batch is noted, and nearly none is asked for. So to note one makes a weak reference
-    without a callback, and nothing more; what is known is put in order when somebody asks, and what has died
-    is thrown out when that is about half of all.
+    Every tensor of every batch is noted, and few are looked up. So a note is only a weak reference without a
+    callback. Notes are sorted into a dict at the next lookup. Dead ones are removed once about half are dead.
     """
 
     def __init__(self) -> None:
         self._new: list[tuple[weakref.ref[Tensor], T]] = []  # in the order in which they were noted
-        self._known: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which another may have meanwhile
+        self._known: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which a later tensor may reuse
         self._most = 2 * _MANY
 
     def note(self, tensor: Tensor, known: T) -> None:
-        """Note what is known of a tensor."""
+        """Note a value for a tensor."""
         self._new.append((ref(tensor), known))
         if len(self._new) > _MANY:
             self._put_in_order()
 
     def note_all(self, batch: Any, known: T) -> bool:
-        """Note what is known of each tensor in a batch, and return whether there are any."""
+        """Note a value for each tensor in a batch, and return whether it has any."""
         new = self._new
         before, kind = len(new), type(batch)
         for leaf in batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,):
-            if type(leaf) is Tensor:  # nearly all are: a walk costs four times as much
+            if type(leaf) is Tensor:  # the usual case: a walk of the tree costs four times as much
                 new.append((ref(leaf), known))
             else:
                 new += [(ref(inner), known) for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
@@ -205,7 +204,7 @@ class _OfLiving(Generic[T]):
         new = self._new
         if new:
             refers, value = new[-1]
-            if refers() is tensor:  # as what is asked for often has just been noted
+            if refers() is tensor:  # often the newest note is looked up
                 return value
             self._put_in_order()
         found = self._known.get(id(tensor))
@@ -222,7 +221,7 @@ def _loss_in(output: Any) -> Tensor | None:
 
 
 def _different(shares: Iterable[Share]) -> list[Share]:
-    """Return those of the shares that weigh a loss differently."""
+    """Return one share for each distinct weight of a loss."""
     return list({share.samples / share.total: share for share in shares}.values())
 
 
@@ -244,10 +243,10 @@ def _after_the_loop() -> str:
 
 
 class Epochs:
-    """Knows where the loaders are that a trainer has trained on, as long as the loaders live.
+    """Records the next epoch of each loader that a trainer has trained on, as long as the loader lives.
 
-    A loader that cannot be referred to weakly, such as a list, has one order in all epochs. A stream lives as
-    long as this.
+    A loader without weak references, such as a list, has the same order in all epochs. Streams live until
+    :meth:`close`.
     """
 
     def __init__(self) -> None:
@@ -255,21 +254,21 @@ class Epochs:
         self._streams: MutableMapping[Any, Any] = WeakIdKeyDictionary()
 
     def go_on(self, loader: Any, prepared: PreparedLoader) -> None:
-        """Make a loader that was just prepared begin with the epoch after the last one of ``loader``."""
+        """Set a newly prepared loader to the epoch after the last one of ``loader``."""
         if prepared is not loader and _is_known_by_reference(loader) and loader in self._next:
             prepared.set_epoch(self._next[loader])
             if loader in self._streams:
                 prepared.stream = self._streams[loader]
 
     def note(self, loader: Any, prepared: PreparedLoader) -> None:
-        """Note which epoch of ``loader`` is next."""
+        """Record the next epoch of ``loader``."""
         if prepared is not loader and _is_known_by_reference(loader):
             self._next[loader] = prepared.next_epoch
             if prepared.continues_stream and prepared.stream is not None:
                 self._streams[loader] = prepared.stream
 
     def close(self) -> None:
-        """End the iterations of streams, and their workers."""
+        """Close the iterators of streams, which ends their workers."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
@@ -286,9 +285,9 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
     """Return ``value`` with the rows of all data ranks in place of this rank's.
 
     Args:
-        session: Where the ranks meet.
+        session: The session of the ranks.
         value: Tensors, (row, ...) each, alone or in containers.
-        is_nothing: Whether this rank's rows are those of a stand-in, and left out.
+        is_nothing: Whether this rank has a stand-in: its rows are left out.
 
     Raises:
         StepError: ``value`` holds something else than tensors.
@@ -305,7 +304,7 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
             )
             raise StepError(msg)
     if session.data_size > 1:
-        # Ranks that differed would wait for each other, or take one another's bytes for their own.
+        # With different shapes a collective would hang, or copy bytes into tensors of another shape.
         shapes = [(tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in leaves]
         session.check_agreement("what is gathered, as (shape behind the first dimension, type)", shapes)
 
@@ -317,12 +316,12 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
 
 
 def has_nothing(session: Session, shares: BatchShares | None, batch: Any) -> bool:
-    """Whether this rank has a stand-in in place of the samples of a batch, in a step or in a custom loop.
+    """Return whether this rank has a stand-in for the samples of a batch, in a step or in a custom loop.
 
     Args:
-        session: Where the ranks meet.
-        shares: The shares of the batches of loaders that are iterated; ``None`` with one data rank.
-        batch: Which batch; ``None`` for the one that is being computed.
+        session: The session of the ranks.
+        shares: The shares of the loaders' batches; ``None`` with one data rank.
+        batch: The batch; ``None`` for the current one.
 
     Raises:
         StepError: The batch is not known; or a rank without a sample of it does not take part.
@@ -341,12 +340,12 @@ def has_nothing(session: Session, shares: BatchShares | None, batch: Any) -> boo
 
 
 def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -> Tensor:
-    """Return the rows of all data ranks, through which gradients flow back to the rank of each row.
+    """Return the rows of all data ranks; gradients flow back to the rank of each row.
 
     Args:
-        session: Where the ranks meet.
-        rows: This rank's, (row, ...).
-        is_nothing: Whether they are those of a stand-in, and left out.
+        session: The session of the ranks.
+        rows: This rank's rows, (row, ...).
+        is_nothing: Whether this rank has a stand-in: its rows are left out.
 
     Returns:
         The rows of all ranks, (rows of all ranks, ...), in the order of the global batch.
@@ -373,7 +372,7 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: all-gather of rows. Backward: all-reduce (sum) of their gradients; each keeps its own."""
+    """Forward: all-gather of rows. Backward: all-reduce (sum) of their gradients; a rank keeps its rows'."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, session: Session, is_nothing: bool) -> Tensor:
@@ -387,6 +386,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_nothing or counts_as_nothing(ctx.session):
-            gradient = torch.zeros_like(gradient)  # NaN of a loss over nothing must not reach other ranks
+            # A loss over no sample may be NaN; the all-reduce would carry NaN to every rank.
+            gradient = torch.zeros_like(gradient)
         total = ctx.session.reduce(gradient.contiguous(), "sum")[ctx.own]
         return (total if len(total) else total.new_zeros(ctx.shape)), None, None

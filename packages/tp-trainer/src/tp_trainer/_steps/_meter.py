@@ -1,4 +1,4 @@
-"""Means of what steps return, over samples or what else they say, on one device or over all ranks."""
+"""Means of the steps' outputs, over samples or other units, on one device or over all ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,32 +10,32 @@ from torch import Tensor
 from tp_core.errors import NonFiniteLossError, StepError
 from tp_core.plugins import Session, read_weight, split_weight
 
-_FLUSH_EVERY = 50  # steps; an accelerator is waited for only so often
+_FLUSH_EVERY = 50  # steps between two waits for the accelerator
 
 
 class Meter:
-    """Adds up what steps return, by their weights, and stops at a loss that is not finite.
+    """Adds up the steps' outputs, weighted, and raises at a NaN or infinite loss.
 
-    A step counts as much as the "weight" that it returned, else as many as it had samples; a metric
-    that is a pair ``(mean, weight)`` by its own. What has the weight 0 counts as nothing, whatever it is.
+    A step's weight is the "weight" that it returned, or its number of samples. A metric that is a pair
+    ``(mean, weight)`` has its own weight. A value of weight 0 does not count, and may be NaN.
 
-    On the CPU each loss is looked at when it comes, before it can do harm. On an accelerator that
-    would make every step wait for the device, so losses are looked at together every 50 steps,
-    and before anything is saved.
+    On the CPU each loss is checked at once, before its gradients are used. On an accelerator that would make
+    every step wait for the device, so losses are checked together, every 50 steps and before anything is
+    saved.
 
     Args:
-        session: Where the steps run.
-        what: The words for the steps in messages: "training", "validation".
+        session: The session that runs the steps.
+        what: The name of the steps in messages: "training", "validation".
         first_step: The number of the first step, for messages.
-        tolerate: Leave losses out that are not finite, instead of stopping at them, and be ready to
-            forget those of a whole optimizer step.
-        weighs: Whether the steps before returned a weight; ``None`` where there was none.
+        tolerate: Leave out NaN and infinite losses, instead of raising, and prepare for
+            :meth:`forget_step`.
+        weighs: Whether earlier steps returned a weight; ``None`` without any.
 
     Attributes:
-        tolerates: Whether losses that are not finite are left out.
-        weighs: Whether steps return a weight: all of them do, or none; ``None`` before the first.
-        samples: How many have been counted.
-        last_loss: That of the last step; ``None`` before the first.
+        tolerates: Whether NaN and infinite losses are left out.
+        weighs: Whether all steps return a weight, or none; ``None`` before the first.
+        samples: The number of samples so far.
+        last_loss: The loss of the last step; ``None`` before the first.
     """
 
     def __init__(
@@ -65,25 +65,27 @@ class Meter:
         self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
 
     def add(self, loss: Tensor | None, output: Any) -> float | None:
-        """Count one step, whose loss has been taken out of its output.
+        """Count one step.
 
         Args:
             loss: The loss; ``None`` in an evaluation without one.
-            output: What the step returned.
+            output: The step's output.
 
         Returns:
             The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
 
         Raises:
             NonFiniteLossError: The loss, or one before it, is NaN or infinite.
-            StepError: The step returned something that cannot be averaged; or a weight or a loss, and others
-                did not, or the other way round.
+            StepError: The step returned something that cannot be averaged; or only some steps return a weight
+                or a loss.
+
+        Collectives: in training over several data ranks an all-gather of objects, at the first step.
         """
         share = self._session.share
         samples = 1 if share is None else share.samples
         if output is loss and loss is not None and self.weighs is False and self._is_plain:
             value = loss.item()
-            if value - value == 0.0 and samples:  # as in _count, whose call costs as much as this
+            if value - value == 0.0 and samples:  # as _count does: its call would double the cost
                 self._step += 1
                 self.samples += samples
                 self._weight += samples
@@ -115,7 +117,7 @@ class Meter:
         return weight
 
     def log(self, numbers: Mapping[str, Any]) -> None:
-        """Add numbers of a batch, of which means are made by its samples, in a loop without a loss of ours.
+        """Add numbers of a custom loop's batch, weighted by its samples.
 
         Raises:
             StepError: A value cannot be averaged.
@@ -126,19 +128,19 @@ class Meter:
             self._add_other(name, value, samples, samples)
 
     def count(self) -> None:
-        """Count a batch of such a loop."""
+        """Count a batch of a custom loop."""
         share = self._session.share
         self._step += 1
         self.samples += 1 if share is None else share.samples
 
     def _agree(self, *, gives: bool) -> None:
-        """Note whether steps return a weight, or find that they are of two kinds.
+        """Record whether steps return a weight; refuse a mixture.
 
-        In training, ranks that differed would wait for each other in different collectives.
+        In training, a weight costs a collective: ranks that differed would wait in different ones.
 
         Raises:
-            StepError: The steps before did otherwise.
-            DisagreementError: Steps return a weight on some ranks and none on others.
+            StepError: Earlier steps did otherwise.
+            DisagreementError: Steps return a weight on some ranks alone.
 
         Collectives: in training over several data ranks, once: an all-gather of objects.
         """
@@ -154,10 +156,10 @@ class Meter:
             self._session.check_agreement("whether the step returns a 'weight'", gives)
 
     def _note_loss(self, *, has_loss: bool) -> None:
-        """Note whether steps return a loss.
+        """Record whether steps return a loss; refuse a mixture.
 
         Raises:
-            StepError: The steps before did otherwise.
+            StepError: Earlier steps did otherwise.
         """
         if self._has_loss is (not has_loss):
             here, before = ("a", "none") if has_loss else ("no", "one")
@@ -169,22 +171,22 @@ class Meter:
         self._has_loss = has_loss
 
     def begin_step(self) -> None:
-        """Note where an optimizer step begins, for :meth:`forget_step`."""
+        """Record the sums at the beginning of an optimizer step, for :meth:`forget_step`."""
         if self.tolerates:
             self._before = (self.samples, self._losses, self._weight, dict(self._others))
 
     def forget_step(self) -> None:
-        """Take out what was counted since :meth:`begin_step`, on this rank and, so, on all."""
+        """Restore the sums of :meth:`begin_step`; all ranks skip the same steps."""
         if self.tolerates:
             self.samples, self._losses, self._weight, self._others = self._before
 
     def totals(self) -> tuple[float, float]:
-        """Return the sum of this rank's losses so far, and of their weights."""
+        """Return the sums of this rank's losses and of their weights."""
         self.flush()
         return self._losses, self._weight
 
     def flush(self) -> None:
-        """Look at the losses that are still on the device."""
+        """Read and count the losses that are still on the device."""
         if self._pending:
             pending, self._pending = self._pending, []
             values = torch.stack([loss for loss, _, _ in pending]).tolist()
@@ -192,10 +194,10 @@ class Meter:
                 self._count(value, samples, units)
 
     def _count(self, value: float, samples: int, units: float) -> bool:
-        """Count a loss, and return whether it counts."""
+        """Count a loss; return ``False`` if it is left out."""
         step = self._step
         self._step += 1
-        # x - x is 0 for finite x alone, and costs less than a call of math.isfinite.
+        # x - x is 0 only for finite x, and is cheaper than math.isfinite(x).
         if value - value != 0.0 and units:
             if self.tolerates:
                 return False
@@ -223,7 +225,7 @@ class Meter:
         value, own = split_weight(name, given)
         weight = units if own is None else own if samples else 0.0
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            # Kept where it is: nobody looks at it before the end.
+            # Stays on its device, so that the step need not wait for it.
             number: Any = value.detach().double().reshape(())
         elif isinstance(value, Real):
             number = float(value)
@@ -240,7 +242,7 @@ class Meter:
         others[name] = (total + number * weight, before + weight) if weight else (total, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's sums as plain numbers: what :meth:`load_state_dict` takes."""
+        """Return this rank's sums as plain numbers."""
         self.flush()
         return {
             "step": self._step,
@@ -251,18 +253,18 @@ class Meter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the sums of :meth:`state_dict`."""
         self._step, self.samples, self.weighs = state["step"], state["samples"], state["weighs"]
         self._losses, self._weight = state["loss"]
         self._others = {name: (total, weight) for name, (total, weight) in state["others"].items()}
 
     def means(self) -> dict[str, float]:
-        """Return the means over all data ranks, "loss" first if there is one; the mean of nothing is NaN.
+        """Return the means over all data ranks, "loss" first if there is one; a mean of weight 0 is NaN.
 
         Raises:
-            DisagreementError: The steps of some ranks returned a weight, and those of others did not.
+            DisagreementError: Steps returned a weight on some ranks alone.
 
-        Collectives: one object gather, so that ranks without a sample take part too, and one
+        Collectives: one gather of objects, so that ranks without a sample learn the names, and one
         all-reduce over the data ranks.
         """
         self.flush()
@@ -301,12 +303,12 @@ class Meter:
 
 
 def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a meter at the same step that has counted nothing."""
+    """Return the state of a meter at the same step, with sums of 0."""
     return {**state, "samples": 0, "loss": [0.0, 0], "others": {}}
 
 
 def added_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a meter that has counted what all of these have."""
+    """Return the state of a meter with the sums of all these states."""
     names = {name for state in states for name in state["others"]}
     nothing = [0.0, 0]
     return {

@@ -1,4 +1,4 @@
-"""From the gradients of one or several batches, each with its weight, to one step of the optimizer."""
+"""One step of the optimizer, from the gradients of one or several weighted batches."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from tp_trainer._steps._step import LossScaler
 # every backend, whether it knows of weights or not.
 
 
-# Not a context variable: on accelerators the backward pass runs in threads of its own.
+# Not a context variable: on accelerators autograd runs the backward pass in its own threads.
 _adding_nothing: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -39,15 +39,15 @@ def total_weight(session: Session, weight: float) -> float:
 def add_whole(
     session: Session, loss: Tensor, weight: float, *, total: float, scale: float = 1.0, **graph: bool
 ) -> None:
-    """Add the gradient of the mean over ``total`` units, of which this rank's loss is over ``weight``.
+    """Add this rank's part of the gradient of the mean over ``total`` units.
 
     Args:
-        session: Where the steps run.
-        loss: This rank's loss: a mean over its units, or their sum, as the job says.
-        weight: How many units those are; 0 counts as nothing, and then the loss may be NaN.
-        total: How many units the optimizer step has on all ranks, in all of its batches.
+        session: The session that runs the steps.
+        loss: This rank's loss: a mean over its units, or their sum, as in ``job.loss``.
+        weight: The number of these units. With 0 the loss does not count, and may be NaN.
+        total: The number of units on all ranks, in all batches of the optimizer step.
         scale: A factor on the loss.
-        **graph: What `Session.backward` takes besides.
+        **graph: Further arguments of `Session.backward`.
 
     Collectives: as in `Session.backward`.
     """
@@ -60,16 +60,16 @@ def add_whole(
 
 
 def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scale: float = 1.0) -> None:
-    """Add the gradient of a batch of which only the end of the optimizer step will say how much it counts.
+    """Add the gradient of a batch whose total weight is known only at the end of the optimizer step.
 
-    The gradients are then to be multiplied by ``unit * session.data_size / total``.
+    The sum of gradients must then be multiplied by ``unit * session.data_size / total``.
 
     Args:
-        session: Where the steps run.
+        session: The session that runs the steps.
         loss: As in :func:`add_whole`.
         weight: As in :func:`add_whole`.
-        unit: About the weight of one rank's batch, the same on all ranks: keeps the gradients about as
-            large as they will be.
+        unit: About the weight of one rank's batch, the same on all ranks. It keeps the gradients near their
+            final size.
         scale: A factor on the loss.
 
     Collectives: as in `Session.backward`.
@@ -78,7 +78,7 @@ def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scal
 
 
 def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
-    """Take part in the backward pass of the other ranks, adding zeros to the gradients.
+    """Take part in the backward pass of the other ranks, and add zeros to the gradients.
 
     Collectives: as in `Session.backward`.
     """
@@ -92,17 +92,17 @@ def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
 
 
 def counts_as_nothing(session: Session) -> bool:
-    """Whether the backward pass under way on this rank is one of :func:`add_nothing`."""
+    """Return whether the current backward pass of this rank comes from :func:`add_nothing`."""
     return session in _adding_nothing
 
 
 def near_power_of_two(number: float) -> float:
-    """Return a power of two near ``number``, to multiply by without rounding."""
+    """Return a power of two near ``number``: a multiplication by it does not round."""
     return math.ldexp(1.0, round(math.log2(number)))
 
 
 def _inverse_share(session: Session) -> float:
-    """Return how much smaller the session makes this rank's loss than the mean over all ranks'."""
+    """Return the inverse of the factor that the session puts on this rank's loss."""
     share = session.share
     if share is None or session.data_size == 1:
         return float(session.data_size)
@@ -117,17 +117,17 @@ log = logging.getLogger("tp_trainer")
 NonFinite = Literal["raise", "skip"]
 
 _SMALLEST_SCALE = 2.0**-10
-"""A loss scale below this cannot be the cause of an overflow: the gradients themselves are bad."""
+"""With a loss scale up to this, an overflow is in the gradients themselves, and not due to the scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRules:
-    """What is done with gradients before the optimizer uses them.
+    """The clipping of gradients, and the treatment of NaN and infinite ones.
 
     Attributes:
         clip_norm: The largest global norm of the gradients, or ``None``.
         clip_value: The largest magnitude of an element of them, or ``None``.
-        nonfinite: Whether gradients that are NaN or infinite "raise", or the step is skipped.
+        nonfinite: Whether to "raise" at NaN or infinite gradients, or to "skip" the step.
         max_skipped: How many steps in a row may be skipped.
 
     Raises:
@@ -149,30 +149,30 @@ class GradientRules:
 
 
 class OptimizerStep:
-    """Makes optimizer steps: adds up batches by their samples, unscales, clips, checks, updates.
+    """Makes optimizer steps: accumulates batches by their samples, unscales, clips, checks, updates.
 
     Args:
-        session: Where the steps run.
+        session: The session that runs the steps.
         model: The prepared model.
         optimizer: The prepared optimizer.
-        rules: What is done with the gradients.
-        accumulate: How many batches make one step, at most.
+        rules: Clipping, and the treatment of NaN.
+        accumulate: The most batches in one step.
         scaler: Scales the loss, or ``None``.
 
     Attributes:
-        session: Where the steps run.
+        session: The session that runs the steps.
         model: The prepared model.
         optimizer: The prepared optimizer.
         scaler: Scales the loss, or ``None``.
-        accumulate: How many batches make one step, at most.
-        backward: Adds the gradients of one batch's loss, over all data ranks, to the parameters.
-            Means of batches are weighed by the samples of all ranks in them, so that the gradient
-            of a step is that of the mean over all of its samples.
-        count: Steps that were made or left out, since the first one.
-        skipped: Steps that were left out, since the first one.
-        is_empty: Whether the last step was left out because the weights of its batches were all 0.
-        unit: About the weight of one rank's batch, where several batches make a step; ``None`` before
-            the first.
+        accumulate: The most batches in one step.
+        backward: Adds the gradients of one batch's loss, over all data ranks, to the parameters. Each batch
+            is weighted by the samples of all ranks in it, so that a step has the gradient of the mean over
+            all of its samples. Collectives: as in `Session.backward`.
+        count: The steps made or skipped since the first one.
+        skipped: The steps skipped since the first one.
+        is_empty: Whether the last step was skipped because the weights of its batches were all 0.
+        unit: About the weight of one rank's batch, if several batches make a step; ``None`` before the
+            first.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class OptimizerStep:
         self._weight = 0.0  # of this rank's batches since the last step; of all ranks', if one makes a step
         self._batches = 0  # since the last step
         self._before_step: Callable[[Tensor], None] | None = None
-        # Looking at a norm makes an accelerator wait, so there it is looked at only where a
-        # decision hangs on it; a loss that is NaN shows soon enough what went wrong.
+        # Reading the norm makes an accelerator wait, so there it is read only for a decision. Otherwise
+        # the meter's next look at the losses finds NaN, or `check_parameters` does before a save.
         self._looks = (
             scaler is not None or not self._raises or (clip_norm is not None and session.device.type == "cpu")
         )
@@ -218,9 +218,9 @@ class OptimizerStep:
         self._is_plain = not (self._looks or self._weighs or clip_norm is not None or clip_value is not None)
 
     def send_norm_to(self, before_step: Callable[[Tensor], None]) -> None:
-        """Have a function called before each step that is made, with the norm of its gradients.
+        """Call a function before each optimizer step, with the norm of its gradients.
 
-        Collectives: from now on those of `Session.clip_grad_norm` in each step.
+        Collectives: as in `Session.clip_grad_norm`, from now on in each step.
         """
         self._before_step = before_step
         self._is_plain = False
@@ -236,18 +236,18 @@ class OptimizerStep:
         self.session.backward(loss if factor == 1.0 else loss * factor)
 
     def weighted_backward(self, loss: Tensor, weight: float) -> None:
-        """Add the gradients of a batch whose step said over how many units its loss is a mean.
+        """Add the gradients of a batch with a weight: the number of units that its loss is a mean over.
 
-        One batch that makes a step is weighed before its backward pass, so that gradients are what they
-        should be when hooks see them. Of several, the total is known after the last: then their sum is
-        divided by it, before it is clipped.
+        If one batch makes a step, it is weighted before its backward pass, so that hooks see the final
+        gradients. With several batches the total is known only after the last. Their sum is then divided by
+        it, before clipping.
 
         Args:
             loss: This rank's loss.
-            weight: Over how many units; 0 counts as nothing.
+            weight: The number of units; with 0 the loss does not count.
 
-        Collectives: as in `Session.backward`; before it an all-reduce of one number, if the batch
-        makes a step alone or is the first that is given to one that has several.
+        Collectives: as in `Session.backward`; before it an all-reduce of one number, if one batch makes a
+        step, or for the first batch of all.
         """
         session, scale = self.session, 1.0 if self.scaler is None else self.scaler.scale
         self._is_weighted, self._is_plain = True, False
@@ -262,17 +262,17 @@ class OptimizerStep:
         add_part(session, loss, weight, unit=self.unit or 1.0, scale=scale)
 
     def finish(self) -> bool:
-        """Step the optimizer with what has been added up, and return whether it was done.
+        """Step the optimizer with the accumulated gradients, and return whether the step was made.
 
-        All ranks decide alike: they look at the global norm. A step whose weights are all 0, on all
-        ranks, has nothing to learn from and is left out.
+        All ranks decide alike, as the global norm is equal on them. A step with weights of 0 on all ranks has
+        no gradient and is skipped.
 
         Raises:
-            NonFiniteLossError: The gradients are NaN or infinite, and that is not to be skipped,
-                or was skipped too often.
+            NonFiniteLossError: The gradients are NaN or infinite, and the rules do not skip such a step,
+                or too many were skipped.
 
-        Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or looked at; an
-        all-reduce of one number, where batches that were added up have weights.
+        Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked; an all-reduce of one
+        number, if the accumulated batches have weights.
         """
         self.count += 1
         if self._is_plain:
@@ -303,13 +303,13 @@ class OptimizerStep:
         return True
 
     def check_parameters(self) -> None:
-        """Make sure that no step has left NaN or infinity in a parameter that is trained.
+        """Make sure that no step has left NaN or infinity in a trained parameter.
 
-        Where gradients are not looked at in every step, this is how those of a step that no loss
-        followed are found before anything is kept of it: what is not finite stays so.
+        If gradients are not checked in every step, this finds the bad gradients of the last step before
+        anything is saved: no later loss has shown them. A parameter that is NaN stays NaN.
 
         Raises:
-            NonFiniteLossError: On all ranks, if there is one on any.
+            NonFiniteLossError: On all ranks, if a rank has such a parameter.
 
         Collectives: as in `Session.gather_objects`.
         """
@@ -328,7 +328,7 @@ class OptimizerStep:
             raise NonFiniteLossError(msg)
 
     def _sample_factor(self) -> float:
-        """Return what makes of the sum of batches, weighed by the first one's samples, their mean."""
+        """Return the factor from the sum of batches, weighted relative to the first one, to their mean."""
         if not self._weighs:
             return 1.0
         factor = self._first / self._total
@@ -336,7 +336,10 @@ class OptimizerStep:
         return factor
 
     def _weighted_factor(self) -> float | None:
-        """Return what the gradients lack to be those of the mean over all units; ``None`` for no units."""
+        """Return the factor from the gradients to those of the mean over all units; ``None`` for no units.
+
+        Collectives: one all-reduce of a number over the data ranks, if several batches make a step.
+        """
         session, weight, batches = self.session, self._weight, self._batches
         self._weight, self._batches = 0.0, 0
         if not self._accumulates:
@@ -348,7 +351,7 @@ class OptimizerStep:
         return unit * session.data_size / total if session.job.loss == "mean" else 1.0
 
     def _accepts(self, norm: Tensor) -> bool:
-        """Whether the optimizer may use gradients of this norm."""
+        """Return whether the optimizer may use gradients of this norm."""
         is_finite = bool(torch.isfinite(norm))
         scale = 1.0
         if self.scaler is not None:

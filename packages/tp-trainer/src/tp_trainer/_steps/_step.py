@@ -1,4 +1,4 @@
-"""One step of the user: its precision, its loss, the modes of its modules, and what its first call shows."""
+"""The user's step: its loss, its precision, the modes of its modules, and the checks of its first call."""
 
 import logging
 import traceback
@@ -20,7 +20,7 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
     """Return the loss in what a step returned.
 
     Raises:
-        StepError: The output has no loss, or it is not a scalar tensor that leads to parameters.
+        StepError: The output has no loss, or it is not a scalar tensor that requires grad.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -49,13 +49,13 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
 
 
 Step = Callable[[Any, Any], StepOutput]
-"""``step(model, batch)``, which may be typed for the user's own class of model and batch."""
+"""``step(model, batch)``; it may be typed for the user's own classes of model and batch."""
 RunStep = Callable[[Step, nn.Module, Any], StepOutput]
 RunAny = Callable[[Any, Any, Any], StepOutput]
 
 
 def check_precision(precision: object) -> None:
-    """Make sure that ``precision`` is one of those there are.
+    """Make sure that ``precision`` is a known precision.
 
     Raises:
         ConfigError: ``precision`` is something else.
@@ -67,7 +67,7 @@ def check_precision(precision: object) -> None:
 
 
 def autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return what makes the context that a step runs in, or ``None`` where it needs none."""
+    """Return a factory of the context for a step, or ``None`` if it needs none."""
     types = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
     if precision not in types:
         return None
@@ -75,12 +75,12 @@ def autocast(precision: Precision, device: torch.device) -> Callable[[], Abstrac
 
 
 def in_precision(run: RunAny, precision: Precision, device: torch.device) -> RunAny:
-    """Return what runs a step in a precision; ``run`` itself where nothing has to be done for it.
+    """Return a function that runs a step in a precision; ``run`` itself for fp32.
 
     Args:
         run: ``run(step, model, batch)``, as `Session.run`; or with models, as `Session.run_several`.
         precision: The precision.
-        device: Where the step runs.
+        device: The device of the step.
     """
     if precision == "bf16-true":
         return lambda step, model, batch: run(step, model, to_bfloat16(batch))
@@ -96,7 +96,7 @@ def in_precision(run: RunAny, precision: Precision, device: torch.device) -> Run
 
 
 def to_bfloat16(batch: Any) -> Any:
-    """Return ``batch`` with its tensors of floating point in bfloat16; the others as they are."""
+    """Return ``batch`` with its floating-point tensors in bfloat16; other values unchanged."""
     if isinstance(batch, Parts):
         return batch.map(to_bfloat16)
     return tree_map(_as_bfloat16, batch)
@@ -109,14 +109,14 @@ def _as_bfloat16(leaf: Any) -> Any:
 
 
 class LossScaler:
-    """The factor on the loss that lifts fp16 gradients over the smallest number of their type.
+    """A factor on the loss, which keeps fp16 gradients from underflow.
 
-    It is halved when a gradient came out infinite or NaN, and doubled after so many good steps in
-    a row. torch's own scaler decides on each rank by itself, and ranks that hold different shards
-    would decide differently; here the caller says what came out on all ranks together.
+    It is halved after an infinite or NaN gradient, and doubled after 2000 good steps in a row. torch's own
+    scaler decides on each rank alone, and ranks with different shards would decide differently. Here the
+    caller passes the result for all ranks.
 
-    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the numbers are
-    those of ``torch.amp.GradScaler``.
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the defaults are as in
+    ``torch.amp.GradScaler``.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,11 @@ class LossScaler:
         self._good = 0
 
     def update(self, *, finite: bool) -> None:
-        """Note how a step came out."""
+        """Adjust the scale after a step.
+
+        Args:
+            finite: Whether the gradients of all ranks were finite.
+        """
         if not finite:
             self.scale, self._good = self.scale / 2, 0
             return
@@ -133,11 +137,11 @@ class LossScaler:
             self.scale, self._good = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` takes."""
+        """Return the scale, and the number of good steps in a row."""
         return {"scale": self.scale, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the values of :meth:`state_dict`."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
@@ -146,7 +150,7 @@ class LossScaler:
 
 @contextmanager
 def restore_modes(model: nn.Module) -> Iterator[None]:
-    """Put each module back into the mode that it has now: a norm may be frozen in a model that trains."""
+    """Restore the mode of each module: ``model.train()`` at the end would unfreeze norms in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -156,14 +160,14 @@ def restore_modes(model: nn.Module) -> Iterator[None]:
 
 
 def warn_evaluation_mode(model: nn.Module) -> None:
-    """Warn of modules in evaluation mode within a model in training mode, which ``model.train()`` ends.
+    """Warn of modules in evaluation mode within a model in training mode: ``fit`` calls ``model.train()``.
 
-    They may be a norm that somebody froze, or a pretrained part as it was loaded: nobody can tell which.
+    They may be frozen on purpose, or be a pretrained part as it was loaded; the trainer cannot know.
     """
     if not model.training:
         return
     frozen = [name for name, module in model.named_modules() if not module.training]
-    # Of a part that is frozen with all that it holds, the part alone.
+    # Only the outermost module of each frozen part.
     outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]
     if outermost:
         log.warning(
@@ -175,10 +179,10 @@ def warn_evaluation_mode(model: nn.Module) -> None:
 
 @contextmanager
 def guard_stop_iteration() -> Iterator[None]:
-    """Run a block that calls functions of the user's, and say where one asked an ended iterator for more.
+    """Turn a ``StopIteration`` of the user's code into a StepError that names its place.
 
-    Python takes a ``StopIteration`` for the end of whatever iterates around the call; from a generator it is
-    a ``RuntimeError`` without a word about where it came from.
+    Python would take it for the end of the iteration around the call. Out of a generator it becomes a
+    ``RuntimeError`` without its place.
 
     Raises:
         StepError: In place of the ``StopIteration``, which is its cause.
@@ -199,19 +203,19 @@ def guard_stop_iteration() -> Iterator[None]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return what an optimizer steps."""
+    """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
-    """Log a warning if none of the parameters has a gradient, after the first backward pass or step.
+    """Log a warning if no parameter has a gradient after the first backward pass or step.
 
-    The loss is that of another model then, or of a copy. It is no error, as a phase that trains something
-    else may come first.
+    Then the loss comes from another model, or from a copy. It is no error, since a phase that trains
+    something else may come first.
 
     Args:
-        parameters: Which they are.
-        owner: What they are of, for the message.
+        parameters: The parameters.
+        owner: The object that has them, for the message.
     """
     if parameters and all(p.grad is None for p in parameters):
         log.warning(
@@ -225,13 +229,13 @@ def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
 def run_watched(
     run: RunStep, session: Session, optimizer: Optimizer, step: Step, model: Any, batch: Any
 ) -> StepOutput:
-    """Run the step on a batch of the first optimizer step, and look at whether it does what is for ``fit``.
+    """Run the step on a batch of the first optimizer step, and check that it leaves ``fit`` its tasks.
 
-    Gradients that it makes itself are added to those of the loss that it returns. On one device that may be
-    meant, for a loss that comes in pieces; where there are several nobody averages them.
+    Gradients of a backward() in the step are added to those of the returned loss. On one device that may be
+    intended, for a loss in several pieces. On several devices nothing averages them.
 
     Raises:
-        StepError: The step has stepped the optimizer, or cleared gradients; or made some, where there are
+        StepError: The step has stepped the optimizer or cleared gradients, or has called backward() on
             several devices.
     """
     parameters = parameters_of(optimizer)
@@ -268,4 +272,5 @@ def _refuse(optimizer: Optimizer, *_: object) -> None:
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:
+    # _version is private: torch has no public counter of a tensor's changes in place.
     return None if gradient is None else (id(gradient), gradient._version)

@@ -1,4 +1,4 @@
-"""Ready-made callbacks: what many runs need beside the training itself."""
+"""Ready-made callbacks for common tasks beside training."""
 
 from typing import TYPE_CHECKING
 

@@ -16,7 +16,7 @@ from tp_trainer._checks import check_positive
 
 
 class _AveragedWeights(Callback):
-    """Keeps averages of the parameters, which begin as torch's ``AveragedModel`` does: with a copy.
+    """Keeps averages of the parameters. They start as a copy, as in torch's ``AveragedModel``.
 
     Args:
         move: One of torch's functions for ``AveragedModel(multi_avg_fn=...)``.
@@ -29,15 +29,15 @@ class _AveragedWeights(Callback):
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """The averages by the parameters' names, empty until the first update; of each rank's own shards."""
+        """The averages by parameter names, of this rank's own shards; empty until the first update."""
         return self._averages
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Have the model compute with the averaged weights in the body of a ``with``: to save or export them.
+        """Put the averaged weights into the model within a ``with``, to save or export them.
 
         Args:
-            model: The model that was trained.
+            model: The trained model.
 
         Raises:
             ConfigError: There is no average yet, or it is of another model.
@@ -56,10 +56,10 @@ class _AveragedWeights(Callback):
             self._swap(parameters)
 
     def on_fit_start(self, run: RunView) -> None:
-        """Hold the averages of the run that is resumed as the model's weights are held.
+        """Move restored averages to the devices and shards of the model's parameters.
 
         Raises:
-            ConfigError: The averages are those of another model, or of other shards of it.
+            ConfigError: The averages belong to another model, or to other shards of it.
         """
         if not self._averages:
             return
@@ -83,14 +83,14 @@ class _AveragedWeights(Callback):
             by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
             for name, average in self._averages.items():
                 by_kind.setdefault((average.device, average.dtype), []).append(name)
-            for names in by_kind.values():  # torch's functions take tensors of one device and type
+            for names in by_kind.values():  # torch's functions need tensors of one device and type
                 averages = [self._averages[n] for n in names]
                 self._move(averages, [parameters[n] for n in names], self._updates)
         self._updates += 1
 
     @torch.no_grad()
     def _swap(self, parameters: Mapping[str, Tensor]) -> None:
-        """Exchange values, and not tensors: optimizers, replicas and buckets know the parameters."""
+        """Exchange values in place: optimizers, replicas and buckets refer to the parameters themselves."""
         for name, parameter in parameters.items():
             average = self._averages[name]
             value = parameter.detach().clone()
@@ -98,28 +98,28 @@ class _AveragedWeights(Callback):
             average.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and of how many updates they are."""
+        """Return the averages, and the number of updates."""
         return {"averages": self._averages, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the averages and the number of updates."""
         self._averages = {name: average.clone() for name, average in state["averages"].items()}
-        # A checkpoint without the number is of a moving average, which needs no more than that it has begun.
+        # A checkpoint without the number has a moving average, which only needs to know that it has begun.
         self._updates = int(state.get("updates", bool(self._averages)))
 
 
 class ExponentialMovingAverage(_AveragedWeights):
-    """Keeps an exponential moving average of the parameters, and has validations use it.
+    """Keeps an exponential moving average of the parameters, and uses it in validations.
 
-    The first update copies the weights, as in torch's ``AveragedModel``; until then validations see the
-    model's own. Each later one is ``average = decay * average + (1 - decay) * parameter``, by torch's own
-    function. The average of a sharded model is of each rank's shards. Buffers, such as the statistics of
-    batch norm, are the model's own.
+    The first update copies the weights, as in torch's ``AveragedModel``; until then validations use the
+    model's own. Later updates are ``average = decay * average + (1 - decay) * parameter``, by torch's own
+    function. For a sharded model each rank averages its shards. Buffers, for example the statistics of batch
+    norm, are not averaged.
 
     Args:
-        decay: How much of the average stays, from 0 up to but not including 1.
-        every_steps: The average is updated after each step of the run that this divides.
-        validate: Whether validations see the averaged weights in the place of the model's.
+        decay: The part of the average that stays, from 0 up to but not including 1.
+        every_steps: Update the average after every so many steps of the run.
+        validate: Whether validations use the averaged weights instead of the model's.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -149,22 +149,22 @@ class ExponentialMovingAverage(_AveragedWeights):
         self._is_in_place = False
 
     def on_step_end(self, run: RunView) -> None:
-        """Move the averages."""
+        """Update the averages."""
         if run.step % self._every_steps == 0:
             self._update(run.model)
 
     def on_validation_start(self, run: RunView) -> None:
-        """Let the validation have the averages."""
+        """Put the averages into the model."""
         if self._validate and self._averages:
             self._swap(dict(run.model.named_parameters()))
             self._is_in_place = True
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - contract
-        """Let the training have its weights again."""
+        """Put the model's own weights back."""
         self._restore(run.model)
 
     def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
-        """Leave the model with its own weights where a validation has failed."""
+        """Put the model's own weights back after a failed validation."""
         self._restore(run.model)
 
     def _restore(self, model: nn.Module) -> None:
@@ -176,15 +176,15 @@ class ExponentialMovingAverage(_AveragedWeights):
 class StochasticWeightAveraging(_AveragedWeights):
     """Keeps the mean of the parameters at the ends of epochs: stochastic weight averaging (SWA).
 
-    It is the ``AveragedModel(model)`` of ``torch.optim.swa_utils``, updated once an epoch, on every backend
-    and after a resume; of a sharded model each rank averages its shards. Training and validations have the
-    model's own weights. For a learning rate as SWA wants it, give ``fit`` a scheduler, such as ``SWALR``.
+    It equals ``AveragedModel(model)`` of ``torch.optim.swa_utils``, updated once an epoch, on every backend
+    and after a resume. For a sharded model each rank averages its shards. Training and validations use the
+    model's own weights. For SWA's learning rate, give ``fit`` a scheduler: ``SWALR``.
 
-    Buffers are the model's own, also the statistics of batch norm, which do not fit averaged weights: call
+    Buffers are not averaged. The statistics of batch norm do not fit averaged weights: call
     ``torch.optim.swa_utils.update_bn(loader, model)`` in the body of :meth:`in_place_of`.
 
     Args:
-        start_epoch: The first epoch, from 1, at whose end the weights are averaged.
+        start_epoch: The first epoch, from 1, that ends with an update.
         start_step: Average at the ends of epochs from this optimizer step on, instead.
 
     Raises:
@@ -213,13 +213,13 @@ class StochasticWeightAveraging(_AveragedWeights):
         self._start_epoch, self._start_step = start_epoch or 1, start_step or 1
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Take the epoch's weights into the averages."""
+        """Update the averages with the epoch's weights."""
         if run.epoch >= self._start_epoch and run.step >= self._start_step:
             self._update(run.model)
 
 
 def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
-    """Return an average as its parameter is held: this rank's part of it; ``None`` if it does not fit."""
+    """Return an average in the layout of its parameter, this rank's shard; ``None`` if it does not fit."""
     if not is_dtensor(parameter) or is_dtensor(average):
         return average.to(parameter.device) if average.shape == parameter.shape else None
     if average.shape == parameter.shape:

@@ -1,4 +1,4 @@
-"""The end of a run that no longer gets better."""
+"""Early stopping."""
 
 import math
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from tp_trainer._checks import check_positive
 
 
 class EarlyStopping(Callback):
-    """Ends a run whose metric has not become better for a while.
+    """Ends a run when a metric has stopped improving.
 
-    A metric of the validation is looked at after each one, and one of the training after each epoch. NaN is
-    never better. All ranks see the same metrics, and decide alike.
+    A validation metric is checked after each validation, a training metric after each epoch. NaN is never
+    better. All ranks have the same metrics and decide alike.
 
     Args:
         metric: Its name in the history: "val_loss", "val_f1", "val_clean/loss", or "loss" of the training.
-        patience: After how many looks in a row without an improvement the run ends.
+        patience: The number of checks in a row without an improvement that ends the run.
         mode: Whether "min" or "max" of the metric is the best.
-        min_delta: By how much it must be better than the best before.
+        min_delta: The least improvement on the best value.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
         return self._sign * self._best if self._best < math.inf else math.nan
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of the validation.
+        """Check a metric of the validation.
 
         Raises:
             ConfigError: The validation has no metric of that name.
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
             self._look(run, {f"val_{name}": value for name, value in metrics.items()})
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Look at a metric of the training.
+        """Check a metric of the training.
 
         Raises:
             ConfigError: The run has no metric of that name.
@@ -98,9 +98,9 @@ class EarlyStopping(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long there has been none better."""
+        """Return the best value, and the number of checks since then."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the best value, and the number of checks since then."""
         self._best, self._waited = float(state["best"]), int(state["waited"])

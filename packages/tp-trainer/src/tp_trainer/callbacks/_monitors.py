@@ -1,4 +1,4 @@
-"""Numbers of a run beside its metrics, handed to the loggers."""
+"""Callbacks that log learning rates, gradient norms and throughput."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ class LearningRateMonitor(Callback):
     """
 
     def on_step_end(self, run: RunView) -> None:
-        """Log the rates that the next step will have."""
+        """Log the rates of the next step."""
         rates = {}
         for name, optimizer in run.optimizers.items():
             prefix = "lr" if len(run.optimizers) == 1 else f"lr/{name}"
@@ -40,23 +40,23 @@ class GradientNorm(Callback):
 
 
 class Throughput(Callback):
-    """Logs how fast the run goes, over so many optimizer steps each, and at the end of each epoch.
+    """Logs the speed of the run, every few optimizer steps and at the end of each epoch.
 
-    Validations do not count. "steps_per_s" and "samples_per_s" are of all ranks together; "waiting" is the
-    share of the time, from 0 to 1, in which this rank waited for batches; "peak_memory" is the most bytes
-    that torch's tensors had on this rank's accelerator since the last look. "tokens_per_s" and "mfu" follow
-    from what samples are said to be: model FLOPs utilization is the share of the devices' peak that the
-    model's own operations use.
+    Validations do not count. "steps_per_s" and "samples_per_s" are of all ranks together. "waiting" is the
+    fraction of the time, from 0 to 1, in which this rank waited for batches. "peak_memory" is the most bytes
+    of torch's tensors on this rank's accelerator since the last row. "tokens_per_s" and "mfu" need the
+    arguments below: model FLOPs utilization is the fraction of the devices' peak that the model's own
+    operations use.
 
     Args:
-        every_steps: How many optimizer steps a look is about.
-        tokens_per_sample: How many tokens a sample has; ``None`` for no "tokens_per_s".
+        every_steps: The number of optimizer steps per row.
+        tokens_per_sample: The number of tokens in a sample; ``None`` for no "tokens_per_s".
         flops_per_sample: Floating-point operations of a training step for one sample; for a transformer
             about ``6 * parameters * tokens``. ``None`` for no "mfu".
-        peak_flops: What all devices of the run can do in a second, as their data sheet has it.
+        peak_flops: The floating-point operations per second of all devices, from their data sheet.
 
     Raises:
-        ConfigError: A number is out of its range; or there is one of the last two and not the other.
+        ConfigError: A number is out of its range; or only one of the last two is given.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B, for "mfu".
     """
@@ -88,7 +88,7 @@ class Throughput(Callback):
         self._leave: Callable[[], None] = _nothing
 
     def on_fit_start(self, run: RunView) -> None:
-        """Begin to measure, also how long the loader makes the run wait."""
+        """Start to measure, and wrap the loader's iteration to time it."""
         loader, before = run.loader, run.loader.watch
 
         def watch(batches: Iterator[Any]) -> Iterator[Any]:
@@ -124,11 +124,11 @@ class Throughput(Callback):
             yield batch
 
     def on_epoch_start(self, run: RunView) -> None:
-        """Begin anew: what was between the epochs is not training."""
+        """Restart the measurement: the time between epochs is not training."""
         self._begin(run)
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Look at the steps that are left of the epoch."""
+        """Log the remaining steps of the epoch."""
         if run.step > self._steps:
             self._look(run)
 
@@ -137,18 +137,18 @@ class Throughput(Callback):
         self._paused = time.perf_counter()
 
     def on_validation_end(self, run: RunView, metrics: object) -> None:  # noqa: ARG002 - contract
-        """Go on."""
+        """Restart the clock."""
         self._began += time.perf_counter() - self._paused
 
     def on_step_end(self, run: RunView) -> None:
-        """Measure, if it is time."""
+        """Log, if enough steps have passed."""
         if run.step - self._steps >= self._every_steps:
             self._look(run)
 
     def _look(self, run: RunView) -> None:
         is_accelerator = run.device.type != "cpu"
         if is_accelerator:
-            torch.accelerator.synchronize(run.device)  # what was only queued has not been done
+            torch.accelerator.synchronize(run.device)  # queued work is not done yet
         seconds = max(time.perf_counter() - self._began, 1e-9)
         rate = self._samples / seconds
         numbers = {
@@ -161,7 +161,7 @@ class Throughput(Callback):
         if self._utilization is not None:
             numbers["mfu"] = rate * self._utilization
         if is_accelerator:
-            with contextlib.suppress(RuntimeError):  # an allocator that counts nothing, as Apple's
+            with contextlib.suppress(RuntimeError):  # the allocator of mps has no statistics
                 numbers["peak_memory"] = float(torch.accelerator.max_memory_allocated(run.device))
                 torch.accelerator.reset_peak_memory_stats(run.device)
         run.log(**numbers)

@@ -1,4 +1,4 @@
-"""Traces of a few steps, by torch's own profiler."""
+"""Traces of a few steps, by torch's profiler."""
 
 import os
 from pathlib import Path
@@ -12,18 +12,18 @@ from tp_trainer._checks import check_positive
 
 
 class Profiler(Callback):
-    """Writes a trace of some optimizer steps for each rank, to be opened in Perfetto or ``chrome://tracing``.
+    """Writes a trace of some optimizer steps for each rank, for Perfetto or ``chrome://tracing``.
 
-    The step before them runs under the profiler and is not kept, if there is one: the first costs more. A run
-    that begins behind them writes none; one that ends within them writes what there is.
+    The step before them, if there is one, warms up the profiler and is not recorded. A run that starts after
+    them writes no trace; a run that ends within them writes a shorter one.
 
     Args:
-        folder: Gets ``steps-10-12-rank-0.json`` and the like.
+        folder: The folder for the traces, ``steps-10-12-rank-0.json`` and so on.
         first_step: The first optimizer step of the trace, from 1.
-        steps: How many.
-        with_stack: Whether the trace has the lines of Python.
-        record_shapes: Whether it has the shapes of operators' inputs.
-        profile_memory: Whether it has allocations.
+        steps: The number of steps.
+        with_stack: Whether to record Python source lines.
+        record_shapes: Whether to record the shapes of operators' inputs.
+        profile_memory: Whether to record allocations.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -48,11 +48,11 @@ class Profiler(Callback):
         self._profile: profile | None = None
 
     def on_fit_start(self, run: RunView) -> None:
-        """Begin at once, where the steps are the run's first ones."""
+        """Start at once, if the trace has the run's first steps."""
         self._begin(run)
 
     def on_step_end(self, run: RunView) -> None:
-        """Begin, go on or end."""
+        """Start, continue or end the trace."""
         if self._profile is None:
             self._begin(run)
             return
@@ -61,15 +61,15 @@ class Profiler(Callback):
             self._end()
 
     def on_fit_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """End a trace that the run does not fill."""
+        """End an incomplete trace."""
         self._end()
 
     def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
-        """Keep what there is, up to the step that failed."""
+        """Write the steps before the failure."""
         self._end()
 
     def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
-        """Keep what there is."""
+        """Write the steps before the interruption."""
         self._end()
 
     def _begin(self, run: RunView) -> None:
@@ -84,11 +84,11 @@ class Profiler(Callback):
             write_atomically(lambda part: finished.export_chrome_trace(str(part)), path)
 
         activities = [ProfilerActivity.CPU]
-        if torch.accelerator.is_available():  # else torch warns of those that it was built for
+        if torch.accelerator.is_available():  # else torch warns of activities that it was built for
             activities += sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)
         self._profile = profile(
             activities=activities,
-            # Without a step before them the profiler goes on until it is stopped.
+            # Without a warm-up step there is no schedule: the profiler records until it is stopped.
             schedule=schedule(wait=0, warmup=1, active=self._last - first + 1, repeat=1) if warm_up else None,
             on_trace_ready=write,
             with_stack=self._with_stack,

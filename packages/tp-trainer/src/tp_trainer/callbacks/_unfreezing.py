@@ -1,4 +1,4 @@
-"""Parameters that are trained from a later epoch on."""
+"""Gradual unfreezing: some parameters train from a later epoch on."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,14 +10,14 @@ from tp_core.plugins import Callback, RunView
 class GradualUnfreezing(Callback):
     """Trains some parameters from the beginning, and others from a later epoch on.
 
-    Until then their gradients are dropped after each backward pass, before they are clipped: the optimizer
-    leaves them as they are, weight decay and momentum too. They keep ``requires_grad``, which backends look
-    at when they prepare a model, so this works on all of them; it saves no computation.
+    Until then their gradients are dropped after each backward pass, before clipping. So the optimizer leaves
+    them unchanged, also by weight decay or momentum. They keep ``requires_grad``, which backends read when
+    they prepare a model, so this works on every backend; it saves no computation.
 
     Args:
-        epochs: For an epoch, from 1, the prefixes of the names of the parameters that are trained from then
-            on, such as ``{1: ["head"], 3: ["layer4"], 5: [""]}``; "" is all. What has none of them is never
-            trained.
+        epochs: For an epoch, from 1, the prefixes of the parameters' names that train from then on:
+            ``{1: ["head"], 3: ["layer4"], 5: [""]}``. The prefix "" means all. Parameters without any prefix
+            never train.
 
     Raises:
         ConfigError: An epoch or a prefix cannot be used.
@@ -39,7 +39,7 @@ class GradualUnfreezing(Callback):
         self._frozen: list[Tensor] = []
 
     def on_fit_start(self, run: RunView) -> None:
-        """Find out what is frozen, also where a resumed run goes on within an epoch.
+        """Find the frozen parameters, also if a resumed run starts within an epoch.
 
         Raises:
             ConfigError: No parameter's name has one of the prefixes.
@@ -52,7 +52,7 @@ class GradualUnfreezing(Callback):
         self._freeze(run)
 
     def on_epoch_start(self, run: RunView) -> None:
-        """Train what is trained from this epoch on."""
+        """Unfreeze the parameters of this epoch."""
         self._freeze(run)
 
     def _freeze(self, run: RunView) -> None:
@@ -64,7 +64,7 @@ class GradualUnfreezing(Callback):
         ]
 
     def on_backward_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """Drop the gradients of what is frozen."""
+        """Drop the gradients of frozen parameters."""
         for parameter in self._frozen:
             parameter.grad = None
 

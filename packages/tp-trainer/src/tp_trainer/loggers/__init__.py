@@ -1,4 +1,4 @@
-"""Loggers: what the numbers of a run are written to.
+"""Loggers: the destinations of a run's numbers.
 
 ``CsvLogger`` and ``JsonLinesLogger`` need nothing but this package; ``TensorBoardLogger``, ``WandbLogger``,
 ``MlflowLogger`` and ``AimLogger`` need the extras ``tp-trainer[tensorboard]``, ``[wandb]``, ``[mlflow]`` and

@@ -11,16 +11,15 @@ from tp_trainer.loggers._files import check_installed
 
 
 class AimLogger(Logger):
-    """Logs to Aim, whose store is a folder: ``aim up`` shows what is in it.
+    """Logs to Aim. Its store is a folder, which ``aim up`` shows.
 
-    A resumed run goes on under the same hash, and steps that are done a second time take the place of the
-    first. Hyperparameters are the run's ``hparams``; its ``run`` is environment, versions and selection.
+    A resumed run keeps its hash, and repeated steps replace the earlier ones. Hyperparameters are the run's
+    ``hparams``; its ``run`` has environment, versions and selection.
 
     Args:
-        experiment: The experiment; that of Aim by default.
+        experiment: The experiment; by default Aim's own.
         run_name: The name of the run.
-        repo: The folder that has, or gets, the store ``.aim``, or the address of a server; the working
-            folder by default.
+        repo: The folder of the store ``.aim``, or the address of a server; the working folder by default.
 
     Raises:
         ConfigError: The package aim is not installed.
@@ -44,14 +43,14 @@ class AimLogger(Logger):
         self._run: Any = None
 
     def open(self, info: RunInfo) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or resume it."""
         from aim import Run
 
         self._run = Run(
             self._hash if info.resumed else None,
             repo=self._repo,
             experiment=self._experiment,
-            force_resume=info.resumed,  # the lock of a process that was killed is there still
+            force_resume=info.resumed,  # a killed process has left its lock
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
@@ -72,12 +71,12 @@ class AimLogger(Logger):
                 self._run.track(float(value), name=name, step=step, epoch=epoch)
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Note the last of its kind with the run."""
+        """Set the latest event of each kind on the run."""
         if self._run is not None:
             self._run[f"last_{kind}"] = {"step": step, **_plain(facts)}
 
     def close(self, status: RunStatus) -> None:
-        """Note how the run ended, and close it."""
+        """Set the run's status, and close it."""
         if self._run is not None:
             self._run["status"] = status
             self._run.close()
@@ -88,12 +87,12 @@ class AimLogger(Logger):
         return {"hash": self._hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the hash of the run."""
+        """Restore the hash of the run."""
         self._hash = state["hash"]
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Aim can keep: it refuses objects that are not numbers, texts, lists or dicts of them."""
+    """Return values that Aim can store: numbers, texts, and lists and dicts of them."""
     return {str(key): _plain_value(value) for key, value in values.items()}
 
 

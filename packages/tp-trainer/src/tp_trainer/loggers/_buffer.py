@@ -1,4 +1,4 @@
-"""What a run measures, on its way to the loggers: kept as tensors, and read together now and then."""
+"""A buffer between a run and its loggers: it keeps tensors on their devices and reads many at once."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ Number = float | Tensor
 
 
 class LogBuffer:
-    """Takes the numbers of steps and hands them to loggers, every so many steps and at ends.
+    """Buffers the numbers of steps, and sends them to loggers every few steps and at the end.
 
-    An accelerator is not waited for when a number is added: its value is copied where it is, and all that
-    have come together are read in one transfer by :meth:`flush`. Numbers of one step are one row.
+    Adding a number does not wait for an accelerator. The value is copied on its device, and :meth:`flush`
+    reads all values in one transfer. Numbers of one step form one row.
 
-    A logger that raises once the run has begun is named in the log, left out from then on, and ends nothing:
-    hours of training are worth more than its rows. One that raises while it is opened ends the run.
+    A logger that raises during the run is logged and left out, and the run continues: training is worth more
+    than its rows. A logger that raises in its ``open()`` ends the run.
 
     Args:
-        loggers: Where the numbers go; none on all ranks but the first, where every call returns at once.
-        every_steps: After how many optimizer steps what was kept is read.
+        loggers: The loggers; none on all ranks but rank 0, where every call returns at once.
+        every_steps: How many optimizer steps lie between two reads.
 
     Raises:
         ConfigError: ``every_steps`` is not a whole number from 1.
@@ -48,7 +48,7 @@ class LogBuffer:
         return bool(self._loggers)
 
     def open(self, info: RunInfo) -> None:
-        """Open every logger; where one cannot be opened, those before it are closed again."""
+        """Open every logger; if one cannot be opened, close the earlier ones."""
         opened: list[Logger] = []
         try:
             for logger in self._loggers:
@@ -63,7 +63,7 @@ class LogBuffer:
     # -- the hot path ---------------------------------------------------------------------------
 
     def add(self, numbers: Mapping[str, Number], *, step: int, epoch: int) -> None:
-        """Keep numbers of a step; of one name the last of a step counts.
+        """Buffer numbers of a step; the last value of a name counts.
 
         Raises:
             ConfigError: A value is not a number or a tensor of one element.
@@ -77,11 +77,11 @@ class LogBuffer:
             self._rows.append((step, epoch, kept))
 
     def is_due(self, step: int) -> bool:
-        """Whether what was kept is to be read after this step."""
+        """Return whether to read the buffer after this step."""
         return step % self.every_steps == 0
 
     def flush(self) -> None:
-        """Read what was kept and hand it to the loggers."""
+        """Read the buffer and send it to the loggers."""
         rows, self._rows = self._rows, []
         if not rows:
             return
@@ -94,24 +94,24 @@ class LogBuffer:
     # -- what happens beside --------------------------------------------------------------------
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Note what happened, after the numbers before it."""
+        """Log an event, after the numbers before it."""
         self.flush()
         self._each(lambda logger: logger.event(kind, facts, step=step, epoch=epoch))
 
     def close(self, status: RunStatus) -> None:
-        """Hand over what is left and close every logger that is open."""
+        """Send the rest and close every open logger."""
         if self._is_open:
             self.flush()
             self._each(lambda logger: logger.close(status))
         self._is_open, self._loggers = False, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Hand over what is left, and return what the loggers need to go on; for a checkpoint."""
+        """Send the rest, and return the loggers' states, for a checkpoint."""
         if self._is_open:
             self.flush()
             states: dict[int, dict[str, Any]] = {}
             self._each(lambda logger: states.update({self._position(logger): logger.state_dict()}))
-            self._last_states |= states  # one that failed goes on where it was, in the next part of the run
+            self._last_states |= states  # a failed logger keeps its last state, for a resumed run
         return {
             "loggers": [
                 {"name": logger.name, "state": self._last_states.get(position, {})}
@@ -120,7 +120,7 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give loggers what they left in a checkpoint; those that were not there begin anew."""
+        """Restore the loggers from a checkpoint; loggers without a state there start fresh."""
         left = list(state.get("loggers", []))
         for position, logger in enumerate(self._loggers):
             found = next((entry for entry in left if entry["name"] == logger.name), None)
@@ -129,7 +129,7 @@ class LogBuffer:
                 self._last_states[position] = found["state"]
                 logger.load_state_dict(found["state"])
 
-    # -- loggers that break ---------------------------------------------------------------------
+    # -- failures of loggers --------------------------------------------------------------------
 
     def _position(self, logger: Logger) -> int:
         return next(i for i, other in enumerate(self._loggers) if other is logger)
@@ -143,12 +143,12 @@ class LogBuffer:
             except Exception:
                 self._failed.add(position)
                 log.exception("the logger %r failed and gets no more of this run, which goes on", logger.name)
-                with suppress(Exception):  # its file belongs to this run until it is closed
+                with suppress(Exception):  # to release the lock of its file
                     logger.close("failed")
 
 
 def _kept(name: str, value: Any) -> Number:
-    """Return a number, or a tensor on an accelerator that nobody changes."""
+    """Return a number, or a copy of a tensor on its accelerator: the original may change before the read."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         if value.device.type == "cpu":
             return float(value.item())

@@ -1,4 +1,4 @@
-"""Numbers in a CSV file: one row for each time that something was logged."""
+"""Numbers in a CSV file: one row for each logged step."""
 
 import csv
 import io
@@ -19,18 +19,18 @@ _FIRST = ("step", "epoch")
 class CsvLogger(Logger):
     """Writes ``metrics.csv``: the columns "step", "epoch" and one for each name.
 
-    Rows are with the system once a run has handed them over: a process that is killed loses none of them. A
-    resumed run drops the rows after its checkpoint and goes on; a run that begins anew keeps an older file as
-    ``metrics-1.csv``, and takes such a name itself while another run writes to the file. A name that is met
-    later becomes a further column; a name without a number of that row has an empty field.
+    Each flush passes the rows to the operating system, so that a killed process loses none of them. A resumed
+    run drops the rows after its checkpoint and appends. A new run renames an older file to ``metrics-1.csv``;
+    if another run still writes to the file, the new run takes such a name itself. A new name becomes a
+    further column; a name without a number in a row has an empty field.
 
     Args:
-        folder: Where the file is; the folder of the run's checkpoints by default.
+        folder: The folder of the file; by default the folder of the run's checkpoints.
         filename: Its name.
 
     Raises:
         ConfigError: In :meth:`open`: there is no folder.
-        StateError: In :meth:`open`: the file to go on with is not one of this logger.
+        StateError: In :meth:`open`: the file to continue is not a file of this logger.
     """
 
     name: ClassVar[str] = "csv"
@@ -44,11 +44,11 @@ class CsvLogger(Logger):
         self._waiting: list[tuple[int, int, Mapping[str, float]]] = []  # rows since the last flush
 
     def open(self, info: RunInfo) -> None:
-        """Begin the file, or go on with it.
+        """Start the file, or continue it.
 
         Raises:
             ConfigError: Neither the logger nor the run has a folder.
-            StateError: The file to go on with is not one of this logger.
+            StateError: The file to continue is not a file of this logger.
         """
         rows: list[dict[str, str]] = []
         self._columns = list(_FIRST)
@@ -59,12 +59,12 @@ class CsvLogger(Logger):
             self._rewrite(rows)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Take a row, which :meth:`flush` writes."""
+        """Buffer a row for :meth:`flush`."""
         if numbers:
             self._waiting.append((step, epoch, numbers))
 
     def flush(self) -> None:
-        """Hand the rows to the system."""
+        """Pass the rows to the operating system."""
         waiting, self._waiting = self._waiting, []
         if self._file is None or not waiting:
             return
@@ -82,7 +82,7 @@ class CsvLogger(Logger):
             self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
-        """Write what is left and close the file."""
+        """Write the rest and close the file."""
         try:
             self.flush()
             if self._file is not None:
@@ -92,18 +92,18 @@ class CsvLogger(Logger):
             self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring the rows onto the disk; a resumed run finds them by their steps."""
+        """Sync the rows to the disk; a resumed run finds them by their steps."""
         self.flush()
         if self._file is not None:
             sync(self._file)
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take which file is the run's."""
+        """Restore the name of the run's file."""
         self._place.load_state_dict(state)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        """Write the file with the columns of now, whole or not at all, to be appended to."""
+        """Write the file atomically with the current columns, and open it to append."""
         columns = self._columns
 
         def write(part: Path) -> None:
@@ -119,10 +119,10 @@ class CsvLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows, without a last one that was cut off.
+    """Return the columns and the rows, without an incomplete last row.
 
     Raises:
-        StateError: The file is not a record of this logger.
+        StateError: The file is not a file of this logger.
     """
     text = path.read_bytes().decode("utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]

@@ -1,4 +1,4 @@
-"""Files that loggers write: where they are, and belong to one run; what is safe on the disk."""
+"""The files of loggers: their places, their locks for one run, and syncs to the disk."""
 
 import importlib.util
 import itertools
@@ -25,8 +25,8 @@ def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
 
     Args:
         kind: The class of the logger, for messages.
-        given: The folder that the user gave.
-        info: The run, whose folder is taken where the user gave none.
+        given: The user's folder, or ``None``.
+        info: The run; its folder is the default.
 
     Raises:
         ConfigError: Neither the user nor the run has a folder.
@@ -41,21 +41,21 @@ def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
 
 
 class LogPlace:
-    """The file or folder that a logger writes to as long as a run goes; each run has its own.
+    """The file or folder of a logger for one run, locked during the run.
 
-    It is locked as long as the run goes. In a folder that the user gave, where several runs may write, the
-    lock file stays: it says which run has written there, so that one which is resumed goes on with no other's
-    file. In the folder of the run's checkpoints, which is the run's, it is deleted in the end.
+    Several runs may write into a folder of the user. There the lock file stays and names its run, so that a
+    resumed run does not continue another run's file. The folder of the run's checkpoints belongs to the run,
+    and there the lock file is deleted at the end.
 
     Args:
         kind: The class of the logger, for messages.
-        folder: The folder that the user gave.
+        folder: The user's folder, or ``None``.
         name: The name of the file, or of a folder in the run's folder.
-        files: Where the place is a folder, the pattern of the files that a run leaves there; the folder that
-            the user gave is the place itself then.
+        files: If the place is a folder, the pattern of the files in it; the user's folder itself is then the
+            place.
 
     Attributes:
-        path: Where it is.
+        path: The path of the file or folder.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class LogPlace:
         self._ownership: Ownership | None = None
 
     def open(self, info: RunInfo) -> bool:
-        """Find the place, and return whether the run goes on with what is there.
+        """Lock the place, and return whether the run continues the file there.
 
-        What another run has left gets the next free name with a number, ``metrics-1.csv``. What another run
-        still writes to stays as it is, and this one takes such a name.
+        A file of an earlier run gets the next free name with a number, ``metrics-1.csv``. If another run
+        still writes to the file, this run takes such a name instead.
 
         Raises:
-            ConfigError: Neither the user nor the run has a folder; or the run that is to be resumed is alive.
+            ConfigError: Neither the user nor the run has a folder; or the run to be resumed is still alive.
             OSError: The folder or the lock file cannot be made.
         """
         folder = place_for(self._kind, self._folder, info)
         path = folder / self._name if self._files is None or self._folder is None else folder
         if self._folder is None:
             before = self._run_at(path)
-            goes_on = info.resumed and before in {None, _OF_FOLDER}  # else a run was given this folder since
+            goes_on = info.resumed and before in {None, _OF_FOLDER}  # not if another run has used the folder
             self._ownership = Ownership(path, is_folder=self._files is not None, run=_OF_FOLDER)
             if not goes_on:
                 keep_aside(path, self._files, run=before)
-                if not self._ownership.is_held():  # the folder has another name now, with its lock file in it
+                if not self._ownership.is_held():  # keep_aside() has renamed the folder with its lock file
                     self._ownership.renew()
             self.path = path
             return goes_on
@@ -105,13 +105,13 @@ class LogPlace:
                 self._take(free, grace_s=0)
                 if not os.path.lexists(free) or self._files is not None:
                     break
-                self.close()  # a whole run has written there meanwhile
+                self.close()  # another run has taken and left the name meanwhile
         log.warning("another run writes to %s: %s writes to %s", path, self._kind, self.path)
         return False
 
     @contextmanager
     def opening(self, info: RunInfo) -> Iterator[bool]:
-        """Open the place for a block that opens the file; it is released again if that fails."""
+        """Open the place for a block that opens the file; release it if the block fails."""
         try:
             goes_on = self.open(info)
             with showing_system_errors(self.path):
@@ -121,17 +121,17 @@ class LogPlace:
             raise
 
     def close(self) -> None:
-        """Release the place for others."""
+        """Release the place for other runs."""
         if self._ownership is not None:
             self._ownership.release()
             self._ownership = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which run it is, as the lock files say it."""
+        """Return the identity of the run, as in the lock file."""
         return {"run": self._run} if self._run else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take which run it is."""
+        """Restore the identity of the run."""
         self._run = state.get("run", "")
 
     def _take(self, path: Path, *, grace_s: float | None = None) -> None:
@@ -147,7 +147,7 @@ class LogPlace:
         return run_in(lock_file_of(path, is_folder=self._files is not None))
 
     def _place_of_run(self, path: Path) -> Path | None:
-        """Return where the run that is resumed has written; where no run is named, it may have."""
+        """Return the place of the resumed run, or the first place if its lock file names no run."""
         places = takewhile(os.path.lexists, (_numbered(path, n) for n in itertools.count()))
         runs = {place: self._run_at(place) for place in places}
         mine = (place for place, run in runs.items() if run is not None and run == self._run)
@@ -155,18 +155,18 @@ class LogPlace:
 
 
 def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) -> None:
-    """Give what another run has left at ``path`` the next free name with a number: ``metrics-1.csv``.
+    """Rename an earlier run's file at ``path`` to the next free name with a number: ``metrics-1.csv``.
 
     Args:
         path: A file, or a folder.
-        files: The pattern of the files that a run leaves in a folder; ``None`` for a file.
-        run: Which run has left the file.
+        files: The pattern of a run's files in a folder; ``None`` for a file.
+        run: The identity of the earlier run.
     """
     if not (os.path.lexists(path) if files is None else any(path.glob(files))):
         return
     for aside in _next_names(path):
         if files is not None:
-            with suppress(OSError):  # somebody else has taken that name
+            with suppress(OSError):  # another process has taken that name
                 path.rename(aside)  # with the lock file in it
                 return
         else:
@@ -181,18 +181,18 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _next_names(path: Path) -> Iterator[Path]:
-    """Yield names with numbers that nothing has."""
+    """Yield free names with numbers."""
     return (place for n in itertools.count(1) if not os.path.lexists(place := _numbered(path, n)))
 
 
 def sync(file: IO[str]) -> None:
-    """Bring what was written onto the disk."""
+    """Sync what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def check_installed(kind: str, module: str, extra: str) -> None:
-    """Make sure that the package is there which a logger writes with.
+    """Make sure that the package of a logger is installed.
 
     Raises:
         ConfigError: The package is not installed.

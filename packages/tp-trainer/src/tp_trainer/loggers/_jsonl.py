@@ -1,7 +1,7 @@
-"""The record of a run in a file of JSON Lines, which reports are made of: written, and read again.
+"""The log of a run as JSON Lines, for reports: its writer and its reader.
 
-Each line is an object. Its "type" says what else it has, and readers leave out what they do not know, so
-that later versions stay readable:
+Each line is an object, and its "type" determines its other keys. Readers skip unknown types and keys, so that
+files of later versions stay readable:
 
 - ``run``: the start of the run or of its continuation: "format", "step", "epoch", "resumed",
   "hyperparameters", "environment", "selection", "candidates", "versions"
@@ -9,7 +9,7 @@ that later versions stay readable:
 - ``event``: "step", "epoch", "event", "facts"
 - ``end``: "status"
 
-All have "time", in seconds since 1970. JSON has no numbers that are not finite: they are the strings "NaN",
+All have "time", in seconds since 1970. JSON has no NaN and no infinity: they are the strings "NaN",
 "Infinity" and "-Infinity".
 """
 
@@ -34,12 +34,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The record of a run, as ``log.jsonl`` has it.
+    """The contents of a run's ``log.jsonl``.
 
     Attributes:
         path: The file.
         lines: Its lines in their order, each a dict with "type" and "time".
-        unreadable: How many lines could not be read: 1 where the run was killed while it wrote.
+        unreadable: The number of unreadable lines: 1 if the run was killed during a write.
     """
 
     path: Path
@@ -57,18 +57,18 @@ class LoggedRun:
 
     @property
     def names(self) -> list[str]:
-        """The names of all numbers, in the order in which they were first met."""
+        """The names of all numbers, in order of first appearance."""
         return list(dict.fromkeys(name for line in self.of_type("numbers") for name in line["numbers"]))
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the newest start of the run said of it; empty where the file says nothing."""
+        """The facts of the newest start of the run; empty if the file has none."""
         starts = self.of_type("run")
         return starts[-1] if starts else {}
 
     @property
     def status(self) -> str:
-        """How the run ended, "finished", "interrupted" or "failed"; "running or killed" where nobody said."""
+        """The end of the run: "finished", "interrupted" or "failed"; "running or killed" without an end."""
         last = next((line for line in reversed(self.lines) if line["type"] in {"run", "end"}), None)
         return str(last["status"]) if last is not None and last["type"] == "end" else "running or killed"
 
@@ -99,7 +99,7 @@ def read_run(path: str | os.PathLike[str]) -> LoggedRun:
 
 
 def parse(path: Path) -> LoggedRun:
-    """Return the lines that can be read, and how many cannot."""
+    """Return the readable lines, and the number of unreadable ones."""
     lines, unreadable = [], 0
     with path.open("rb") as file:
         for raw in file:
@@ -120,7 +120,7 @@ _NEEDED = {
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """Return a line, or ``None`` for one that was cut off or changed; a type of a later version is kept."""
+    """Return a line, or ``None`` for a truncated or changed one; types of later versions are kept."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -135,23 +135,23 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 # -- Writing -------------------------------------------------------------------------------------
 
 
-_MODE = 0o600  # it has the arguments of the program
+_MODE = 0o600  # the file has the program's arguments
 _ERRORS = (
     "backslashreplace"  # names of files may have bytes that are not text: JSON writes those as \udcff, too
 )
 
 
 class JsonLinesLogger(Logger):
-    """Writes ``log.jsonl``: numbers, events, and what the run is, one JSON object in each line.
+    """Writes ``log.jsonl``: numbers, events, and facts about the run, one JSON object per line.
 
-    Lines are with the system once a run has handed them over: a process that is killed loses none of them,
-    and a last line that was cut off is left out by :func:`tp_trainer.loggers.read_run`. A resumed run drops
-    the numbers after its checkpoint, keeps what happened, and goes on; a run that begins anew keeps an older
-    file as ``log-1.jsonl``, and takes such a name itself while another run writes to the file. Only its user
-    can read the file (0600), since it has the program's arguments.
+    Each flush passes the lines to the operating system, so that a killed process loses none of them.
+    :func:`tp_trainer.loggers.read_run` skips an incomplete last line. A resumed run drops the numbers after
+    its checkpoint, keeps the events, and appends. A new run renames an older file to ``log-1.jsonl``; if
+    another run still writes to the file, the new run takes such a name itself. Only its user can read the
+    file (0600), since it has the program's arguments.
 
     Args:
-        folder: Where the file is; the folder of the run's checkpoints by default.
+        folder: The folder of the file; by default the folder of the run's checkpoints.
         filename: Its name.
 
     Raises:
@@ -165,7 +165,7 @@ class JsonLinesLogger(Logger):
         self._file: IO[str] | None = None
 
     def open(self, info: RunInfo) -> None:
-        """Begin the file, or go on with it."""
+        """Start the file, or continue it."""
         with self._place.opening(info) as goes_on:
             path = self._place.path
             if goes_on and path.exists():
@@ -185,13 +185,13 @@ class JsonLinesLogger(Logger):
             self._write("numbers", {"step": step, "epoch": epoch, "numbers": dict(numbers)})
 
     def flush(self) -> None:
-        """Hand the lines to the system."""
+        """Pass the lines to the operating system."""
         if self._file is not None:
             with showing_system_errors(self._place.path):
                 self._file.flush()
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Write a line of what happened."""
+        """Write a line for an event."""
         self._write("event", {"step": step, "epoch": epoch, "event": kind, "facts": dict(facts)})
 
     def close(self, status: RunStatus) -> None:
@@ -205,25 +205,25 @@ class JsonLinesLogger(Logger):
             self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring the lines onto the disk; a resumed run finds them by their steps."""
+        """Sync the lines to the disk; a resumed run finds them by their steps."""
         if self._file is not None:
             sync(self._file)
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take which file is the run's."""
+        """Restore the name of the run's file."""
         self._place.load_state_dict(state)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._file is not None:
             with showing_system_errors(self._place.path):
                 self._file.write(_line({"type": kind, "time": round(time.time(), 3), **values}))
-                if kind != "numbers":  # of which many come at once
+                if kind != "numbers":  # many of these come at once, and end with a flush()
                     self._file.flush()
 
 
 def _private(path: str, flags: int) -> int:
-    # Whoever may write to the folder could have lines added to any file of this user through a link.
+    # O_NOFOLLOW: in a shared folder a link could make this process append to any file of its user.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), _MODE)
 
 
@@ -237,7 +237,7 @@ def _line(values: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as what JSON has; what it does not have becomes its text."""
+    """Return ``value`` in types that JSON has; other objects become their text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

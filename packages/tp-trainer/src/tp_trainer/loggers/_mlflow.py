@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 _MOST = 500  # metrics in one call; the server takes 1000
-_PATIENCE_S = 5.0
+_PATIENCE_S = 5.0  # between two calls
 _LONGEST = 500  # characters of a parameter
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]")
@@ -25,13 +25,13 @@ class MlflowLogger(Logger):
     """Logs to MLflow, under one run for all parts of a resumed run.
 
     Hyperparameters are parameters of the run; environment, versions and selection are tags. A resumed run
-    goes on under the same id, and steps which MLflow has already are not logged a second time. Numbers are
-    sent together, every few seconds and at checkpoints. Characters that MLflow refuses in names become "_".
+    keeps its id, and steps that MLflow already has are not logged again. Numbers are sent together, every few
+    seconds and at checkpoints. Characters that MLflow refuses in names become "_".
 
     Args:
-        experiment: The experiment, made if it is not there.
+        experiment: The experiment, created if it does not exist.
         run_name: The name of the run.
-        tracking_uri: The server or the store; that of the environment by default.
+        tracking_uri: The server or the store; by default the environment's.
 
     Raises:
         ConfigError: The package mlflow is not installed; or, in :meth:`open`, the store cannot be used.
@@ -56,7 +56,7 @@ class MlflowLogger(Logger):
         self._last: dict[str, int] = {}  # the newest step that MLflow has of each name
 
     def open(self, info: RunInfo) -> None:
-        """Begin the run, or go on with it.
+        """Start the run, or resume it.
 
         Raises:
             ConfigError: The store cannot be used.
@@ -95,7 +95,7 @@ class MlflowLogger(Logger):
         )
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Keep numbers, and send what is kept every few seconds."""
+        """Buffer numbers, and send the buffer every few seconds."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -107,7 +107,7 @@ class MlflowLogger(Logger):
             self._send()
 
     def _newest(self, name: str) -> int:
-        """Return the last step of ``name`` that an earlier part of the run has logged; -1 for none."""
+        """Return the last step of ``name`` that the run had logged before its resume; -1 for none."""
         if not self._resumed or self._client is None:
             return -1
         if name not in self._last:
@@ -123,24 +123,24 @@ class MlflowLogger(Logger):
                 self._client.log_batch(self._id, metrics=pending[start : start + _MOST])
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Note the last of its kind in a tag."""
+        """Set a tag to the latest event of its kind."""
         if self._client is not None and self._id is not None:
             self._client.set_tag(self._id, _name(f"last_{kind}"), str({"step": step, **facts}))
 
     def close(self, status: RunStatus) -> None:
-        """Send what is left and end the run."""
+        """Send the rest and end the run."""
         self._send()
         if self._client is not None and self._id is not None:
             self._client.set_terminated(self._id, _STATUS[status])
             self._client = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Send what is left, and return the id of the run."""
+        """Send the rest, and return the id of the run."""
         self._send()
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the id of the run."""
+        """Restore the id of the run."""
         self._id = state["id"]
 
 

@@ -1,4 +1,4 @@
-"""What users give as ``log=``: names of loggers, and loggers."""
+"""The argument ``log=`` of a run: loggers, or their names; and the facts about a run for them."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ LogSpec = str | Logger | Iterable[str | Logger] | None
 
 
 def factories() -> list[LoggerFactory]:
-    """Return what makes the loggers of this package: what is heavy is imported when one is made."""
+    """Return the factories of this package's loggers; a logger's imports happen when it is made."""
     return [
         _factory("aim", "a run of Aim", "AimLogger", extra="aim"),
         _factory("csv", "metrics.csv in the run's folder", "CsvLogger"),
@@ -53,8 +53,8 @@ def make_loggers(log: LogSpec, plugins: PluginRegistry) -> list[Logger]:
     """Return the loggers that ``log`` asks for, in its order.
 
     Raises:
-        ConfigError: There is no logger of a name, or what it needs is not installed; or an entry is neither.
-        PluginError: The plugin that brings it is broken or blocked.
+        ConfigError: There is no logger of a name, or its package is not installed; or an entry is neither.
+        PluginError: Its plugin is broken or blocked.
     """
     if log is None:
         return []
@@ -86,7 +86,7 @@ def _make(name: object, plugins: PluginRegistry) -> Logger:
 
 
 def _advice(name: str, known: Sequence[LoggerFactory]) -> str:
-    """Return what may have been meant, with what to install for it."""
+    """Return the closest known name, with the extra to install for it."""
     meant = get_close_matches(name.lower(), [factory.name for factory in known], n=1)
     if meant:
         extra = next(factory.extra for factory in known if factory.name == meant[0])
@@ -99,12 +99,12 @@ def _advice(name: str, known: Sequence[LoggerFactory]) -> str:
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_NODELIST", "SLURM_RESTART_COUNT")
 _OWN = ("TP_BACKEND", "TP_DISABLE_PLUGINS", "TP_STATE_DIR")
-_GIT_S = 10.0
+_GIT_S = 10.0  # then the revision is left out
 _COMMIT = "# branch.oid "
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return where this process runs, and the revision of the code in its folder where git knows one."""
+    """Return facts about this process and host, and the git revision of the working folder, if any."""
     environ = os.environ if environ is None else environ
     facts = {
         "host": socket.gethostname(),
@@ -120,12 +120,12 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     if revision := _revision():
         facts["git_revision"] = revision
     facts |= {name: environ[name] for name in (*_OWN, *_SLURM) if name in environ}
-    # Names of files may have bytes that are no text, which trackers refuse.
+    # File names may have bytes that are not UTF-8, which trackers refuse.
     return {name: value.encode(errors="backslashreplace").decode() for name, value in facts.items()}
 
 
 def _revision() -> str:
-    """Return the commit of the working folder, with a word if files differ from it."""
+    """Return the commit of the working folder, with "with changes" if files differ from it."""
     try:
         done = subprocess.run(
             ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
@@ -147,12 +147,12 @@ def _revision() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of torch and numpy, and of the distributions that bring plugins."""
+    """Return the versions of Python, torch, numpy, and the distributions with plugins."""
     found = {"python": platform.python_version()}
     for name in ("numpy", "torch", "tp-core"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    # Not all distributions: to read what each says of itself takes longer than many a step.
+    # Not of all distributions: reading all their metadata takes longer than many a step.
     brought = {point.dist for point in entry_points(group="tp.plugins") if point.dist is not None}
     found |= {str(distribution.name).lower(): distribution.version for distribution in brought}
     return {name: found[name] for name in sorted(found)}
@@ -176,12 +176,12 @@ def candidates(selection: Selection) -> tuple[dict[str, object], ...]:
 
 
 CONFIG = "config.yaml"
-"""The file in the folder of a run from which it can be run again: ``tp train ... --config``."""
+"""The file in a run's folder with its values, for ``tp train ... --config``."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenValues:
-    """What a function is called with.
+    """The values of a call of ``tp train``.
 
     Attributes:
         by_name: Plain values by their options' names: "optim.lr" of a nested one.
@@ -202,7 +202,7 @@ def given_values() -> GivenValues | None:
 
 @contextmanager
 def running_with(values: GivenValues) -> Iterator[None]:
-    """Have the runs that are started meanwhile log these values, and leave them in their folders."""
+    """Let runs within the context log these values, and write them into their folders."""
     token = _GIVEN.set(values)
     try:
         yield
@@ -211,10 +211,10 @@ def running_with(values: GivenValues) -> Iterator[None]:
 
 
 class ValuesLogger(Logger):
-    """Writes ``config.yaml`` into the run's folder; other values that are there stay as ``config-1.yaml``.
+    """Writes ``config.yaml`` into the run's folder; an older file becomes ``config-1.yaml``.
 
     Args:
-        text: What the file is to have.
+        text: The contents of the file.
     """
 
     name: ClassVar[str] = "values"
@@ -223,7 +223,7 @@ class ValuesLogger(Logger):
         self._text = text
 
     def open(self, info: RunInfo) -> None:
-        """Write the file, if it is not there."""
+        """Write the file, unless it exists with the same contents."""
         path = place_for("ValuesLogger", None, info) / CONFIG
         if path.is_file() and path.read_text(encoding="utf-8") == self._text:
             return
@@ -232,11 +232,11 @@ class ValuesLogger(Logger):
             part.write_text(self._text, encoding="utf-8")
 
         keep_aside(path)
-        # For its user alone: ``--config`` needs the values as they were given, a token too.
+        # Readable for its user alone: ``--config`` needs the values unmasked, a token too.
         write_atomically(write, path, mode=0o600)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Leave out the numbers: other loggers have them."""
+        """Ignore the numbers."""
 
     def close(self, status: RunStatus) -> None:
-        """Leave the file as it is."""
+        """Do nothing: the file is closed."""

@@ -18,23 +18,20 @@ if TYPE_CHECKING:
 
 _PREFIX = "events.out.tfevents."
 _LOOK_S = 0.05
-_QUEUE = (
-    1000  # events; a full queue has the run wait for the thread that writes, and both for the interpreter
-)
+_QUEUE = 1000  # events; with a full queue the run waits for the writing thread, and both compete for the GIL
 
 
 class TensorBoardLogger(Logger):
     """Writes event files: ``tensorboard --logdir run`` shows them.
 
     Numbers are scalars under their names; hyperparameters are on the page HParams; selection, environment
-    and versions are texts. A resumed run goes on in the same folder, and TensorBoard drops what was logged
-    after its checkpoint; a run that begins anew keeps an older folder as ``tensorboard-1``, and takes such a
-    name itself while another run writes there.
-    TensorBoard keeps numbers in 32 bits.
+    and versions are texts. A resumed run continues in the same folder, and TensorBoard drops the numbers
+    after its checkpoint. A new run renames an older folder to ``tensorboard-1``; if another run still writes
+    there, the new run takes such a name itself. TensorBoard stores numbers in 32 bits.
 
     Args:
-        folder: Where the files are; the folder ``tensorboard`` among the run's checkpoints by default.
-        flush_s: After so many seconds, at most, numbers are written to the file.
+        folder: The folder of the files; by default ``tensorboard`` in the folder of the run's checkpoints.
+        flush_s: The most seconds until numbers are written to the file.
 
     Raises:
         ConfigError: TensorBoard is not installed; or, in :meth:`open`, there is no folder, or one that it
@@ -50,7 +47,7 @@ class TensorBoardLogger(Logger):
         self._writer: SummaryWriter | None = None
 
     def open(self, info: RunInfo) -> None:
-        """Begin an event file; that of a resumed run makes readers drop what is after its checkpoint."""
+        """Start an event file; after a resume it makes readers drop the steps after the checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         with self._place.opening(info) as goes_on:
@@ -70,19 +67,19 @@ class TensorBoardLogger(Logger):
             )
             for path in folder.glob(f"{_PREFIX}*"):
                 if not path.is_symlink():
-                    path.chmod(0o600)  # they have the arguments of the program
+                    path.chmod(0o600)  # the files have the program's arguments
             if not goes_on:
                 self._write_facts(self._writer, info)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Write scalars: one event for all of a row, which costs a fraction of one for each."""
+        """Write scalars, a row as one event: one event per number costs a multiple."""
         if self._writer is not None and numbers:
             from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]  # has no types
                 Summary,
             )
 
             values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-            with showing_system_errors(self._place.path):  # those of the thread that writes
+            with showing_system_errors(self._place.path):  # the writing thread's errors are raised here
                 self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
@@ -93,7 +90,7 @@ class TensorBoardLogger(Logger):
                 self._writer.add_text(f"events/{kind}", text, step)
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - there is no place for it
-        """Write what is left and close the file."""
+        """Write the rest and close the file."""
         try:
             if self._writer is not None:
                 with showing_system_errors(self._place.path):
@@ -103,14 +100,14 @@ class TensorBoardLogger(Logger):
             self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what is left to the file."""
+        """Write the rest to the file."""
         if self._writer is not None:
             with showing_system_errors(self._place.path):
                 self._writer.flush()
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take which folder is the run's."""
+        """Restore the name of the run's folder."""
         self._place.load_state_dict(state)
 
     @staticmethod
@@ -139,12 +136,12 @@ def _table(values: Mapping[str, str]) -> str:
 
 
 def _as_text(value: object) -> str:
-    """Return a value as text in UTF-8, which names of files need not be."""
+    """Return a value as text that UTF-8 can encode; file names may have other bytes."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
 def _await_next_name(folder: Path) -> None:
-    """Wait until a new file's name comes after all others: it begins with the second, and readers sort."""
+    """Wait until a new file's name sorts after all others: it begins with the second, and readers sort."""
     while True:
         now = f"{_PREFIX}{int(time.time()):010d}"
         if not any(path.name.startswith(now) for path in folder.glob(f"{_PREFIX}*")):

@@ -16,16 +16,16 @@ from tp_trainer.loggers._files import check_installed, place_for
 class WandbLogger(Logger):
     """Logs to Weights & Biases, under one run for all parts of a resumed run.
 
-    The step of W&B is the number of optimizer steps. A resumed run goes on under the same id; W&B keeps
-    what it has of a step, so that steps which are done a second time are there once. With
-    ``mode="offline"`` nothing is sent: ``wandb sync --append`` does it later, in the order of the folders.
+    The step of W&B is the number of optimizer steps. A resumed run keeps its id; W&B keeps its first values
+    of a step, so repeated steps appear once. With ``mode="offline"`` nothing is sent: later, use ``wandb sync
+    --append`` in the order of the folders.
 
     Args:
-        project: The project; that of the environment by default.
-        mode: "online", "offline" or "disabled"; that of the environment by default.
-        folder: Where W&B keeps its files; the folder of the run's checkpoints by default, or what the
-            environment says.
-        **settings: What else ``wandb.init`` takes: ``name``, ``entity``, ``tags``, ``settings`` ...
+        project: The project; by default the environment's.
+        mode: "online", "offline" or "disabled"; by default the environment's.
+        folder: The folder of W&B's files; by default the folder of the run's checkpoints, or the
+            environment's.
+        **settings: Further arguments of ``wandb.init``: ``name``, ``entity``, ``tags``, ``settings`` ...
 
     Raises:
         ConfigError: The package wandb is not installed.
@@ -48,7 +48,7 @@ class WandbLogger(Logger):
         self._run: Any = None
 
     def open(self, info: RunInfo) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or resume it."""
         import wandb
 
         folder = None
@@ -74,12 +74,12 @@ class WandbLogger(Logger):
             self._run.log({**numbers, "epoch": epoch}, step=step)
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Note the last of its kind in the summary."""
+        """Set the latest event of its kind in the summary."""
         if self._run is not None:
             self._run.summary[f"last_{kind}"] = {"step": step, **facts}
 
     def close(self, status: RunStatus) -> None:
-        """End the run; one that was interrupted or failed is marked so."""
+        """End the run; mark it as failed if it was interrupted or failed."""
         if self._run is not None:
             self._run.finish(exit_code=0 if status == "finished" else 1)
             self._run = None
@@ -89,13 +89,13 @@ class WandbLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the id of the run."""
+        """Restore the id of the run."""
         self._id = state["id"]
 
 
 @contextmanager
 def _masked_command() -> Iterator[None]:
-    """Let W&B, which takes the program's arguments by itself, take them without secrets."""
+    """Mask secrets in ``sys.argv`` within the context: W&B records the program's arguments by itself."""
     arguments = sys.argv[:]
     sys.argv[:] = mask_arguments(arguments)
     try:

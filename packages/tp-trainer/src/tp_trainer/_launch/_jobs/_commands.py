@@ -36,7 +36,7 @@ _REF = "The id of the job, the start of it, its name, or 'last'."
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "magenta"}
 _POLL_S = 0.1
 _BLOCK = 1 << 16
-# Against hangs alone: a start from a busy disk may take a minute, and an end is noticed at once.
+# Only against hangs: a start from a busy disk may take a minute. The supervisor's end is noticed at once.
 _START_S = 600.0
 _SUPERVISOR_S = 15.0  # how long the supervisor may take after the last of its processes has ended
 
@@ -72,7 +72,7 @@ def _jobs(
     for line in damaged_jobs():
         typer.echo(f"tp jobs: left out: {line}", err=True)
     if clear:
-        # One whose status is damaged may be running.
+        # Not jobs with a damaged status: they may be running.
         known = [job for job in list_jobs() if job.status().state != "damaged"]
         ended = [job for job in known if not is_running(job)]
         for job in ended:
@@ -130,7 +130,7 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
         ConfigError: The request cannot work; nothing was started.
         RankFailedError: Its supervisor did not come up.
     """
-    make_plan(request)  # a mistake in it is an error here and now, not in a log
+    make_plan(request)  # raises for a mistake here, and not in the job's log
     job = create_job(request, command=command)
     with job.log.open("wb") as log:
         process = subprocess.Popen(
@@ -138,9 +138,9 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # or the terminal's SIGHUP and Ctrl-C would reach it
+            start_new_session=True,  # otherwise the terminal's SIGHUP and Ctrl-C would reach it
         )
-    # Through a pipe, since arguments may be secrets; if the process has died, the loop below notices.
+    # Through a pipe: arguments may be secrets. If the process has died, the loop below notices.
     with suppress(BrokenPipeError), cast("IO[bytes]", process.stdin) as pipe:
         pipe.write(json.dumps(asdict(request)).encode())
     deadline = time.monotonic() + _START_S
@@ -152,7 +152,7 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
             msg = f"the supervisor of job {job.id} did not start: {end}"
             raise RankFailedError(msg)
         time.sleep(0.02)
-    process.returncode = 0  # the job outlives this process: Popen must not warn that it still runs
+    process.returncode = 0  # the job outlives this process: Popen would warn that it still runs
     return job
 
 
@@ -160,11 +160,11 @@ def stop_job(job: Job, *, grace_s: float | None) -> Status:
     """End a running job: ask its supervisor, and kill all of its processes after the grace.
 
     Args:
-        job: Which one.
-        grace_s: How long it may take; ``None`` is the grace of its launch, in which it saves.
+        job: The job.
+        grace_s: The seconds before it is killed; ``None`` is the grace of its launch, in which it saves.
 
     Returns:
-        Its last status; that of a job which was not running is left as it was.
+        Its last status; the status of a job that was not running is unchanged.
     """
     deadline = time.monotonic() + _START_S
     while (status := job.status()).state == "starting" and time.monotonic() < deadline:
@@ -174,7 +174,7 @@ def stop_job(job: Job, *, grace_s: float | None) -> Status:
         return status
     if grace_s is None:
         grace_s = job.request.grace_s + _SUPERVISOR_S
-    tree = _tree(process)  # before the signal: children of a process that is gone are not found any more
+    tree = _tree(process)  # before the signal: the children of a process that has exited cannot be found
     try:
         process.terminate()
     except psutil.NoSuchProcess:
@@ -199,7 +199,7 @@ def _tree(process: psutil.Process) -> list[psutil.Process]:
 
 def _kill(process: psutil.Process) -> None:
     try:
-        process.kill()  # psutil compares the time of creation first, so no other process is hit
+        process.kill()  # psutil compares creation times first: a later process with the same id is safe
     except psutil.NoSuchProcess:
         return
 
@@ -251,7 +251,7 @@ def log_chunks(job: Job, *, follow: bool, lines: int | None) -> Iterator[bytes]:
         if lines is not None:
             file.seek(_start_of_last(file.read(), lines))
         while True:
-            over = not follow or not is_running(job)  # before the read, which then has its last lines
+            over = not follow or not is_running(job)  # before the read, so that the last lines are read
             while chunk := file.read(_BLOCK):
                 yield chunk
             if over:

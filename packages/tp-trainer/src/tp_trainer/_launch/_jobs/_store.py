@@ -1,4 +1,4 @@
-"""Detached jobs on disk: one directory each, written so that a reader never sees half a file.
+"""Detached jobs on disk: one directory each, written so that a reader never sees an incomplete file.
 
 ::
 
@@ -6,7 +6,7 @@
     <state directory>/jobs/<id>/status.json   the status; written by the supervisor
     <state directory>/jobs/<id>/log           what the job prints
 
-The files are the user's to change, so a reader checks every field.
+Users may change the files, so a reader checks every field.
 """
 
 import json
@@ -31,23 +31,23 @@ from tp_trainer._secrets import mask_arguments
 ALIVE = ("starting", "running")
 _STATES = (*ALIVE, "finished", "failed", "stopped")
 _NEWEST = "last"
-_LOCK_S = 60.0  # against hangs alone: another process holds the lock for as long as it writes two small files
+_LOCK_S = 60.0  # only against hangs: another process holds the lock while it writes two small files
 _MAX_PID = 2**31 - 1
-_END_OF_TIME = 253_402_300_800.0  # the year 10000, from which on datetime raises
+_END_OF_TIME = 253_402_300_800.0  # the year 10000, for which datetime raises
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The status of a job, as its supervisor wrote it last.
+    """The last status that a job's supervisor wrote.
 
     Attributes:
-        state: "starting", "running", "finished", "failed", "stopped", "lost" when its supervisor
-            is gone, or "damaged" when its file cannot be read.
-        pid: The process id of the supervisor; while it is starting, of the launch that starts it.
-        process: The identity of that process, which no later process with the same id has.
-        started: When it started, in seconds since 1970.
-        ended: When it ended, or None.
-        code: Its exit status, or None.
+        state: "starting", "running", "finished", "failed", "stopped", "lost" if its supervisor is gone,
+            or "damaged" if its file cannot be read.
+        pid: The process id of the supervisor; while the job is starting, of the launch that starts it.
+        process: The identity of that process; a later process with the same id has another one.
+        started: The time of the start, in seconds since 1970.
+        ended: The time of the end, or None.
+        code: The exit status, or None.
         reason: A line about a failure.
     """
 
@@ -68,7 +68,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A detached job: its request, and where its files are."""
+    """A detached job: its request, and the directory of its files."""
 
     id: str
     name: str
@@ -80,14 +80,14 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """The file that everything it prints goes to."""
+        """The file with the output of the job."""
         return self.directory / "log"
 
     def status(self) -> Status:
-        """Return its status now: one that says "running" holds only while the supervisor is alive."""
+        """Return the current status: "running" becomes "lost" if the supervisor is gone."""
         status = self._read_status()
         if status.state in ALIVE and supervisor(status) is None:
-            status = self._read_status()  # it may have written its end after the first read
+            status = self._read_status()  # the supervisor may have ended normally since the first read
             if status.state in ALIVE and supervisor(status) is None:
                 return replace(status, state="lost")
         return status
@@ -99,7 +99,7 @@ class Job:
             return Status(state="damaged", pid=0, process="", started=self.created, reason=str(error))
 
     def write_status(self, status: Status) -> None:
-        """Put a new status in the place of the old one."""
+        """Replace the status."""
         write_json(self.directory / "status.json", asdict(status))
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Job:
 
 
 def state_dir() -> Path:
-    """Return the folder in which this user's jobs are kept.
+    """Return the folder of this user's jobs.
 
     ``$TP_STATE_DIR``, else ``$XDG_STATE_HOME/tp``, else ``~/.local/state/tp``.
     """
@@ -133,11 +133,11 @@ def state_dir() -> Path:
 
 
 def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
-    """Write the files of a new job, which this process then starts.
+    """Write the files of a new job.
 
     Raises:
-        ConfigError: Its name is taken by a running job, or means something else; or jobs cannot be
-            kept in the state directory.
+        ConfigError: Its name is taken by a running job, or is reserved; or the state directory is not
+            writable.
     """
     name = request.name or Path(request.script).stem
     if request.name is not None and (
@@ -161,7 +161,7 @@ def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         jobs.chmod(0o700)
-        # A lock of the folder: two jobs that start at once must not both find a name free.
+        # A lock on the folder: two jobs that start at once must not both find the same name free.
         with Ownership(jobs, is_folder=True, grace_s=_LOCK_S):
             if request.name is not None and any(j.name == name and is_running(j) for j in list_jobs()):
                 msg = f"a job named {name!r} is running; choose another --name, or end it: tp stop {name}"
@@ -176,11 +176,11 @@ def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
 
 
 def _write_job(job: Job, jobs: Path) -> Job:
-    """Write a job under another name first: readers find all of it, or nothing."""
+    """Write a job into a draft and rename it: readers find all of it, or nothing."""
     draft = jobs / f".{job.id}"
     draft.mkdir(mode=0o700)
     values = {"id": job.id, "name": job.name, "created": job.created, "cwd": job.cwd}
-    # The supervisor gets the arguments as they are through a pipe: on the disk they would outlive the job.
+    # Masked: the supervisor gets the real arguments through a pipe. On disk, secrets would outlive the job.
     request = {**asdict(job.request), "args": mask_arguments(job.request.args)}
     more = {"command": mask_arguments(job.command), "request": request}
     write_json(draft / "job.json", {**values, **more})
@@ -189,7 +189,7 @@ def _write_job(job: Job, jobs: Path) -> Job:
 
 
 def load_job(directory: Path) -> Job:
-    """Return the job that is kept in a directory.
+    """Return the job of a directory.
 
     Raises:
         StateError: Its file is missing or damaged.
@@ -209,12 +209,12 @@ def load_job(directory: Path) -> Job:
 
 
 def list_jobs() -> list[Job]:
-    """Return all jobs of this user, the oldest first, without those that cannot be read."""
+    """Return all readable jobs of this user, oldest first."""
     return _load_jobs()[0]
 
 
 def damaged_jobs() -> list[str]:
-    """Return a line about each job that cannot be read."""
+    """Return a line about each unreadable job."""
     return _load_jobs()[1]
 
 
@@ -223,7 +223,7 @@ def _load_jobs() -> tuple[list[Job], list[str]]:
     jobs: list[Job] = []
     damaged: list[str] = []
     try:
-        # Those that are being written or removed begin with a dot.
+        # Names with a dot in front are of jobs that are being written or removed.
         paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     except FileNotFoundError:
         return jobs, damaged
@@ -241,7 +241,7 @@ def _load_jobs() -> tuple[list[Job], list[str]]:
 def find_job(ref: str) -> Job:
     """Return the job with an id, the start of an id, a name, or "last".
 
-    Several jobs of one name: the running one, or else the newest.
+    Of several jobs with one name it is the running one, or else the newest.
 
     Raises:
         ConfigError: No job or several match; the message lists all jobs.
@@ -262,7 +262,7 @@ def find_job(ref: str) -> Job:
 
 def remove_job(job: Job) -> None:
     """Remove a job and its log."""
-    gone = job.directory.with_name(f".{job.id}")  # renamed first: no reader finds half of it
+    gone = job.directory.with_name(f".{job.id}")  # renamed first, so that no reader finds half of it
     try:
         job.directory.rename(gone)
     except FileNotFoundError:
@@ -276,12 +276,12 @@ def is_running(job: Job) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return a text as a terminal may show it: characters that would control it are escaped."""
+    """Return a text that is safe for a terminal: control characters are escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write plain values into a file; readers find the old one or the new one."""
+    """Write plain values into a file; readers find the old or the new contents."""
 
     def write(part: Path) -> None:
         part.write_text(json.dumps(values, indent=1))
@@ -290,7 +290,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def supervisor(status: Status) -> psutil.Process | None:
-    """Return the process that runs the job, or None when it is gone, and its id maybe another's."""
+    """Return the supervisor's process, or None if it is gone, even if another process has its id."""
     if identity(status.pid) != status.process:
         return None
     try:
@@ -300,15 +300,15 @@ def supervisor(status: Status) -> psutil.Process | None:
 
 
 def identity(pid: int) -> str | None:
-    """Return a text that is unique to the process that has this id now; None if there is none.
+    """Return a text that is unique to the process with this id; None if there is no such process.
 
-    The id alone is not: the kernel gives it to another process later. On Linux the text is the boot and the
-    start of the process in ticks since then, which setting the clock does not change.
+    The kernel reuses ids. On Linux the text is the boot's id and the start of the process in ticks since
+    boot, which setting the clock does not change.
     """
     if not 0 < pid <= _MAX_PID:
         return None
     try:
-        # The name of the program comes second, in parentheses, and may hold any character.
+        # The second field is the program's name in parentheses, which may contain ")" and spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except ProcessLookupError:
@@ -329,20 +329,20 @@ def _portable_identity(pid: int) -> str | None:
 
 
 def read_request(values: object) -> LaunchRequest:
-    """Return the request that JSON holds; fields of later versions are left out.
+    """Return the request of a JSON object; fields of later versions are ignored.
 
     Raises:
-        StateError: The values are not those of a request.
+        StateError: The values are not a request.
         ConfigError: A number is out of range.
     """
     return LaunchRequest(**check_fields(LaunchRequest, values, what="the request"))
 
 
 def read_status(path: Path) -> Status:
-    """Return the status that a file holds.
+    """Return the status in a file.
 
     Raises:
-        StateError: The file of the status is missing or damaged.
+        StateError: The file is missing or damaged.
     """
     status = Status(**check_fields(Status, read_json_object(path), what="the status"))
     if status.state not in _STATES:
@@ -354,7 +354,7 @@ def read_status(path: Path) -> Status:
 
 
 def check_time(what: str, value: float) -> None:
-    """Make sure that a number is a time that people can be shown.
+    """Make sure that a number is a time that datetime can show.
 
     Raises:
         StateError: The value is not a time.
@@ -370,7 +370,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         StateError: The file does not exist, or holds something else.
     """
-    if not path.is_file():  # reading a pipe would wait for whoever writes to it
+    if not path.is_file():  # reading a pipe would block
         msg = f"{path} is not a file"
         raise StateError(msg)
     try:
@@ -385,12 +385,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass; others are left out.
+    """Return the values for the fields of a dataclass; other values are ignored.
 
     Args:
         kind: The dataclass.
-        values: What JSON said.
-        what: What to call it in messages.
+        values: The values from JSON.
+        what: The name of the object in messages.
 
     Raises:
         StateError: A value is missing or of another type than its field.
@@ -424,7 +424,7 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number
     if hint in (int, str, bool):
-        return type(value) is hint  # True is an int to Python
+        return type(value) is hint  # isinstance(True, int) is true
     return isinstance(value, NoneType if hint is None else hint)
 
 

@@ -17,16 +17,16 @@ from tp_trainer._launch._signals import Stopped, StopSignals
 
 def main(directory: str) -> int:
     """Run the job of a directory, and write its status there."""
-    request = read_request(json.load(sys.stdin.buffer))  # with the arguments that no file has
+    request = read_request(json.load(sys.stdin.buffer))  # with unmasked arguments, which no file has
     job = replace(load_job(Path(directory)), request=request)
     status = Status.of_this_process("running")
     job.write_status(status)
     with StopSignals() as signals:
         try:
             outcome = _run(job)
-        except Stopped as stopped:  # before or after the handlers of the launch
+        except Stopped as stopped:  # outside of the handlers of the launch
             outcome = Outcome.stopped(stopped.signum, "nothing was saved: no rank had been started")
-        signals.ignore()  # or a second one would leave the job "running" on the disk
+        signals.ignore()  # a second signal would leave the job "running" on the disk
         report(outcome)
         job.write_status(replace(_ended(status, outcome), ended=time.time(), code=outcome.status))
     return outcome.status
