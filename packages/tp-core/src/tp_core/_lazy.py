@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used (PEP 562)."""
+"""Lazy packages, which import a name when it is first used (PEP 562)."""
 
 import builtins
 import importlib
@@ -16,7 +16,7 @@ def lazy_exports(
     be cheap. Type checkers do not follow such a table; what they read is the same names as imports, under
     ``TYPE_CHECKING``. In ``__all__`` are the names that do not begin with an underscore, shadow a builtin or
     come from the package's ``compat``: constants, then classes, then others. The package's ``__version__`` is
-    that of its distribution, whose name has hyphens for underscores.
+    its distribution's, which has hyphens for underscores in its name.
 
     Args:
         package: The package's ``__name__``.

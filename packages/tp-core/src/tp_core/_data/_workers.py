@@ -214,7 +214,7 @@ class _Follow:
         self.start()
 
     def start(self) -> None:
-        """Start to watch the program, in a thread."""
+        """Start to watch the program, in a thread: the handler must return, so that the worker continues."""
         if not self._is_looking:
             self._is_looking = True
             threading.Thread(target=self._look, name="tp-worker", daemon=True).start()

@@ -178,7 +178,8 @@ class FullyShardedSession(ProcessGroupSession):
         norm = self.grad_norm(model, norm_type=norm_type)
         grads = local_gradients(model)
         if max_norm != float("inf") and grads:
-            # On local tensors: through DTensors each gradient would cost tens of microseconds.
+            # On local tensors, through torch's private _foreach functions, one kernel for all: through
+            # DTensors each gradient would cost tens of microseconds.
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         return norm

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Progress = bool | Literal["auto"]
-"""Whether progress is shown: with "auto" on a terminal or in a notebook, with ``True`` in files, too."""
+"""The option to show progress: "auto" on a terminal or in a notebook only, ``True`` in files, too."""
 
 
 def shows_progress(progress: Progress) -> bool:

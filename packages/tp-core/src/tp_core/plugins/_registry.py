@@ -91,7 +91,7 @@ def load(info: PluginInfo, point: EntryPoint | Exception) -> object:
 
     Raises:
         ContractError: The entry point names nothing that could be imported.
-        BaseException: The plugin's own error, or that of its distribution's files.
+        BaseException: The plugin's own error, or the error of its distribution's files.
     """
     if isinstance(point, Exception):
         raise point

@@ -98,6 +98,7 @@ def copy_coalesced(
     near = [d for d in devices if d == plain[0].device and not force_flat]
     for row, device in zip(rows, devices, strict=True):
         if device in near:
+            # Private to torch, as the other _foreach functions: there is no public copy of many tensors.
             torch._foreach_copy_(list(row), plain)
     far = [(row, d) for row, d in zip(rows, devices, strict=True) if d not in near]
     if not far:

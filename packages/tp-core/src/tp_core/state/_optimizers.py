@@ -54,14 +54,14 @@ _OF_SCHEDULERS = frozenset({"initial_lr"})
 
 @dataclass(frozen=True, slots=True)
 class OptimizerValues:
-    """What an optimizer's state has besides tensors, with what stands for those.
+    """The plain values of an optimizer's state, with references in place of tensors.
 
     Attributes:
         groups: The names of the parameters of each group, and its settings.
-        state: What is kept of each parameter, by its name.
-        others: What is kept under other keys, as pairs.
-        extra: What else ``state_dict()`` has, by its key.
-        in_order: Whether something is kept of all parameters at once, in their order.
+        state: The state of each parameter, by its name.
+        others: The state under other keys, as pairs.
+        extra: Further entries of ``state_dict()``, by key.
+        in_order: Whether some state belongs to all parameters at once, in their order.
     """
 
     groups: list[dict[str, Any]]
@@ -163,7 +163,7 @@ def check_fits(
 
     Args:
         model: The model.
-        optimizer: The optimizer, whose groups may have another order, or be split otherwise.
+        optimizer: The optimizer; its groups may have another order, or be split otherwise.
         saved: What :func:`named_state` returned, with the tensors of its groups.
         path: Where it comes from, for messages.
         same_groups: Whether the groups must be those that were saved, in their order.

@@ -18,11 +18,11 @@ from tp_core.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What stands for a tensor among plain values.
+    """A reference to a stored tensor among plain values.
 
     Attributes:
-        name: Under which name the tensor is stored.
-        like_parameter: Whether it has the shape of the parameter that it belongs to, and is cut alike.
+        name: The name under which the tensor is stored.
+        like_parameter: Whether it has the shape of its parameter, and is cut in the same way.
     """
 
     name: str

@@ -197,7 +197,7 @@ def _load_optimizer(
     infos: Mapping[str, TensorInfo],
 ) -> None:
     optimizer.load_state_dict(numbered_state(model, optimizer, saved, lambda ref, _: taken[ref.name]))
-    # torch gives every tensor the type of its parameter, a counter that of a weight, and takes text apart.
+    # torch's own load casts every tensor, also a counter, to its parameter's dtype, and takes text apart.
     for name, parameter in parameters_as_saved(model, optimizer, saved).items():
         entries, kept = saved.state.get(name), optimizer.state.get(parameter)
         before = infos.get(f"{_MODEL}{name}")

@@ -65,7 +65,7 @@ class AdapterConformance(DeclaredLimits):
 
     @pytest.mark.parametrize("sample", [None, "a text", 3, object(), {}], ids=type)
     def test_it_has_an_answer_for_samples_of_any_kind(self, sample: Any) -> None:
-        """Every installed adapter is asked about the samples of every loader."""
+        """Assess odd samples, as every installed adapter is called with the samples of every loader."""
         assert isinstance(self.adapter().assess(sample, 2), Verdict)
 
     def test_assessing_changes_nothing(self) -> None:

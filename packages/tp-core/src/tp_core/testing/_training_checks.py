@@ -269,6 +269,7 @@ def asked_alone(kit: ConformanceKit) -> bool:
         if session.rank != 0:
             return True
         answers = []
+        # In a thread: a call that waits for other ranks would hang this one, and the test with it.
         thread = threading.Thread(target=lambda: answers.append(session.find_nonfinite(model)), daemon=True)
         thread.start()
         thread.join(ALONE_S)
