@@ -35,6 +35,7 @@ from tp_shard._shards._layer import ParallelLayer
 # Private: the attribute in which DDP looks for names to ignore. Without it DDP would overwrite the shards
 # with rank 0's (`a_split_layer_alone_under_ddp_keeps_its_shards`).
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+# By identity, because tensors compare element by element; weak, so that a dropped model does not live on.
 _hooks = WeakTensorKeyDictionary()
 
 

@@ -41,7 +41,7 @@ class _Gather:
         for name in self.inputs:
             if isinstance(named.get(name), Tensor):
                 named[name] = join(named[name], self.state, self.group)
-        # The column layers inside do not sum the gradient of their input: so that of a whole argument is
+        # The column layers inside do not sum the gradient of their input, so the one of a whole argument is
         # summed here, or each rank would have the gradient of its own heads alone.
         if not self.whole:
             named = {n: self._shared(n, v) for n, v in named.items()}

@@ -181,6 +181,7 @@ def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
         model._init_weights(module)  # type: ignore[operator]  # a method, as _check_buffers saw
     for full_name, module, name, buffer in missing:
         made = module._buffers[name]
+        # NaN is unequal to itself, so both sides get a number in its place.
         nothing = torch.full_like(buffer, _sentinel(buffer.dtype), device="cpu")
         if made is None or torch.equal(made.cpu().nan_to_num(7.5), nothing.nan_to_num(7.5)):
             msg = f"{full_name} is not part of the state, and the model's _init_weights() does not make it"

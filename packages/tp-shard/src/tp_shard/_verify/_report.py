@@ -542,6 +542,7 @@ def verify(
             found[0] = _verified(model, plan, as_call(batch, loss), count)
         except Exception as error:  # noqa: BLE001 - it is raised on all ranks
             found[0] = error
+    # Also after an error: a first rank that raised at once would leave the others waiting here.
     dist.broadcast_object_list(found, group_src=0, group=members.handle)
     if isinstance(found[0], Exception):
         raise found[0]

@@ -123,6 +123,7 @@ class _Simulation:
             if other is not None:
                 msg = f"rank 0 calls {found[0][0]}, and rank {other} {found[other][0]}"
                 raise DisagreementError(msg)
+            # Like torch's collectives without a graph: recorded, it would join the graphs of the ranks.
             with torch.no_grad():
                 carry_out([brought for _, brought in found])
             self._slots = [None] * self.ranks
