@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function and what it is called with.
+    """A function and the arguments of its call.
 
     Attributes:
         function: The user's function.
-        arguments: Its arguments by name, as the types of its parameters say.
-        values: The same as plain values.
+        arguments: Its arguments by name, in the types of its parameters.
+        values: The same arguments as plain values.
     """
 
     function: Callable[..., Any]
@@ -39,7 +39,7 @@ class Call:
     values: GivenValues
 
     def run(self) -> None:
-        """Call the function; what it raises is not touched."""
+        """Call the function; its exceptions pass unchanged."""
         named = dict(self.arguments)
         parameters = inspect.signature(self.function).parameters.values()
         first = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
@@ -48,7 +48,7 @@ class Call:
 
 
 def parse_call(target: str, words: Sequence[str]) -> Call:
-    """Return the call that a command line asks for.
+    """Return the call of a command line.
 
     Args:
         target: The function: ``script.py:main`` or ``package.module:main``.
@@ -57,7 +57,7 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
     Raises:
         ConfigError: There is no such function, its parameters cannot be options, or a value is unknown,
             missing or of another type; or jsonargparse is not installed.
-        SystemExit: The words ask for ``--help`` or ``--print-config``, which was printed.
+        SystemExit: After the output of ``--help`` or ``--print-config``.
     """
     try:
         import jsonargparse  # noqa: F401 - asked for before the script is imported
@@ -104,7 +104,7 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
 
 def _meant(parser: "ArgumentParser", message: str) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-    known = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - with those of groups
+    known = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
     return "" if unknown is None else did_you_mean(unknown[1], known | {"--help", "--print-config"})
 
 
@@ -117,7 +117,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _in_our_words(text: str) -> str:
-    """Return a message of jsonargparse as people write options and types, with the value that was meant."""
+    """Return a message of jsonargparse in the words of options and types, with a suggestion."""
     text = re.sub(r'^Parser key "([\w.]+)": ?', r"--\1: ", text)
     text = re.sub(r"<class '(?:builtins\.)?([\w.]+)'>", r"\1", text)
     text = re.sub(r"Expected (?:an? )?(.+?)\. Got value: (.+)", r"expected \1, got \2", text)
@@ -148,7 +148,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in _OPTIONS.items()}
 
 
 def _with_options_of_launch(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes ``**options`` the options of ``tp launch``, as typer reads them."""
+    """Give a command with ``**options`` the options of ``tp launch``, in its signature for typer."""
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters = [*own, *_OPTIONS.values()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions may have it
@@ -191,7 +191,8 @@ def _train(
     """
     call = parse_call(function, values or ())  # before any process is started
     asked = {name for name, value in options.items() if value != _DEFAULTS[name]}
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # whose launcher may be set by PET_..., too
+    # In a rank: PET_... variables may still be set, so only options on the command line are refused.
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_launched(context, {"nproc_per_node", *asked})
         _run_here(call)
         return
@@ -208,10 +209,10 @@ def _train(
 
 
 def _check_launched(context: typer.Context, names: Iterable[str]) -> None:
-    """Refuse options of launching in a rank.
+    """Refuse launch options in a rank.
 
     Raises:
-        ConfigError: The words of the command line have some.
+        ConfigError: The command line has a launch option.
     """
     sources = {name: context.get_parameter_source(name) for name in sorted(names)}
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
@@ -229,7 +230,7 @@ def _run_here(call: Call) -> None:
         call.run()
     except BrokenPipeError:
         raise
-    except (TpError, OSError) as error:  # of the user's own program: where in it matters
+    except (TpError, OSError) as error:  # of the user's program: show the traceback, and not only the message
         sys.excepthook(type(error), error, error.__traceback__)
         raise typer.Exit(1) from error
 

@@ -1,4 +1,4 @@
-"""The trainer with the interface and the spelling of torchhandy: a switch, a config, and a custom loop."""
+"""The trainer with the interface and the names of torchhandy: a switch, a config, and a custom loop."""
 
 import os
 import warnings
@@ -61,7 +61,7 @@ class ParallelTrainer:
             for name in ("sync_batchnorm", "find_unused_parameters"):
                 options[name] = bool(_read(config, name, False))
         else:
-            # Without the switch each process is on its own, however it was started.
+            # Without the switch each process trains alone, even if a launcher has started it.
             environment = LaunchEnvironment.read({})
         name = "ddp" if environment.is_distributed else "single"
         job = Job(
@@ -84,6 +84,8 @@ class ParallelTrainer:
         Raises:
             ModelError: The model is wrapped already.
             DisagreementError: The ranks' models differ.
+
+        Collectives: with ``synch`` as in `DdpSession.prepare_model`.
         """
         return self.session.prepare_model(model).train()
 
@@ -113,7 +115,7 @@ class ParallelTrainer:
 
         Args:
             dataset: A dataset with length.
-            epoch: Which epoch; another one is another order.
+            epoch: The epoch; each epoch has another order.
             bsz: The batch size of each process.
             num_workers: Worker processes of the loader.
             train_sampler: What :meth:`dataset_parallel` returned, or a custom sampler.
@@ -132,15 +134,14 @@ class ParallelTrainer:
     def save_model(self, ckpt: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write ``ckpt`` with the model's state under "state_dict"; rank 0 writes.
 
-        The names in it are those of the plain model in both modes. A crash while it is written
-        leaves the old file as it was.
+        It has the plain model's names in both modes. A crash during the write leaves the old file unchanged.
         """
         state = self.session.model_state(model)
         if self.session.is_main:
             save_atomically({**ckpt, "state_dict": state}, path)
 
     def write_log(self, log_file: IO[str] | str | os.PathLike[str], content: str) -> None:
-        """Write a line to an open file, or append it to the file of that name; rank 0 writes."""
+        """Append a line to an open file, or to a file by its name; rank 0 writes."""
         if not self.session.is_main:
             return
         if isinstance(log_file, str | os.PathLike):
@@ -151,11 +152,11 @@ class ParallelTrainer:
             log_file.flush()
 
     def call_func(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Call ``func`` on rank 0 and return what it returns; ``None`` on the other ranks."""
+        """Call ``func`` on rank 0 and return its result; return ``None`` on the other ranks."""
         return func(*args, **kwargs) if self.session.is_main else None
 
     def get_model(self, model: nn.Module) -> nn.Module:
-        """Return the plain module of what :meth:`model_parallel` returned."""
+        """Return the plain module of a model that :meth:`model_parallel` returned."""
         return self.session.unwrap(model)
 
     def _sampler(self, dataset: Dataset[Any], *, shuffle: bool = True) -> DistributedSampler[Any]:
@@ -181,7 +182,7 @@ def _read(config: object, name: str, default: object = _MISSING) -> Any:
 
 
 def _device_here(wanted: object, environment: LaunchEnvironment | None) -> torch.device:
-    """Return the device of this process; the CPU, with a warning, for an accelerator not here."""
+    """Return the device of this process; the CPU, with a warning, for an accelerator that does not exist."""
     device = torch.device(wanted) if isinstance(wanted, str | int | torch.device) else None
     if device is None:
         msg = f"config.device must be a device such as 'cuda' or 'cpu', got {wanted!r}"
@@ -215,4 +216,4 @@ def _check_launched(environment: LaunchEnvironment, n_gpus: int) -> None:
 
 
 Parallel_Trainer = ParallelTrainer
-"""The spelling of torchhandy, so that only the import line changes."""
+"""The name in torchhandy: only the import line of a program changes."""

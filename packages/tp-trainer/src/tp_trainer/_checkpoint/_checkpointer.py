@@ -404,7 +404,7 @@ class Writer:
     def join_group(self) -> None:
         """Form the process group of the threads that write together.
 
-        In the main thread's group, their collectives would pair with those of the training.
+        In the main thread's group, their collectives would pair with the training's.
 
         Collectives: torch makes a new group, once.
         """

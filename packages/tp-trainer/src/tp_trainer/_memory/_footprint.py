@@ -172,7 +172,7 @@ class LiveBytes(TorchDispatchMode):
         self.highest, self.highest_with_gradients = self.values, self.values + self.gradients
 
     def _note(self, tensor: Tensor, *, is_cast: bool) -> None:
-        # _cdata is private: the data_ptr() of fake storages does not tell them apart.
+        # _cdata is private: the data_ptr() of fake storages does not distinguish them.
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._known or address in self._sizes:

@@ -153,7 +153,7 @@ class MetricSet:
         """Take the arguments of the metrics out of a step's output, and return the rest.
 
         Args:
-            number: The number of the batch, among those of all data ranks.
+            number: The number of the batch, counted over all data ranks.
             output: The output of the wrapped step.
 
         Raises:
@@ -336,7 +336,7 @@ class OrderedGather:
         """Add this rank's value of a batch, and yield values of all ranks after an exchange.
 
         Args:
-            number: The number of the batch among those of all data ranks, from 0 and increasing.
+            number: The number of the batch, counted over all data ranks; from 0 and increasing.
             value: Tensors in containers, or any picklable value.
 
         Collectives: as in `Session.gather_objects`, once for every 16 batches, and where the ranks meet.

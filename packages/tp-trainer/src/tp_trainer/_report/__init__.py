@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# -- Curves of runs, drawn by matplotlib: as SVG whose colors follow the page's, or as PNG --------
+# -- Curves of runs, drawn by matplotlib, as SVG or PNG -------------------------------------------
 
 
 _MOST_POINTS = 1500  # of a curve; more are not visible

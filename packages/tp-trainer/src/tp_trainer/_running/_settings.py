@@ -215,7 +215,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings(LoopSettings):
-    """The arguments of one call of ``fit``: those of a loop, and what is done with each batch.
+    """The arguments of one call of ``fit``: a loop's, and the step, the validation and the optimization.
 
     Attributes:
         step: The user's step.

@@ -43,7 +43,7 @@ class CapturedUserState:
 class UserState:
     """Objects with ``state_dict`` and ``load_state_dict``, and plain values, by name.
 
-    A state that differs between ranks, such as each rank's replay buffer, is saved for each rank. The state
+    A state that differs between ranks (each has its own replay buffer) is saved for each rank. The state
     of a module counts as equal on all ranks, and rank 0's is saved.
 
     Args:

@@ -299,7 +299,7 @@ class Meter:
         return means
 
 
-# -- The states of the ranks' meters as that of one, for a resume with another number of ranks ----
+# -- The sum of several ranks' meters, for a resume with another number of ranks ------------------
 
 
 def empty_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def add_whole(
 
 
 def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scale: float = 1.0) -> None:
-    """Add the gradient of a batch whose total weight is known only at the end of the optimizer step.
+    """Add the gradient of a batch, before the total weight of the optimizer step is known.
 
     The sum of gradients must then be multiplied by ``unit * session.data_size / total``.
 
@@ -336,7 +336,7 @@ class OptimizerStep:
         return factor
 
     def _weighted_factor(self) -> float | None:
-        """Return the factor from the gradients to those of the mean over all units; ``None`` for no units.
+        """Return the factor from the gradients to the mean's over all units; ``None`` for no units.
 
         Collectives: one all-reduce of a number over the data ranks, if several batches make a step.
         """

@@ -231,7 +231,7 @@ def run_watched(
 ) -> StepOutput:
     """Run the step on a batch of the first optimizer step, and check that it leaves ``fit`` its tasks.
 
-    Gradients of a backward() in the step are added to those of the returned loss. On one device that may be
+    Gradients of a backward() in the step are added to the returned loss's. On one device that may be
     intended, for a loss in several pieces. On several devices nothing averages them.
 
     Raises:

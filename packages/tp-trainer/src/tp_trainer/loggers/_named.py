@@ -94,7 +94,7 @@ def _advice(name: str, known: Sequence[LoggerFactory]) -> str:
     return f"those there are: {', '.join(repr(f.name) for f in known) or 'none'}"
 
 
-# -- What a run is told to its loggers to be: where it runs, with which versions, on which code ---
+# -- Facts about a run for its loggers: environment, versions, revision, candidates ---------------
 
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_NODELIST", "SLURM_RESTART_COUNT")

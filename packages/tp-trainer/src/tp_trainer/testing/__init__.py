@@ -1,11 +1,11 @@
-"""For authors of backends and callbacks: what training on or with each must do, as tests to subclass.
+"""Conformance tests for authors of backends and callbacks, to be subclassed.
 
 Needs ``pip install 'tp-trainer[testing]'``.
 """
 
 import pytest
 
-# Before the first import of a module with assertions, so that they explain themselves.
+# Before the import of the modules: pytest rewrites assertions only then, to show values in failures.
 pytest.register_assert_rewrite(
     "tp_trainer.testing._callback_conformance",
     "tp_trainer.testing._conformance",

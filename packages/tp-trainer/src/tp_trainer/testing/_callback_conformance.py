@@ -1,4 +1,4 @@
-"""What every callback must do, as tests that its author subclasses."""
+"""The conformance tests of callbacks, for their authors to subclass."""
 
 import abc
 import inspect
@@ -21,7 +21,7 @@ _STOPS = [3, 5, 8]  # within an epoch, at its end, within the next
 
 
 class _Ended(NamedTuple):
-    """What a run came to: its weights, the callback's state, how many steps were made."""
+    """The result of a run: its weights, the callback's state, the number of steps."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
@@ -29,31 +29,30 @@ class _Ended(NamedTuple):
 
 
 class _StoppedError(Exception):
-    """What ends a run in its middle."""
+    """Raised to end a run in its middle."""
 
 
 class _Fail(Callback):
-    """Ends a run after a step as an error of the user's does."""
+    """Ends a run after a step, like an error of the user's code."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_step_end(self, run: RunView) -> None:
-        """Raise, where it is time."""
+        """Raise at the step."""
         if run.step == self._step:
             raise _StoppedError
 
 
 class CallbackConformance(DeclaredLimits, abc.ABC):
-    """What every callback must do. A subclass of this, in a test module, names the callback.
+    """The conformance tests of a callback. A subclass in a test module makes the callback.
 
-    It takes part in short runs of two epochs with validation, on one device and on several ranks: what it
-    remembers goes through checkpoints, so that a resumed run ends as one that never was stopped; ranks
-    stay alike; it does not hide the error that ends a run; and a run goes on without it where it fails
-    and nobody had asked for it.
+    The callback takes part in short runs of two epochs with validation, on one device and on several ranks.
+    Its state goes through checkpoints, so a resumed run must equal an uninterrupted one. Ranks must stay
+    equal. The error that ends a run must be raised. A run must continue if a self-joined callback fails.
 
     Attributes:
-        processes: How many ranks train together.
+        processes: The number of ranks.
 
     Example:
         >>> class TestMine(CallbackConformance):
@@ -65,12 +64,12 @@ class CallbackConformance(DeclaredLimits, abc.ABC):
 
     @abc.abstractmethod
     def make(self, folder: Path) -> Callback:
-        """Return a new callback; what it writes goes into ``folder``."""
+        """Return a new callback; its files go into ``folder``."""
 
     def make_model(self) -> nn.Module:
-        """Return the model of the runs, whose inputs are (batch, 3) and outputs (batch, 1).
+        """Return the model of the runs, with inputs (batch, 3) and outputs (batch, 1).
 
-        A callback that asks for certain parameters overrides it.
+        Override it for a callback that needs certain parameters.
         """
         return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
 
@@ -117,14 +116,14 @@ class CallbackConformance(DeclaredLimits, abc.ABC):
             try:
                 _run(self, tmp_path / f"{name}-given", callback=met)
             except _StoppedError:
-                # Nobody had asked for it: it is named in the log and left out.
+                # Self-joined it must be logged and left out.
                 plugins = PluginRegistry()
                 plugins.register(_Joins(_failing(self, tmp_path, name)), name="fails")
                 _run(self, tmp_path / f"{name}-joined", callback=None, plugins=plugins)
 
 
 class _Joins:
-    """A plugin whose callback takes part in every run."""
+    """A plugin with a callback that joins every run."""
 
     tp_contract = 1
 
@@ -193,7 +192,7 @@ def _step(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _assert_same(found: Any, wanted: Any, where: str) -> None:
-    """Compare what states are made of, bit for bit."""
+    """Compare nested states bit for bit."""
     if isinstance(wanted, Tensor):
         assert torch.equal(found, wanted), where
     elif isinstance(wanted, dict):

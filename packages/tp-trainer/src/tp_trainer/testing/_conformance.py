@@ -1,4 +1,4 @@
-"""What training on every backend must do, as tests that its author subclasses."""
+"""The conformance tests of training on a backend, for its author to subclass."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,29 +26,29 @@ from tp_trainer.testing._weights import WeightConformance
 EXACT = [name for name, way in WAYS.items() if way.dtype == torch.float64]
 ROUGH = [name for name in WAYS if name not in EXACT]
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
-DEADLINE_S = 600.0  # for a busy machine; a rank that hangs is ended at it
+DEADLINE_S = 600.0  # long, for a busy machine; then a hanging rank is ended
 
 
 class TrainingConformance(WeightConformance):
-    """What training on every backend must do. A subclass, in a test module, names the backend.
+    """The conformance tests of training on a backend. A subclass in a test module names the backend.
 
-    Accumulation, clipping, precision, compiling, uneven batches, bad samples and losses with weights of
-    their own lead where a loop by hand on one device leads. A run that is stopped, by an error or a
-    signal, and resumed ends as one that never was, bit for bit, and its checkpoint goes on on one device.
-    A rank that is killed does not leave the others hanging.
+    Accumulation, clipping, precision, compilation, uneven batches, bad samples and weighted losses must give
+    the same weights as a plain loop on one device. A run that an error or a signal has stopped must
+    resume to equal an uninterrupted one, bit for bit. Its checkpoint must resume on one device. If a rank is
+    killed, the others must not hang.
 
     Example:
         >>> class TestMine(TrainingConformance):
         ...     backend = MyBackend
     """
 
-    # torch's compiler silences this one itself, but not where several threads compile at once.
+    # torch's compiler suppresses this warning itself, but not if several threads compile at once.
     pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
     _trained: ClassVar[list[dict[str, Outcome]]]
 
     def trained(self) -> list[dict[str, Outcome]]:
-        """Return what each rank came to, in all ways; the processes are started once."""
+        """Return each rank's outcomes of all ways; the processes are started once."""
         kit = type(self)
         if "_trained" not in kit.__dict__:
             kit._trained = self.everywhere(trained_in_all_ways)
@@ -74,7 +74,7 @@ class TrainingConformance(WeightConformance):
             assert {tensor.dtype for tensor in found.values() if tensor.is_floating_point()} == {dtype}
             same_type = {n: t.to(expected.state[n].dtype) for n, t in found.items()}
             _assert_close(same_type, expected.state, rtol=0.0, atol=0.03)
-            # Every rank decides alike whether a step is made, so all have the same weights.
+            # All ranks must skip the same steps, and so have the same weights.
             _assert_equal(found, self.trained()[0][way].state)
 
     def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ class TrainingConformance(WeightConformance):
         assert ends[-1].exitcode == -9
         for end in ends[:-1]:
             assert end.error is not None, str(end)  # it raised, and was not ended at the deadline
-        # In ranks like those before: another number of threads would round in another order.
+        # On ranks again, and not here: with another number of threads, sums would round differently.
         for expected, found in run_ranks(resumed_after, self.processes, self, str(tmp_path)):
             _assert_same_run(found, expected)
 

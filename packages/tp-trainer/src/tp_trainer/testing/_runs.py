@@ -1,4 +1,4 @@
-"""What runs on every rank in the conformance tests of training, and what it is compared with."""
+"""The runs of the conformance tests on each rank, and the reference that they are compared with."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ class Way:
     Attributes:
         trainer: Arguments of the trainer.
         fit: Arguments of ``fit``.
-        fits: Over how many calls of ``fit`` in one session the epochs are spread.
-        gamma: By what a scheduler multiplies the learning rate after each step, or ``None``.
-        bad_target: What the target of one sample is instead, or ``None``; its batch is to be left out.
-        dtype: Of the model and the data before they are prepared.
+        fits: The number of calls of ``fit`` in one session that share the epochs.
+        gamma: The factor of a scheduler on the learning rate after each step, or ``None``.
+        bad_target: A bad target for one sample, or ``None``; its batch must be skipped.
+        dtype: The type of the model and the data before they are prepared.
     """
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -68,12 +68,12 @@ State = dict[str, Tensor]
 
 
 class StoppedError(Exception):
-    """What ends a run in its middle."""
+    """Raised to end a run in its middle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to: the whole model's state and the records of its epochs as plain values."""
+    """The result of a run: the whole model's state, and the records of its epochs as plain values."""
 
     state: State
     epochs: list[dict[str, Any]]
@@ -94,7 +94,7 @@ def mean_error(model: nn.Module, batch: Any) -> StepOutput:
 
 @dataclass(slots=True)
 class NoisyStep:
-    """A step with chance in it, which does something else at its n-th call in training."""
+    """A step with random noise, which calls a function at its n-th call in training."""
 
     at: int = 0
     then: Callable[[], None] = lambda: None
@@ -143,7 +143,7 @@ def fit(
     gamma: float | None = None,
     **arguments: Any,
 ) -> Outcome:
-    """Train as every test here does; of ``fits`` and ``gamma`` see `Way`."""
+    """Train as in every test here; for ``fits`` and ``gamma`` see `Way`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if gamma is not None:
         arguments |= {"scheduler": _decaying(optimizer, gamma), "scheduler_every": "step"}
@@ -188,7 +188,7 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
 
 
 def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
-    """Return what goes into each optimizer step of an epoch, as one batch."""
+    """Return the data of each optimizer step of an epoch, as one batch."""
     x, y = samples(dtype=way.dtype).tensors
     size = BATCH_SIZE * way.trainer.get("accumulate", 1)
     steps = [(x[i : i + size], y[i : i + size]) for i in range(0, SAMPLES, size)]
@@ -202,7 +202,7 @@ def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
 
 def trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
     """Train in every way, one after the other in the same processes."""
-    # What is proven is where the compiler comes in; a real one takes many seconds.
+    # aot_eager tests the place of the compiler; inductor would take many seconds.
     quick = partialmethod(nn.Module.compile, backend="aot_eager")
     with patch.object(nn.Module, "compile", quick):
         return {name: _trained(kit, way) for name, way in WAYS.items()}
@@ -232,7 +232,7 @@ def _stop() -> None:
 
 
 def resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome, list[Outcome]]:
-    """Return an undisturbed run, and runs that were stopped at batches and resumed."""
+    """Return an uninterrupted run, and runs that were stopped at batches and resumed."""
     outcomes = []
     for at in stops:
         place = str(Path(folder, str(at)))
@@ -244,12 +244,12 @@ def resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome
 
 
 def resumed_after(kit: ConformanceKit, folder: str) -> tuple[Outcome, Outcome]:
-    """Return an undisturbed run, and one that goes on from what another one left."""
+    """Return an uninterrupted run, and one that resumes from the checkpoints of another run."""
     return _noisy(kit, None, NoisyStep()), _noisy(kit, folder, NoisyStep(), resume="auto")
 
 
 def stopped(kit: ConformanceKit, folder: str, at: int) -> None:
-    """Train without chance up to a batch, and leave the checkpoints."""
+    """Train without noise up to a batch, and leave the checkpoints."""
     count = 0
 
     def step(model: nn.Module, batch: Any) -> StepOutput:
@@ -286,7 +286,7 @@ def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, Outcome, Ou
 
 
 def killed(kit: ConformanceKit, folder: str) -> None:
-    """Kill the last rank in its fifth batch; the others must not outlive it for long."""
+    """Kill the last rank in its fifth batch; the others must end soon after."""
     is_last = int(os.environ["RANK"]) == kit.processes - 1
 
     def die() -> None:

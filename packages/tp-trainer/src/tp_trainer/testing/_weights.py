@@ -1,4 +1,4 @@
-"""What a step's "weight" must come to on every backend, as tests that `TrainingConformance` has."""
+"""The conformance tests of a step's "weight" on every backend, a base of `TrainingConformance`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,9 +43,9 @@ WAYS = {
 
 
 def data(samples: int = 22) -> TensorDataset:
-    """Return inputs, targets, and which elements of the targets count.
+    """Return inputs, targets, and a mask of the targets' elements that count.
 
-    The second batch has nothing in its second half, the third nothing in its first, the fourth
+    In the second batch nothing counts in the second half, in the third in the first half, and in the fourth
     nothing at all.
     """
     generator = torch.Generator().manual_seed(13)
@@ -58,7 +58,7 @@ def data(samples: int = 22) -> TensorDataset:
 
 
 def masked_error(model: nn.Module, batch: Any) -> StepOutput:
-    """Return a mean over the elements that count: NaN, and so are its gradients, where none does."""
+    """Return a mean over the elements that count; if none does, it and its gradients are NaN."""
     x, y, counts = batch
     errors = (model(x) - y).square()
     counted = counts.sum()
@@ -71,19 +71,19 @@ def masked_error(model: nn.Module, batch: Any) -> StepOutput:
 
 
 def total_error(model: nn.Module, batch: Any) -> StepOutput:
-    """Return the same as a sum, its weight as a plain number."""
+    """Return the same loss as a sum, with its weight as a plain number."""
     x, y, counts = batch
     errors = (model(x) - y).square()
     return {"loss": (errors * counts).sum(), "weight": int(counts.sum())}
 
 
 class WeightConformance(ConformanceKit):
-    """Losses that are means over other units than samples lead where one device leads."""
+    """The conformance tests of losses that are means over other units than samples."""
 
     _weighed: ClassVar[list[dict[str, Outcome]]]
 
     def weighed(self) -> list[dict[str, Outcome]]:
-        """Return what each rank came to, in all ways; the processes are started once."""
+        """Return each rank's outcomes of all ways; the processes are started once."""
         kit = type(self)
         if "_weighed" not in kit.__dict__:
             kit._weighed = self.everywhere(_trained_in_all_ways)
@@ -133,7 +133,7 @@ def _assert_close(found: State, expected: State) -> None:
 
 
 def _by_hand(kit: ConformanceKit, way: Way) -> Outcome:
-    """Train the reference on one device, on what goes into each optimizer step as one batch."""
+    """Train the reference on one device, with the data of each optimizer step as one batch."""
     model = kit.make_reference()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     is_sum = way.trainer.get("loss") == "sum"
@@ -194,7 +194,7 @@ def _trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
 
 
 def _resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome, list[Outcome]]:
-    """Return an undisturbed run, and runs that were stopped at batches and resumed."""
+    """Return an uninterrupted run, and runs that were stopped at batches and resumed."""
 
     def train(place: str | None, stop: int, **arguments: Any) -> Outcome:
         begun = 0

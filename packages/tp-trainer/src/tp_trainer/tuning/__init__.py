@@ -1,4 +1,4 @@
-"""What to find out before hours are spent, without a trace: a learning rate, a batch size, what will fail."""
+"""Tests before a long run, without side effects: of a learning rate, a batch size, and a whole run."""
 
 from tp_trainer.tuning._batch_size import largest_batch_size
 from tp_trainer.tuning._dry_run import DryRun, dry_run

@@ -22,9 +22,9 @@ from tp_trainer._trainer import Trainer
 
 @contextmanager
 def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Put model, optimizer, gradients, loss scale and random generators back at the end of a ``with``.
+    """Restore model, optimizer, gradients, loss scale and random generators at the end of a ``with``.
 
-    What they were is kept on the CPU, so that accelerators have as much memory as in a run.
+    The copies are on the CPU, so that accelerators have as much free memory as in a run.
     """
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().to("cpu", copy=True) for t in tensors]
@@ -56,7 +56,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, its tensors on the CPU with where they were."""
+    """Return an optimizer's state of one parameter, with tensors as pairs of device and CPU copy."""
     return {
         key: (v.device, v.detach().to("cpu", copy=True)) if isinstance(v, Tensor) else copy.deepcopy(v)
         for key, v in state.items()
@@ -79,28 +79,29 @@ def largest_batch_size(
     step: Step,
     most: int = 4096,
 ) -> int:
-    """Return the largest batch size with which a training step fits into memory, and put everything back.
+    """Return the largest batch size of a training step that fits into memory, and restore everything.
 
-    It doubles the size until memory runs out, and then halves the interval. The samples are the first
-    ones of the loader's dataset, over and over: where sizes differ, let them be the largest. Leave a margin:
-    a run has fragments of memory that a single step has not.
+    It doubles the size until memory runs out, and then bisects. The samples are the first ones of the
+    loader's dataset, repeated. If samples differ in size, put the largest first. Leave a margin: a long run
+    fragments the memory, and a single step does not.
 
     Args:
-        trainer: What will train.
+        trainer: The trainer.
         model: The plain model, or the prepared one.
-        optimizer: Its optimizer, whose state counts too.
-        loader: Has the dataset and how its samples are made a batch.
+        optimizer: Its optimizer; its state counts too.
+        loader: Has the dataset and the function that makes a batch.
         step: As for ``fit``.
-        most: The largest size that is tried, in samples.
+        most: The largest size to try, in samples.
 
     Returns:
-        The batch size of the whole job, in samples, as for the loader that ``fit`` is given; the same on all
-        ranks.
+        The batch size of the whole job, in samples, as for the loader of ``fit``; the same on all ranks.
 
     Raises:
-        ConfigError: A value is out of its range; or ranks hold parts of one model, and one that runs out of
+        ConfigError: A value is out of its range; or the ranks share one model, and a rank that runs out of
             memory would leave the others waiting.
         MemoryError: Not even the smallest batch fits: one sample for each rank and device.
+
+    Collectives: one gather of objects for each size.
     """
     check_model("largest_batch_size()", model)
     check_optimizer("largest_batch_size()", optimizer)
@@ -125,7 +126,7 @@ def largest_batch_size(
     def fits(size: int) -> bool:
         failed = False
         try:
-            with trainer.no_sync(prepared):  # a rank that fails leaves no other one waiting
+            with trainer.no_sync(prepared):  # no collectives: a rank that fails leaves no other rank waiting
                 _try(trainer, prepared, using, step, _batches_of(loader, size))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -171,7 +172,7 @@ def _batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
 
 
 class _Repeated(Dataset[object]):
-    """The first samples of a dataset, over and over where it has too few."""
+    """The first samples of a dataset, repeated if it has too few."""
 
     def __init__(self, dataset: Dataset[object], size: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""One step of everything that a run does, before hours are spent on it."""
+"""The dry run: one step of every part of a run."""
 
 import copy
 import shutil
@@ -25,11 +25,10 @@ from tp_trainer.tuning._batch_size import traceless
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a dry run has found out.
+    """The results of a dry run.
 
     Attributes:
-        seconds: How many seconds each part took, by name: "train, validate and save", "resume and go on",
-            "export".
+        seconds: The seconds of each part, by name: "train, validate and save", "resume and go on", "export".
         checkpoint_nbytes: The size of a checkpoint, in bytes.
         exported_nbytes: The size of the exported weights, in bytes.
     """
@@ -52,28 +51,30 @@ def dry_run(
     folder: str | Path | None = None,
     **arguments: Any,
 ) -> DryRun:
-    """Do once what a run of ``fit`` does, on a batch each, and put everything back.
+    """Run every part of ``fit`` once, on one batch each, and restore everything.
 
-    It trains a step, validates, saves, resumes, trains another step and exports the weights: what would
-    fail after the first epoch fails now. The model, the optimizer, the scheduler, ``state`` and the random
-    generators are then as they were, and its files are gone. Callbacks and loggers do not take part. Call
-    it on every rank.
+    It trains a step, validates, saves, resumes, trains another step and exports the weights. So a failure
+    after the first epoch shows now. Afterwards the model, the optimizer, the scheduler, ``state`` and the
+    random generators are unchanged, and its files are deleted. Callbacks and loggers do not take part.
+    Call it on every rank.
 
     Args:
-        trainer: What will train.
+        trainer: The trainer.
         model: The plain model, or the prepared one.
         optimizer: Its optimizer.
         train_loader: As for ``fit``; its first samples are one batch.
         step: As for ``fit``.
-        val_loader: As for ``fit``; of each loader one batch.
+        val_loader: As for ``fit``; one batch of each loader is used.
         scheduler: As for ``fit``.
         state: As for ``fit``.
-        folder: Where its files are meanwhile, seen by all ranks: give that of the run's checkpoints, to try
-            the disk and its space. A temporary folder of this host by default.
-        **arguments: Further ones of ``fit``: ``metrics``, ``val_step``, ``clip_norm`` and so on.
+        folder: A folder for its files that all ranks see. Give the folder of the run's checkpoints to test
+            that disk and its free space. By default a temporary folder of this host.
+        **arguments: Further arguments of ``fit``: ``metrics``, ``val_step``, ``clip_norm`` and so on.
 
     Raises:
-        Exception: Whatever fails, with a note of the part in which it did.
+        Exception: Any error of a part, with a note that names the part.
+
+    Collectives: as in ``fit`` and ``export``, then a broadcast and a barrier.
     """
     check_model("dry_run()", model)
     check_optimizer("dry_run()", optimizer)
@@ -121,7 +122,10 @@ def _part(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 @contextmanager
 def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
-    """Make a folder that all ranks use, and remove it."""
+    """Make a folder for all ranks, and remove it at the end.
+
+    Collectives: one broadcast before, one barrier after.
+    """
     made: Path | None = None
     failure: OSError | None = None
     if session.is_main:
@@ -137,14 +141,14 @@ def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
     try:
         yield made
     finally:
-        session.barrier()
+        session.barrier()  # rank 0 must not delete the folder while another rank still uses it
         if session.is_main:
             shutil.rmtree(made, ignore_errors=True)
 
 
 @contextmanager
 def _kept(objects: Iterable[Any], values: dict[str, Any] | None) -> Iterator[None]:
-    """Put back what has a state, and plain values in the dict."""
+    """Restore objects with a state, and the plain values of the dict."""
     states = [(o, copy.deepcopy(o.state_dict())) for o in objects if hasattr(o, "load_state_dict")]
     plain = {
         name: copy.deepcopy(value)
@@ -161,7 +165,7 @@ def _kept(objects: Iterable[Any], values: dict[str, Any] | None) -> Iterator[Non
 
 
 def _one_batch(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return a loader of the first samples, as one batch; a prepared one is taken as it is."""
+    """Return a loader of the first samples, as one batch; a prepared loader is returned unchanged."""
     if isinstance(loader, PreparedLoader):
         return loader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):

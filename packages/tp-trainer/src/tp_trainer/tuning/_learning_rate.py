@@ -1,4 +1,4 @@
-"""The learning-rate range test: how the loss goes while the rate grows."""
+"""The learning-rate range test: the loss while the rate grows."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +21,13 @@ _SMOOTHING = 0.9
 
 @dataclass(frozen=True, slots=True)
 class RangeTest:
-    """How the loss went while the learning rate grew.
+    """The losses of a range test.
 
     Attributes:
         rates: The learning rate of each step.
         losses: The loss of each step, before the optimizer used its gradients.
-        smoothed: Their exponential moving average: nine tenths of it stay at each step. Its bias at the
-            beginning is corrected as Adam does it.
+        smoothed: The exponential moving average of the losses, with a decay of 0.9. Its bias at the beginning
+            is corrected as in Adam.
     """
 
     rates: tuple[float, ...]
@@ -36,10 +36,10 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """A tenth of the rate at which the smoothed loss was least; ``None`` where it never fell.
+        """A tenth of the rate with the least smoothed loss; ``None`` if the loss never fell.
 
-        There the loss has stopped falling; where it falls fastest, which is below, is hidden by the noise of
-        batches.
+        At the minimum the loss has stopped falling. It falls fastest at a lower rate, but the noise of
+        batches hides that point.
 
         Source: the rule "minimum" of fastai's ``Learner.lr_find``.
         """
@@ -60,22 +60,23 @@ def learning_rate_range_test(
     steps: int = 100,
     stop_at: float = 4.0,
 ) -> RangeTest:
-    """Train some steps while the learning rate grows exponentially, and put everything back.
+    """Train some steps while the learning rate grows exponentially, and restore everything.
 
-    Model, optimizer, random generators and the loader's order are afterwards as they were. Call it on every
+    Afterwards model, optimizer, random generators and the loader's order are unchanged. Call it on every
     rank, before or after a run.
 
     Args:
-        trainer: What will train.
+        trainer: The trainer.
         model: The plain model, or the prepared one.
-        optimizer: Its optimizer. Groups of parameters keep the proportions of their rates; the largest one
-            goes from ``lowest`` to ``highest``.
-        loader: Yields the batches; it is begun anew where it ends.
+        optimizer: Its optimizer. Parameter groups keep the proportions of their rates; the largest rate goes
+            from ``lowest`` to ``highest``.
+        loader: Yields the batches; it starts again at its end.
         step: As for ``fit``.
         lowest: The first rate.
-        highest: The last one.
-        steps: How many steps.
-        stop_at: End where the smoothed loss is so many times the least one; or not finite, in any case.
+        highest: The last rate.
+        steps: The number of steps.
+        stop_at: End if the smoothed loss exceeds so many times its least value. A NaN or infinite loss
+            always ends the test.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -138,7 +139,10 @@ class _Learner:
         return RangeTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed))
 
     def _learn(self, batch: Any) -> float:
-        """Make one step and return its loss, of all ranks; a loss that is not finite is not learned from."""
+        """Make one step and return the loss of all ranks; make no update for a NaN or infinite loss.
+
+        Collectives: as in :func:`_mean_over_ranks`, `Trainer.backward` and `Trainer.update`.
+        """
         self.optimizer.zero_grad()
         output = self.trainer.run(self.step, self.model, batch)
         value = _mean_over_ranks(self.trainer.session, output)
