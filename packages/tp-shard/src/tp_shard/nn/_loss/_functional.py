@@ -268,7 +268,7 @@ def parallel_cross_entropy(
         ConfigError: Shapes, options and marks contradict each other.
         OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
             torch asserts instead, as in torch's own loss.
-        DisagreementError: Ranks have different targets or count different numbers of classes; on the CPU alone.
+        DisagreementError: Ranks differ in targets or numbers of classes; checked on the CPU alone.
         RuntimeError: A second backward pass with ``inplace``.
 
     Example:
@@ -363,7 +363,7 @@ def parallel_linear_cross_entropy(
     Raises:
         ConfigError: Shapes and options contradict each other.
         OutOfRangeError: A target is none of the classes; on every rank.
-        DisagreementError: Ranks have different targets or count different numbers of classes; on the CPU alone.
+        DisagreementError: Ranks differ in targets or numbers of classes; checked on the CPU alone.
         RuntimeError: A second backward pass where the gradients are computed in the forward pass.
 
     Example:
@@ -462,7 +462,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         Raises:
             ConfigError: Shapes, options and marks contradict each other.
             OutOfRangeError: A target is none of the classes; on every rank.
-            DisagreementError: Ranks have different targets or count different numbers of classes; on the CPU alone.
+            DisagreementError: Ranks differ in targets or numbers of classes; checked on the CPU alone.
         """
         return parallel_cross_entropy(
             input,

@@ -360,7 +360,7 @@ def parallel_margin_cross_entropy(
     Raises:
         ConfigError: Shapes, types and options contradict each other.
         OutOfRangeError: A target is none of the classes; on every rank.
-        DisagreementError: Ranks have different targets or count different numbers of classes; on the CPU alone.
+        DisagreementError: Ranks differ in targets or numbers of classes; checked on the CPU alone.
         RuntimeError: A second backward pass where the gradients are computed in the forward pass.
 
     Example:
@@ -525,7 +525,7 @@ class MarginCrossEntropy(ParallelLayer):
         Raises:
             ConfigError: Shapes or types contradict each other.
             OutOfRangeError: A target is none of the classes; on every rank.
-            DisagreementError: Ranks have different targets; on the CPU alone.
+            DisagreementError: Ranks have different targets; checked on the CPU alone.
         """
         self.refuse_norms()
         sampled = self.draw_sample() if self.training and self.sample_rate < 1 else None
