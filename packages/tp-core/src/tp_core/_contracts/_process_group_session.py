@@ -257,7 +257,8 @@ class ProcessGroupSession(Session):
             # On a copy on the device: NCCL reduces no CPU tensors.
             dist.all_reduce(result, kinds.get(op, dist.ReduceOp.SUM), group=self._data_group)
             if op == "mean":
-                result = result / self._data_size  # gloo has no average
+                # A sum, then a division: gloo has no average.
+                result = result / self._data_size
         return result.to(value.device)
 
     def gather(self, value: Tensor) -> Tensor:
@@ -320,7 +321,7 @@ class ProcessGroupSession(Session):
 
     def close(self) -> None:
         """Leave the process group, if this session has joined it."""
-        self._reductions.close()
+        self._reductions.close()  # first: its hook on all optimizers must not outlive the group
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()

@@ -81,7 +81,7 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None and (hasattr(numpy, "random") if load else "numpy.random" in sys.modules):
-        numpy.random.seed(seed % 2**32)
+        numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
         if devices and torch.accelerator.current_accelerator() is not None:  # of this build, used or not
             torch.manual_seed(seed)

@@ -193,6 +193,7 @@ class _Initializer:
                 signal.siginterrupt(number, False)
         if self._own is not None:
             self._own(worker_id)
+        # Last: a signal that came meanwhile is delivered now, to our handler or the user's.
         if is_main:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -234,7 +235,7 @@ def _end(popen: Any) -> None:
     """Kill a worker and wait for it, out of sight of torch's SIGCHLD handler, which would report a crash."""
     if popen is None or popen.returncode is not None:
         return
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
     try:
         popen.kill()

@@ -65,7 +65,7 @@ class FullyShardedSession(ProcessGroupSession):
                 if shard is not None:
                     group["params"][index] = shard
                     move_state(optimizer, parameter, shard)
-        check_optimizer(optimizer)
+        check_optimizer(optimizer)  # after the replacement: it looks at shards
         return optimizer
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

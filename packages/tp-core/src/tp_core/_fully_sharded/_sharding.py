@@ -153,6 +153,8 @@ class Sharding:
             tensor.data = tensor.data.to(self._device).contiguous()  # fully_shard takes no channels_last
         if self._share is not None:
             self._share(module)
+        # fully_shard takes each rank's own values: without the broadcast ranks with different seeds would
+        # hold shards of different models.
         for tensor in tensors:
             dist.broadcast(tensor.data, group_src=0, group=self._group)
 

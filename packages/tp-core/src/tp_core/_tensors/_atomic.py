@@ -49,7 +49,7 @@ def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # without it a power failure could undo the rename
 
 
 @contextmanager

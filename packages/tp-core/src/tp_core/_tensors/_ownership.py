@@ -110,7 +110,7 @@ class Ownership:
         self._acquire()
 
     def _acquire(self) -> None:
-        if self._is_folder:
+        if self._is_folder:  # made here, as its lock file lies in it
             try:
                 self._place.mkdir(parents=True, exist_ok=True)
             except OSError as error:

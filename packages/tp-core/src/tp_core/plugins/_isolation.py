@@ -84,7 +84,7 @@ def _redirect() -> bool:
             return False
         try:
             os.dup2(2, 1)
-        except OSError:
+        except OSError:  # stderr is closed: there is nowhere to redirect to
             os.close(_descriptors.pop())
             return False
         return True

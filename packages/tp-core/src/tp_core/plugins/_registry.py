@@ -83,6 +83,7 @@ def _one_by_one() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
 
 def _order(found: tuple[PluginInfo, EntryPoint | Exception]) -> tuple[bool, str, str]:
     info, _ = found
+    # First those of this project: of two plugins with one name the first to join keeps it.
     return info.distribution not in FIRST_PARTY, info.name, info.distribution
 
 

@@ -100,6 +100,7 @@ class Replicas:
         self._threads = ReplicaThreads(self.devices)
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        # The thread that holds the lock: its own second call is an error, another thread's call waits.
         self._owner: int | None = None
 
     def __len__(self) -> int:

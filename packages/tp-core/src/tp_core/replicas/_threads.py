@@ -185,7 +185,7 @@ class ReplicaThread:
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
         del task  # before the caller continues: it may count on the memory
-        self._done.release()
+        self._done.release()  # last: the caller reads the result without a lock once it has this
         return True
 
     def _wake(self) -> None:
