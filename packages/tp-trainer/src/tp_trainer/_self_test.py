@@ -25,7 +25,7 @@ from tp_core.plugins import Backend, Contribution, Job, Verdict, registry
 
 from tp_trainer._self_test_rank import read_numbers, reference, type_of
 
-# -- Where each backend can be tried on this host -------------------------------------------------
+# -- The setups of this host ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _assess(backend: Backend[Any], processes: int, devices: tuple[torch.device, 
         return Verdict.unfit(f"its assessment raised {type(error).__name__}: {error}")
 
 
-# -- One setup after the other, each in processes of its own that end at a deadline ---------------
+# -- The test of a setup, in processes that end at a deadline -------------------------------------
 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}

@@ -16,7 +16,7 @@ from tp_core.state import load_state
 
 from tp_trainer import Trainer
 
-# -- The small job that every backend trains, and the same by hand on one device ------------------
+# -- The small job, and the same by hand on one device --------------------------------------------
 
 
 _SAMPLES, _BATCH, _EPOCHS, _RATE, _CLIP = 22, 4, 2, 0.1, 0.5  # the last batch is smaller than the others
@@ -125,7 +125,7 @@ def read_numbers(folder: Path) -> Numbers:
     return Numbers(dict(load_state(folder / _WEIGHTS)), json.loads((folder / _LOSSES).read_text()))
 
 
-# -- Each process of ``tp test``: ``python -m tp_trainer._self_test_rank BACKEND DEVICES FOLDER``
+# -- A process of ``tp test`` ---------------------------------------------------------------------
 
 
 def main(name: str, devices: str, folder: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 
-# -- From a function and the words of a command line to a call with checked values ----------------
+# -- The call of a function, from a command line --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,8 @@ class Writer:
         self._lock: Ownership | None = None
         self._host: dict[tuple[Any, ...], Tensor] = {}
         self._group: dist.ProcessGroup | None = None  # of the threads that write state together
-        # Between `give_up` and `_complete`: an abandoned thread must not commit into another run's folder.
+        # Between `give_up` and `_complete`: an abandoned thread must not commit into another run's folder,
+        # as test_a_thread_that_was_given_up_touches_nothing_of_the_next_run shows.
         self._committing = threading.Lock()
         self._given_up = False
 

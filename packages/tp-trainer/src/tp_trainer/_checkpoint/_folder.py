@@ -152,7 +152,7 @@ class RunFolder:
         """Verify a checkpoint once; later, files with unchanged sizes and times count as verified.
 
         Raises:
-            StateError: The checkpoint is not what was written.
+            StateError: The checkpoint is damaged.
         """
         now = _signature(path)
         if self._seen_whole.get(path) != now:

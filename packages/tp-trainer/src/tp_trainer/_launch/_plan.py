@@ -297,6 +297,7 @@ def _endpoint(request: LaunchRequest, *, backend: str, max_nodes: int) -> Endpoi
                 "host 0) and --master-port"
             )
             raise ConfigError(msg)
+        # 29500 is torchrun's default master port.
         port = 29500 if request.master_port is None else request.master_port
         endpoint = parse_endpoint(f"[{host}]:{port}", option="--master-addr and --master-port")
     elif max_nodes == 1:

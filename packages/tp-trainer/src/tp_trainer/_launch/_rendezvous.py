@@ -37,8 +37,8 @@ def serve_store(address: str, port: int, **options: Any) -> TCPStore:
     """Serve a store at one address of this host.
 
     Args:
-        address: The address; port 0 is any free one.
-        port: Where it listens.
+        address: The address.
+        port: The port; 0 is any free one.
         **options: Further arguments of ``torch.distributed.TCPStore``.
 
     Raises:

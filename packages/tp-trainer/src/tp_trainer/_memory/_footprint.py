@@ -99,10 +99,10 @@ class StandIns:
             )
 
 
-# -- How much memory a piece of a program would hold, found by running it on tensors that have none
-# Tensors are torch's fake ones: shapes, types and devices without values. Below autograd every operator's
-# results are seen, by their storages, and a storage is gone when nothing refers to it any longer: neither a
-# variable nor what autograd keeps for the backward pass.
+# -- Living bytes of a computation on fake tensors ------------------------------------------------
+# torch's fake tensors have shapes, types and devices without values. A dispatch mode, below autograd, sees
+# the results of every operator. Weak references to their storages show when neither a variable nor a tensor
+# that autograd has saved refers to them any longer.
 
 
 class LiveBytes(TorchDispatchMode):
@@ -207,7 +207,7 @@ def _address(tensor: Tensor) -> int:
     return address
 
 
-# -- What one training step takes, from a run of it on stand-ins ----------------------------------
+# -- The memory of one training step --------------------------------------------------------------
 
 
 log = logging.getLogger("tp_trainer")

@@ -140,7 +140,7 @@ def _rank(verdict: Verdict) -> float:
     return -1.0 if verdict.lacks_memory else -2.0
 
 
-# -- What a job needs of memory, found out before a backend is chosen for it, and alike on all ranks
+# -- The memory of a job, before the choice of a backend ------------------------------------------
 
 
 LEAST_NBYTES = 64 * 2**20
@@ -269,7 +269,7 @@ def _one_share(loader: Any, job: Job) -> Any:
         generators.restore(kept)
 
 
-# -- What is said when memory has run out ---------------------------------------------------------
+# -- Notes on out-of-memory errors ----------------------------------------------------------------
 
 
 _HEAD = "Memory has run out: "

@@ -24,7 +24,7 @@ from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of, restore_modes
 
-# -- The evaluation of a model on a loader: means over its samples, and metrics of all of them ----
+# -- The evaluation of a model on a loader --------------------------------------------------------
 
 
 def named_loaders(what: str, given: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Iterable[Any]]:
@@ -100,7 +100,7 @@ def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
         yield
 
 
-# -- The validation of a run: on one loader, or several by name, with metrics ---------------------
+# -- The validation of a run ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def metric_for_scheduler(
     return known[wanted]
 
 
-# -- Predictions for the samples of a loader, in their order, each once, on any number of devices
+# -- Predictions for the samples of a loader ------------------------------------------------------
 
 
 _FORMATS = (".jsonl", ".safetensors")

@@ -15,7 +15,7 @@ from tp_core.plugins import Session, StepOutput
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._step import Step
 
-# -- What a metric is, and metrics out of functions of the whole set ------------------------------
+# -- The interface of metrics, and metrics from functions -----------------------------------------
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ def _as_numpy(leaf: Any) -> Any:
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()  # numpy has no bfloat16
 
 
-# -- The metrics of an evaluation, fed with each sample once, in the order of the data ------------
+# -- The metrics of an evaluation -----------------------------------------------------------------
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
@@ -274,7 +274,7 @@ def _flat(name: str, result: Any) -> dict[str, Any]:
     return {name: float(result) if isinstance(result, Real) else result}
 
 
-# -- What all data ranks have of the batches of an epoch, brought together in the order of the data
+# -- Values of batches, gathered in the order of the data -----------------------------------------
 
 
 BATCHES_PER_ROUND = 16  # between two exchanges: fewer cost more collectives, more cost memory

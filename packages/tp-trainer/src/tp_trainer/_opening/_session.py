@@ -237,7 +237,7 @@ def _end_after_failure() -> None:
     """End this process soon after an uncaught exception in its main thread.
 
     Non-daemon threads would keep it alive. The other ranks would wait for it in a collective, and the
-    launcher for its exit.
+    launcher for its exit (test_a_rank_that_failed_ends_although_it_has_a_thread).
     """
     if not isinstance(sys.excepthook, _Hook) and not hasattr(sys, "ps1"):
         sys.excepthook = _Hook(sys.excepthook)
@@ -250,6 +250,7 @@ class _Hook:
         self._show = show
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # A daemon: another thread would itself keep the process alive.
         threading.Thread(target=_end, name="tp-failed-end", daemon=True).start()
         self._show(kind, error, trace)
 

@@ -203,7 +203,7 @@ def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], 
     return [steps[i] for i in kept], [finite[i] for i in kept]
 
 
-# -- What happened in a run, in words and tables --------------------------------------------------
+# -- The story of a run, in words and tables ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ def _duration(seconds: float) -> str:
     )
 
 
-# -- The page itself ------------------------------------------------------------------------------
+# -- The page -------------------------------------------------------------------------------------
 
 
 _TEMPLATE = Path(__file__).parent / "page.html.j2"

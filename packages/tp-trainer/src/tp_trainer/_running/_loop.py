@@ -542,7 +542,8 @@ class Loop:
                 looks.append(self._batches_after(left))
         # When the clock next gives a reason to ask; only rank 0's clock counts.
         self._due_at = min(self._ends_at, math.inf if saving is None else saving.checkpointer.due_at)
-        # With several ranks the boundaries' thread reads it: a rank that asked by its clock would ask alone.
+        # With several ranks the boundaries' thread reads it: a rank that asked by its own clock would ask
+        # alone, as test_ranks_save_and_end_by_the_clock_of_the_first shows.
         self._wake_at = min(ticker.next_update, self._due_at if self.world_size == 1 else math.inf)
         self._is_in_step = True
         return min(looks)
@@ -751,7 +752,8 @@ class Loop:
         }
         self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
         self._events.send("on_interruption", self, number)
-        # Not bound to a name: a cycle with this frame would keep the loader's workers alive.
+        # Not bound to a name: a cycle with this frame would keep the loader's workers alive, as
+        # test_no_cycle_keeps_the_workers_that_a_loader_has_for_all_epochs shows.
         raise interrupted(number, self._session, step=self.step, saved=saved)
 
 

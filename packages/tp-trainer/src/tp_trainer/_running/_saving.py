@@ -20,7 +20,7 @@ class Saving:
     Args:
         settings: Where and when to save.
         session: The session of the run.
-        state: What is saved.
+        state: The state of the run.
         backend: The name of the backend.
 
     Attributes:

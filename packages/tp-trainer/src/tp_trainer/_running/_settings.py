@@ -219,15 +219,15 @@ class FitSettings(LoopSettings):
 
     Attributes:
         step: The user's step.
-        val_loader: The user's loader of the validation, several by name, or ``None``.
-        metrics: Of the validation, by name.
-        monitor: The metric that a scheduler looks at which looks at one; ``None`` for the loss.
-        val_step: The step for the validation; ``None`` for the same.
-        scheduler: Moves the learning rate, or ``None``.
-        scheduler_every: Whether it moves every "step" or every "epoch".
-        gradients: What is done with gradients before the optimizer uses them.
-        save_to: A file that the model's state is written to after every epoch, or ``None``.
-        shard: Whether the loaders are split over the data ranks.
+        val_loader: The user's validation loader, a dict of several, or ``None``.
+        metrics: The metrics of the validation, by name.
+        monitor: The metric for a scheduler such as ``ReduceLROnPlateau``; ``None`` for the loss.
+        val_step: The step for the validation; ``None`` for the same step.
+        scheduler: The learning-rate scheduler, or ``None``.
+        scheduler_every: Whether to step it every "step" or every "epoch".
+        gradients: Clipping, and the treatment of NaN.
+        save_to: A file to write the model's state to after every epoch, or ``None``.
+        shard: Whether to split the loaders over the data ranks.
 
     Raises:
         ConfigError: A value is out of its range, or two do not go together.

@@ -18,6 +18,7 @@ from tp_trainer._rank_exit import discard_closed_terminal, write_exit_report
 
 log = logging.getLogger("tp_trainer")
 
+# Of the launcher and Slurm, of Slurm's warning before the time limit, of Ctrl-C, of a closed terminal.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _SCONTROL_TIMEOUT_S = 60.0
 

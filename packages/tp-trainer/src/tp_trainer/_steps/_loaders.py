@@ -14,7 +14,7 @@ from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
 
 from tp_trainer._steps._optimizer_step import counts_as_nothing
 
-# -- What a trainer knows of its loaders: the shares of the batches they yielded, and their next epochs
+# -- Shares of batches, and the next epochs of loaders --------------------------------------------
 
 
 T = TypeVar("T")
@@ -278,7 +278,7 @@ def _is_known_by_reference(loader: Any) -> bool:
     return hasattr(type(loader), "__weakref__")
 
 
-# -- The rows that all ranks have of a batch, to compute metrics from, or losses ------------------
+# -- Rows of a batch, gathered from all ranks -----------------------------------------------------
 
 
 def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:

@@ -17,9 +17,9 @@ from tp_core.plugins import Session
 from tp_trainer._checks import check_limit, check_not_negative
 from tp_trainer._steps._step import LossScaler
 
-# -- Gradients of means over other units than samples: each rank's loss counts as much as its weight
-# A session weighs the losses of its data ranks by their samples, which is undone here: so it holds for
-# every backend, whether it knows of weights or not.
+# -- Weighted losses: means over other units than samples -----------------------------------------
+# A session weights the losses of its data ranks by their samples. This is undone here, so weights work on
+# every backend, even if it does not know of them.
 
 
 # Not a context variable: on accelerators autograd runs the backward pass in its own threads.
@@ -109,7 +109,7 @@ def _inverse_share(session: Session) -> float:
     return share.total / share.samples
 
 
-# -- From the gradients of one or several batches to one step of the optimizer --------------------
+# -- The optimizer step, from one or several batches ----------------------------------------------
 
 
 log = logging.getLogger("tp_trainer")

@@ -45,7 +45,7 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
     return loss
 
 
-# -- In which type a step computes, and the scale that keeps fp16 gradients from vanishing --------
+# -- Precision, and the scale that keeps fp16 gradients from underflow ----------------------------
 
 
 Step = Callable[[Any, Any], StepOutput]
@@ -145,7 +145,7 @@ class LossScaler:
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
-# -- Training and evaluation mode, module by module -----------------------------------------------
+# -- Training and evaluation modes of modules -----------------------------------------------------
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def guard_stop_iteration() -> Iterator[None]:
         raise StepError(msg) from error
 
 
-# -- What is looked at in the first step alone, so that all others cost nothing: whether it can train at all
+# -- Checks of the first step alone ---------------------------------------------------------------
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

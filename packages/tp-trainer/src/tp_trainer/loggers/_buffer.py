@@ -91,7 +91,7 @@ class LogBuffer:
             self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))
         self._each(lambda logger: logger.flush())
 
-    # -- what happens beside --------------------------------------------------------------------
+    # -- events, states, end ----------------------------------------------------------------------
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
         """Log an event, after the numbers before it."""

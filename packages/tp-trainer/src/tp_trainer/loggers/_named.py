@@ -172,7 +172,7 @@ def candidates(selection: Selection) -> tuple[dict[str, object], ...]:
     )
 
 
-# -- The values that ``tp train`` calls a function with: what its runs log, and leave in their folders
+# -- The values of a call of ``tp train`` ---------------------------------------------------------
 
 
 CONFIG = "config.yaml"

@@ -18,7 +18,7 @@ from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints, Interrupted, Trainer
 
-# -- The ways to train that all lead where a loop by hand on one device leads ---------------------
+# -- Ways to train that must equal a plain loop on one device -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ WAYS = {
 }
 
 
-# -- What runs on every rank in the conformance tests of training, and what it is compared with ---
+# -- The runs, and their reference ----------------------------------------------------------------
 
 
 SAMPLES, BATCH_SIZE, EPOCHS, RATE = 22, 4, 2, 0.1

@@ -123,8 +123,8 @@ def detach(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     """Start a job that survives this process and its terminal.
 
     Args:
-        request: What to run.
-        command: How to show it to people.
+        request: The request.
+        command: The command, for display.
 
     Raises:
         ConfigError: The request cannot work; nothing was started.
