@@ -206,6 +206,7 @@ class Checkpointer:
 
         Collectives: as in :meth:`Session.gather_objects`.
         """
+        # On all ranks, with or without a failure: a rank that raised alone would leave the others waiting.
         failure, self._writer.failure = self._writer.failure, None
         answers = self._session.gather_objects((_described(failure), self.last))
         self._writer.last = answers[0][1]

@@ -114,7 +114,7 @@ class Tail:
 
     def __init__(self) -> None:
         self._sources: list[_Source] = []
-        self._lock = threading.Lock()  # of the list and of each source: `stop` reads them after the thread
+        self._lock = threading.Lock()  # `follow` adds a source while the thread goes over them
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tp-launch-tail", daemon=True)
 

@@ -85,7 +85,7 @@ class RunLog:
                 self._buffer.open(RunInfo(**where, **self._facts()))
             except Exception as error:  # noqa: BLE001 - all ranks raise it together
                 failure = error
-        # Before anyone raises: ranks without a logger would wait for rank 0 in the first step.
+        # Before rank 0 raises: the other ranks would wait for it in the first step.
         failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
         if failure is not None:
             raise failure
