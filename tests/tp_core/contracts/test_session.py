@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core import LaunchEnvironment
+from tp_core.errors import ConfigError
 from tp_core.plugins import Job, Session
 
 
@@ -23,6 +24,11 @@ def model():
 
 def grads(model):
     return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_reduction_of_another_name_is_refused(session):
+    with pytest.raises(ConfigError, match="takes 'sum', 'mean', 'min' or 'max', got 'avg'"):
+        session.reduce(torch.ones(2), "avg")
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -46,7 +47,7 @@ def test_what_a_plugin_prints_by_whatever_way_never_reaches_stdout(how, when, tm
 
 
 def test_stdout_is_what_it_was_after_several_were_quiet_at_once(capfd):
-    inside, leave = threading.Event(), threading.Event()
+    inside, leave, stdout = threading.Event(), threading.Event(), sys.stdout
 
     def other():
         with isolation.stdout_to_stderr():
@@ -64,6 +65,7 @@ def test_stdout_is_what_it_was_after_several_were_quiet_at_once(capfd):
     os.write(1, b"after")
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("after", "withinstill within")
+    assert sys.stdout is stdout
 
 
 # -- what it raises, and when it does not end -----------------------------------------------------

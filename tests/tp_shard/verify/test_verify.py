@@ -8,9 +8,11 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from tp_core.cli._main import run
 from tp_core.errors import ConfigError, DisagreementError, ModelError
+from tp_shard._groups._group import current_mesh
 from tp_shard._verify._report import ModuleReport, Report
 from tp_shard._verify._simulate import SimulatedError, simulate
 
@@ -284,6 +286,19 @@ def on_a_group_the_first_rank_works_and_all_know():
 
 def test_on_ranks(on_ranks):
     on_ranks(2, on_a_group_the_first_rank_works_and_all_know)
+
+
+def the_mesh_of_the_groups_stays():
+    d = ts.distributed
+    d.destroy_process_group()
+    d.init_process_group(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+    mesh = current_mesh()
+    ts.verify(Block(), PLAN, batch())
+    assert current_mesh() is mesh is not None
+
+
+def test_verifying_leaves_the_mesh_of_the_groups(on_ranks):
+    on_ranks(2, the_mesh_of_the_groups_stays, fresh=True)  # it forms groups of its own
 
 
 def test_simulated_ranks_compute_what_ranks_do():

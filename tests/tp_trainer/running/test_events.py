@@ -213,6 +213,29 @@ def test_one_that_joins_and_fails_on_one_rank_keeps_no_other_rank_waiting():
     assert run_ranks(_joined_one_that_fails_on_rank_0, 2, timeout_s=60) == [10, 10]
 
 
+def _counted_on_rank_0(folder):
+    class Counts(Callback):
+        steps = 0
+
+        def on_step_end(self, run):
+            self.steps += run.is_main
+
+        def state_dict(self):
+            return {"steps": self.steps} if self.steps else {}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    first, second = Counts(), Counts()
+    fit(callbacks=[first], epochs=1, checkpoint=folder)
+    fit(callbacks=[second], epochs=2, checkpoint=folder, resume="auto")
+    return first.steps, second.steps
+
+
+def test_a_callback_with_state_on_one_rank_alone_is_saved_and_no_rank_waits(tmp_path):
+    assert run_ranks(partial(_counted_on_rank_0, tmp_path), 2, timeout_s=120) == [(5, 10), (0, 0)]
+
+
 # -- limits ------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._ddp import ReductionWatch, SteppingDataParallel
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import ReduceOp, Session, StepOutput
+from tp_core._contracts._session import ReduceOp, Session, StepOutput, check_reduce_op
 from tp_core._data._batches import Share
 from tp_core._data._step_outputs import zero_backward
 from tp_core._tensors._inplace_weights import check_no_max_norm
@@ -249,8 +249,12 @@ class ProcessGroupSession(Session):
     def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return ``value`` reduced over the data group, on all ranks; the argument is kept.
 
+        Raises:
+            ConfigError: ``op`` is none of the four.
+
         Collective: one all-reduce; no gradients.
         """
+        check_reduce_op(op)
         result = value.detach().to(self.device, copy=True)
         if self._data_size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from tp_core._tensors._slices import (
     is_dtensor,
     is_sharded,
 )
-from tp_core.errors import DisagreementError, ModelError, StepError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -30,6 +30,13 @@ StepOutput = Tensor | Mapping[str, Any]
 """The output of a step: the loss, a scalar tensor, or a dict of values by name with the loss as "loss"."""
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def check_reduce_op(op: str) -> None:
+    """Raise ``ConfigError`` unless ``op`` is one of `ReduceOp`."""
+    if op not in get_args(ReduceOp):
+        msg = f"reduce() takes 'sum', 'mean', 'min' or 'max', got {op!r}"
+        raise ConfigError(msg)
 
 
 class Session:
@@ -388,15 +395,19 @@ class Session:
 
     # -- between ranks ------------------------------------------------------------------------------
 
-    def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:  # noqa: ARG002 - contract
+    def reduce(self, value: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return ``value`` reduced over the data ranks, on all of them; the argument is kept.
 
         Args:
             value: A tensor, of one shape and type on all data ranks.
             op: The reduction of its elements: "sum", "mean", "min" or "max".
 
+        Raises:
+            ConfigError: ``op`` is none of the four.
+
         Collective: one all-reduce over the data ranks.
         """
+        check_reduce_op(op)
         return value
 
     def gather(self, value: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import TextIO, TypeVar
 
 from tp_core.plugins._hooks import DISABLE_VARIABLE, FIRST_PARTY, PluginInfo
 
@@ -28,9 +28,8 @@ def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
     Raises:
         BaseException: The function's own error.
     """
-    if info.distribution in FIRST_PARTY:
-        with redirect_stdout(sys.stderr):
-            return function()
+    if info.distribution in FIRST_PARTY:  # those of this project print nothing
+        return function()
     timer = threading.Timer(PATIENCE_S, _warn_slow, (info, doing))
     timer.daemon = True  # a plugin that never returns must not keep the program from ending
     timer.start()
@@ -50,12 +49,13 @@ def _warn_slow(info: PluginInfo, doing: str) -> None:
     )
 
 
-# The descriptor belongs to the process, and several threads may redirect it at once: the first one in
-# redirects it, the last one out restores it. Without the lock and the count, a thread that leaves early
-# would send another one's output to stdout. Each thread keeps a copy of descriptor 1; the first copy is
-# the real stdout.
+# Both the stream and the descriptor are the process's, and several threads may redirect them at once: the
+# first one in redirects, the last one out restores. Without the lock and the count, a thread that leaves
+# early would send another one's output to stdout, and one that leaves late would keep stdout redirected.
 _lock = threading.Lock()
-_descriptors: list[int] = []
+_inside = 0  # threads in the block
+_stream: TextIO | None = None  # the real sys.stdout, while redirected
+_descriptor: int | None = None  # a copy of descriptor 1, while redirected
 
 
 @contextmanager
@@ -64,40 +64,44 @@ def stdout_to_stderr() -> Iterator[None]:
 
     It redirects Python's stream, and the descriptor that C libraries and child processes write to.
     """
-    with redirect_stdout(sys.stderr):
-        is_redirected = _redirect()
-        try:
-            yield
-        finally:
-            if is_redirected:
+    global _inside  # noqa: PLW0603 - stdout is the process's
+    with _lock:
+        if not _inside:
+            _redirect()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
                 _restore()
 
 
-def _redirect() -> bool:
-    if sys.__stdout__ is None:  # it was closed, and descriptor 1 may be an unrelated file
-        return False
-    with _lock:
-        try:
-            _flush()
-            _descriptors.append(os.dup(1))
-        except OSError:
-            return False
+def _redirect() -> None:
+    global _stream, _descriptor  # noqa: PLW0603 - as above
+    _stream, sys.stdout = sys.stdout, sys.stderr
+    if sys.__stdout__ is None:  # it was closed, and its number may be a file's
+        return
+    with suppress(OSError):  # descriptor 1 is closed, or there is none left: the stream alone
+        _flush()
+        _descriptor = os.dup(1)
         try:
             os.dup2(2, 1)
-        except OSError:  # stderr is closed: there is nowhere to redirect to
-            os.close(_descriptors.pop())
-            return False
-        return True
+        except OSError:
+            os.close(_descriptor)
+            _descriptor = None
 
 
 def _restore() -> None:
-    with _lock:
+    global _stream, _descriptor  # noqa: PLW0603 - as above
+    if _descriptor is not None:
         _flush()
-        is_last = len(_descriptors) == 1
-        copy = _descriptors.pop()
-        if is_last:
-            os.dup2(copy, 1)
-        os.close(copy)
+        os.dup2(_descriptor, 1)
+        os.close(_descriptor)
+        _descriptor = None
+    if _stream is not None:
+        sys.stdout, _stream = _stream, None
 
 
 def _flush() -> None:

@@ -164,7 +164,8 @@ class _Settings:
         self._random = torch.get_rng_state(), random.getstate()
         numpy = sys.modules.get("numpy")  # a model that draws from numpy has imported it
         self._numpy = None if numpy is None else numpy.random.get_state()
-        self._groups = _group._current.tensor, _group._current.data
+        current = _group._current
+        self._groups = current.tensor, current.data, current.mesh
 
     def restore(self) -> None:
         torch.set_rng_state(self._random[0])

@@ -120,8 +120,12 @@ class UserState:
         if missing is not None:
             msg = f"{path} has no state of {missing!r}, which this run keeps; resume with what the run had"
             raise ConfigError(msg)
-        for name in [*self._names, *(n for n in self._callbacks if n in mine)]:
+        for name in self._names:
             self._put_back(name, restore_values(mine[name], stored))
+        for name in self._callbacks:
+            # One without a state on this rank was not asked to load one when there was a single rank, either.
+            if name in mine and (state := restore_values(mine[name], stored)):
+                self._put_back(name, state)
 
     def _state_of(self, name: str) -> Any:
         value = self._callbacks[name] if name in self._callbacks else self._values[name]
@@ -154,7 +158,9 @@ class UserState:
 
         Collectives: over several ranks one gather of digests.
         """
-        if self._session.world_size == 1 or not found:
+        # The names are equal on all ranks, the states that are found may not be: a callback may have one on
+        # rank 0 alone. A rank that skipped this gather for want of any would be answered by the next one.
+        if self._session.world_size == 1 or not (self._names or self._callbacks):
             return set()
         digests = {
             name: _digest(plain, tensors)
@@ -162,9 +168,8 @@ class UserState:
             if not isinstance(self._values.get(name), nn.Module)
         }
         everyones = self._session.gather_objects(digests)
-        return {
-            name for name in digests if any(theirs.get(name) != digests[name] for theirs in everyones)
-        } | {name for theirs in everyones for name in theirs if theirs[name] != everyones[0].get(name)}
+        known = {name for theirs in everyones for name in theirs}
+        return {name for name in known if len({theirs.get(name) for theirs in everyones}) > 1}
 
 
 def _has_state(value: object) -> bool:
