@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tp_core.errors import ConfigError, StateError
 from tp_runner._command import app
-from tp_runner._command._files import Journal, Record, find, read, write_table
+from tp_runner._command._files import Journal, Record, find, read, require_apart, write_table
 from typer.testing import CliRunner
 
 MODULE = """
@@ -97,6 +97,33 @@ def test_workers_decode_pictures_and_encode_them(run, tmp_path):
     assert "2 done before, 0 now" in again
     run("Sizes", "--input", "in", "--format", "images", "--output", "sizes.jsonl", "--batch", "8")
     assert [row["result"] for row in rows_of(tmp_path / "sizes.jsonl")] == [[2, 3], [4, 5]]
+
+
+def test_pictures_that_would_be_saved_to_one_file_are_refused(run, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("x.jpg", "x.jpg.png"):
+        Image.new("RGB", (1, 1), (200, 0, 0)).save(tmp_path / "in" / name)
+    module = next(tmp_path.glob("files_*.py")).stem
+    always = ["--format", "images", "--output", "out", "--input"]
+
+    def require_refused(name, text=None):
+        arguments = [f"{module}:darker", "--devices", "1", "--no-progress", *always, name]
+        done = CliRunner().invoke(app, arguments, input=text)
+        assert isinstance(done.exception, ConfigError), (done.output, done.exception)
+        assert "in/x.jpg and in/x.jpg.png would both be saved as out/in/x.jpg.png" in str(done.exception)
+
+    require_refused("in")
+    assert not list((tmp_path / "out").rglob("*.png"))
+    run("darker", *always, "in/x.jpg")
+    kept = (tmp_path / "out" / "in" / "x.jpg.png").read_bytes()
+    require_refused("in/x.jpg.png")  # the other is of an earlier run
+    require_refused("-", "in/x.jpg.png\n")
+    assert (tmp_path / "out" / "in" / "x.jpg.png").read_bytes() == kept
+    taken = {}
+    require_apart("a/y.png", tmp_path, taken)
+    require_apart("./a/y.png", tmp_path, taken)
+    with pytest.raises(ConfigError, match=r"a/y.png and \.\./a/y.png would both"):
+        require_apart("../a/y.png", tmp_path, taken)
 
 
 def test_replaced_input_is_done_again_and_nothing_else(run, tmp_path):

@@ -27,6 +27,8 @@ from tp_runner._command._files import (
     journal_of,
     owned,
     read,
+    require_apart,
+    rows_of,
     saving,
     with_images,
     write_table,
@@ -114,10 +116,18 @@ def run(
             _reserve_stdout() if as_json or is_stdout else contextlib.nullcontext(),
             _report_failure(journal, records, output),
         ):
+            taken: dict[Path, str] = {}
+            if folder is not None:  # those that are known now, before any work
+                done = [row["source"] for row in rows_of(file)]
+                for source in (*done, *(str(path) for path, _ in sources if path)):
+                    if source != "-":
+                        require_apart(source, folder, taken)
 
             def items() -> Any:
                 for record in read(sources):
                     if not journal.has(record):
+                        if folder is not None:  # and those that standard input names
+                            require_apart(record.item, folder, taken)
                         records.append(record)
                         yield record.item
 

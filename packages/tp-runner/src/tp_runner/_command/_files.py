@@ -436,13 +436,13 @@ def write_table(journal: Path, output: Path) -> None:
 
 def _write_csv(journal: Path, part: Path) -> None:
     with part.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _columns(_rows(journal)))
+        writer = csv.DictWriter(file, _columns(rows_of(journal)))
         writer.writeheader()
-        writer.writerows(_rows(journal))
+        writer.writerows(rows_of(journal))
 
 
 def _write_parquet(journal: Path, part: Path) -> None:
-    pyarrow, rows = import_extra("pyarrow"), list(_rows(journal))
+    pyarrow, rows = import_extra("pyarrow"), list(rows_of(journal))
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
     except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's are these, too
@@ -455,7 +455,8 @@ def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(["source", "line", *(name for row in rows for name in row)]))
 
 
-def _rows(journal: Path) -> Iterator[dict[str, Any]]:
+def rows_of(journal: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the journal as rows of a table."""
     with journal.open(encoding="utf-8") as file:
         for line in file:
             entry = json.loads(line)
@@ -501,13 +502,38 @@ def _open(path: str) -> Any:
         return image.convert("RGB")
 
 
+def require_apart(source: str, folder: Path, taken: dict[Path, str]) -> None:
+    """Refuse a source if another one's picture is saved to the same file, and would be lost.
+
+    Args:
+        source: A file of the input.
+        folder: The folder of the pictures.
+        taken: The sources so far, by the file of the picture; this one is added.
+
+    Raises:
+        ConfigError: Another source is there.
+    """
+    path = _picture_of(source, folder)
+    other = taken.setdefault(path, source)
+    if other != source and os.path.realpath(other) != os.path.realpath(source):
+        msg = (
+            f"the pictures of {other} and {source} would both be saved as {path}; rename one of the files, "
+            "or give it to a run with another folder as --output"
+        )
+        raise ConfigError(msg)
+
+
+def _picture_of(source: str, folder: Path) -> Path:
+    name = source if source.endswith(".png") else f"{source}.png"
+    return folder.joinpath(*(part for part in Path(name).parts if part not in {"/", ".."}))
+
+
 def _save(picture: Any, folder: Path, source: str) -> str:
     """Write a picture, or an array of bytes of (height, width, 3) or (height, width), as PNG."""
     if not hasattr(picture, "save"):
         array = picture.numpy() if hasattr(picture, "numpy") else picture
         picture = import_extra("PIL.Image").fromarray(array)
-    name = source if source.endswith(".png") else f"{source}.png"
-    path = folder.joinpath(*(part for part in Path(name).parts if part not in {"/", ".."}))
+    path = _picture_of(source, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by write_atomically, which lists the folder each time: here the folder has all results.
     kept = path.with_name(f".{path.name}.kept")
