@@ -2,13 +2,18 @@
 
 import multiprocessing
 import os
+import pickle
 import sys
+import threading
 import types
 
+import cloudpickle
 import pytest
 import tp_runner
 from tp_core.errors import TpError
 from tp_runner import OrderedRunner
+from tp_runner._workers._pickling import dump_program
+from tp_runner._workers._work import FunctionProgram
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
@@ -78,6 +83,38 @@ def test_what_surrounds_them_is_copied_still(wrap):
     with Asks(1, cfg=cfg, engine="thread") as runner:
         parts.append(3)
         assert list(runner.stream([0])) == [[1, 2]]
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Return a module without a file, which goes to workers by value."""
+    module = types.ModuleType("made_by_hand")
+    exec("def double(x): return 2 * x", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_module_that_the_user_pickles_by_value_stays_so(by_hand):
+    cloudpickle.register_pickle_by_value(by_hand)
+    try:
+        dump_program(FunctionProgram(by_hand.double, None))
+        assert by_hand.__name__ in cloudpickle.list_registry_pickle_by_value()
+    finally:
+        cloudpickle.unregister_pickle_by_value(by_hand)
+
+
+def test_two_threads_pickle_programs_of_one_module(by_hand, monkeypatch):
+    class Slow:  # its pickling goes on after that in another thread has ended
+        def __reduce__(self):
+            other = threading.Thread(target=dump_program, args=(FunctionProgram(by_hand.double, None),))
+            other.start()
+            other.join(800)
+            return int, (1,)
+
+    data = dump_program(FunctionProgram(Slow(), by_hand.double))
+    assert by_hand.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    monkeypatch.delitem(sys.modules, by_hand.__name__)
+    assert pickle.loads(data).works[1](2) == 4
 
 
 @pytest.mark.parametrize("method", METHODS)
