@@ -201,11 +201,13 @@ class Scheduler:
         timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
         interrupted: BaseException | None = None
         others, me = self._waiter, threading.get_ident()
+        held = (1, me)  # how often this thread holds the lock, as Condition keeps it
         is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
         try:
             if is_waiter:
                 self._waiter = me
-                self.lock.release()
+                # All of it: a signal handler may be here on top of a frame that holds the lock, too.
+                held = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
                 self.fleet.wait(timeout_s)
             else:
                 self._changed.wait(timeout_s)
@@ -215,7 +217,7 @@ class Scheduler:
         # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills).
         while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
             try:
-                self.lock.acquire()
+                self.lock._acquire_restore(held)  # type: ignore[attr-defined]  # as Condition does
             except BaseException as error:  # noqa: BLE001 - as above
                 interrupted = error
         if is_waiter:
