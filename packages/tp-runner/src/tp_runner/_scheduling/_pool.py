@@ -65,6 +65,7 @@ class Submissions(Source):
     Items are put in line and taken under the pool's lock.
 
     Args:
+        lock: The pool's.
         max_wait_s: How long an incomplete batch waits for more items; by default it goes at once.
 
     Attributes:
@@ -73,7 +74,8 @@ class Submissions(Source):
         hurry: Hands out resting items at once, before their delay is over.
     """
 
-    def __init__(self, max_wait_s: float | None) -> None:
+    def __init__(self, lock: "threading.RLock", max_wait_s: float | None) -> None:
+        self._lock = lock
         self._max_wait_s = max_wait_s or 0.0
         self._pending: collections.deque[tuple[Any, Ticket]] = collections.deque()
         self._open: dict[int, Ticket] = {}
@@ -145,7 +147,10 @@ class Submissions(Source):
 
     def abandon(self, error: BaseException) -> None:
         """End; each open future gets a copy of ``error``, as raising an exception writes on it."""
-        self.is_finishing = self.exhausted = True
+        # Not between a submit's look at is_finishing and its item, whose future nobody would settle. Below,
+        # without the lock: the futures' callbacks may wait for other threads.
+        with self._lock:
+            self.is_finishing = self.exhausted = True
         while self._pending:
             _, ticket = self._pending.popleft()
             if ticket.future.set_running_or_notify_cancel():
@@ -156,7 +161,7 @@ class Submissions(Source):
 
     def cancel_pending(self) -> None:
         """Cancel the items that no worker has yet."""
-        for _, ticket in self._pending:
+        for _, ticket in tuple(self._pending):  # abandon() may take them meanwhile
             ticket.future.cancel()
 
     def join(self) -> None:
@@ -295,7 +300,7 @@ class RunnerPool(Pool):
             self._require_open()
             submissions = self._submissions
             if submissions is None or submissions.is_finishing:
-                submissions = Submissions(self.settings.max_wait_s)
+                submissions = Submissions(self._lock, self.settings.max_wait_s)
                 run = self._new_run(submissions, ordered=False, numbered=True, on_error="return")
                 submissions.hurry = run.again.hurry
                 self._submissions = submissions  # not before: a failed start must leave no future open
