@@ -23,6 +23,7 @@ from tp_runner import (
     WorkerDiedError,
     WorkerError,
 )
+from tp_runner._scheduling import _pool
 from tp_runner._workers._process import _fleet, _forkserver
 
 DEADLINE_S = 100.0
@@ -584,6 +585,92 @@ def threads_are_not_killed(tmp_path):
         assert list(stream) == [2 * i for i in range(1, 10)]  # refused before anything was lost
 
 
+def a_kill_over_a_frame_with_the_lock(tmp_path):
+    with Worker(1, **FORK) as runner:
+        stream = runner.stream([1, ("hang", tmp_path / "begun")])
+        assert next(stream) == 2
+        wait_for((tmp_path / "begun").exists)
+        with runner._pool._scheduler.lock:  # as a handler that interrupts the hand-out of items
+            runner.cancel(kill_after_s=0.0)
+        taken, _ = taken_by(1, runner.stream([1]))  # and the lock is free for another thread
+        assert taken == [[2]]
+
+
+def a_submit_while_the_run_ends_gets_its_end(tmp_path):
+    lock = threading.RLock()
+    submissions = _pool.Submissions(lock, None)
+    end = threading.Thread(target=submissions.abandon, args=(RunnerClosedError("it is over"),))
+    with lock:  # as in RunnerPool.submit, which has just seen that it is not over
+        assert not submissions.is_finishing
+        end.start()
+        end.join(0.2)
+        future = submissions.submit(1, raise_original=False)
+    end.join(DEADLINE_S)
+    assert isinstance(future.exception(0), RunnerClosedError)
+
+
+def a_silent_fork_server_is_used_no_more(tmp_path):
+    env = {"SILENT": str(tmp_path)}  # a server of its own
+    server = _forkserver._server([], env)
+    os.kill(server.pid, signal.SIGSTOP)
+    server._socket.settimeout(0.01)
+
+    def kill():
+        wait_for(lambda: refused.is_set() or not server._owner)
+        os.kill(server.pid, signal.SIGKILL)
+
+    refused = threading.Event()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        _forkserver.fork_by_server([], env, [])
+    is_closed = server._socket.fileno() == -1
+    refused.set()
+    killer.join(DEADLINE_S)
+    assert is_closed
+    server.stop()
+
+
+def a_fork_server_that_answers_too_late(error=None):
+    """The late answer is not taken for the next one's."""
+
+    def check(tmp_path):
+        class Pid(OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                return os.getpid()
+
+        options = {"env": {"LATE": str(tmp_path)}}  # a server of its own
+        with Pid(1, **options) as runner:
+            assert len(list(runner.stream([1]))) == 1
+            (server,) = [s for (_, env), s in _forkserver._servers.items() if dict(env) == options["env"]]
+            os.kill(server.pid, signal.SIGSTOP)
+
+            def go_on():
+                wait_for(lambda: refused.is_set() or not server._owner)
+                os.kill(server.pid, signal.SIGCONT)
+
+            refused = threading.Event()
+            goes_on = threading.Thread(target=go_on)
+            goes_on.start()
+            try:
+                if error is None:
+                    server._socket.settimeout(0.2)
+                    with pytest.raises(WorkerError, match="does not answer"):
+                        Pid(1, **options)
+                else:
+                    with alarm(0.2, error), pytest.raises(error):
+                        Pid(1, **options)
+            finally:
+                refused.set()
+                goes_on.join(DEADLINE_S)
+            with Pid(1, **options) as other:
+                (pid,) = other.stream([1])
+                assert [h.process.pid for h in other._pool.fleet._handles.values()] == [pid]
+
+    return check
+
+
 def an_attempt_is_counted(tmp_path):
     def work(item):
         with (tmp_path / str(item)).open("a+") as file:
@@ -618,6 +705,9 @@ FAST = {
     "a hung end": a_hung_end_is_named(FORK),
     "cancelled work sees it, processes": cancelled_work_can_see_it(FORK, "cancel"),
     "a kill of a stream's worker": a_kill_frees_the_busy_worker_and_no_other("stream"),
+    "a kill over a frame with the lock": a_kill_over_a_frame_with_the_lock,
+    "a submit while the run ends": a_submit_while_the_run_ends_gets_its_end,
+    "a silent fork server": a_silent_fork_server_is_used_no_more,
     "threads are not killed": threads_are_not_killed,
     "attempts": an_attempt_is_counted,
 }
@@ -659,6 +749,8 @@ SLOW = {
     "garbage, fork server": garbage(b"x" * 1000, 1, {}),
     "killed fork servers": killed_fork_servers_leave_no_descriptor,
     "fork servers killed all the time": fork_servers_that_are_killed_all_the_time,
+    "a fork server that is late": a_fork_server_that_answers_too_late(),
+    "an interrupt before the fork server answers": a_fork_server_that_answers_too_late(KeyboardInterrupt),
     "a hung end, fork server": a_hung_end_is_named({}),
     "cancelled work sees it, threads": cancelled_work_can_see_it(THREAD, "cancel"),
     "closed work sees it, processes": cancelled_work_can_see_it(FORK, "close"),

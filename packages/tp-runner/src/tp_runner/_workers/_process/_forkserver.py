@@ -48,13 +48,19 @@ class ForkServer:
             # (test_workers_write_where_their_runner_does_and_run_what_they_left_for_the_end).
             standard = [_open_standard(descriptor, opened) for descriptor in (1, 2)]
             rights = array.array("i", [*standard, *descriptors])
-            self._socket.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            # The server first reports those that ended, then the new one.
-            while True:
-                pid, status = self._receive()
-                if status == _STARTED:
-                    return _Grandchild(pid, self)
-                self._ended[pid] = status
+            try:
+                self._socket.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                # The server first reports those that ended, then the new one.
+                while True:
+                    pid, status = self._receive()
+                    if status == _STARTED:
+                        return _Grandchild(pid, self)
+                    self._ended[pid] = status
+            except BaseException:
+                # No answer in time, or a signal handler has raised: the late answer would pass for that to
+                # the next request, and a kill would hit another process.
+                self.stop()
+                raise
 
     def exitcode(self, pid: int) -> int | None:
         """Return how a worker ended, without waiting; ``None`` if it has not."""
@@ -151,8 +157,8 @@ def fork_by_server(
         except TimeoutError:
             msg = f"the fork server, process {server.pid}, does not answer; start_method='spawn' needs none"
             raise ConnectionError(msg) from None
-        except ConnectionError:  # it was killed: a new one takes its place
-            server.stop()
+        except ConnectionError:  # it was killed, and has been stopped: a new one takes its place
+            pass
     msg = (
         f"{MOST_SERVERS} fork servers, one in the place of the other, were killed before they had forked a "
         "worker; start_method='spawn' needs none"
