@@ -223,7 +223,7 @@ def test_a_real_pipe_that_is_closed_ends_tp_as_a_shell_expects(arguments):
 def test_ctrl_c_while_ranks_meet_ends_them_too(tmp_path):
     slow = tmp_path / "sitecustomize.py"  # ranks that never come to meet
     slow.write_text(
-        "import sys, time\nif '_meeting' in str(sys.orig_argv): print('up', flush=True); time.sleep(10**6)"
+        "import sys, time\nif '_measure' in str(sys.orig_argv): print('up', flush=True); time.sleep(10**6)"
     )
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getenv("PYTHONPATH", "")]),

@@ -76,7 +76,7 @@ def settings():
     numbers = [signal.SIGINT, signal.SIGTERM]
     return {
         "the current folder": os.getcwd(),
-        "the environment": dict(os.environ),
+        **{f"the environment variable {name}": value for name, value in os.environ.items()},
         "garbage collection": gc.isenabled(),
         "sys.excepthook": sys.excepthook,
         "the root logger": (logging.root.level, list(logging.root.handlers)),
@@ -92,7 +92,7 @@ new, after = set(sys.modules) - modules, settings()
 print()  # what it has written by other ways stands before
 print(json.dumps({
     "printed": out.getvalue(),
-    "changed": [name for name in before if before[name] != after[name]],
+    "changed": [name for name in before | after if before.get(name) != after.get(name)],
     "modules": sorted({name.partition(".")[0] for name in new}),
     "threads": threading.active_count(),
 }))

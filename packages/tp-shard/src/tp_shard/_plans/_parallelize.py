@@ -252,8 +252,10 @@ def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:
             block = _block_of(path, modules, rows)
             if module.dim != 0 and not module.gather_output and path and block not in blocks:
                 blocks[block] = BlockDraws(draws, modules[block], begins=False)
-    if "" not in blocks and blocks:  # for code that calls the layers of a block one by one
-        BlockDraws(draws, model, begins=False, is_watched=False)
+    if "" not in blocks and blocks:
+        # For code that calls the layers of a block one by one, and for split features that leave a block and
+        # are dropped before their row layer, as in BERT between pooler and classifier.
+        BlockDraws(draws, model, begins=False)
 
 
 def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:

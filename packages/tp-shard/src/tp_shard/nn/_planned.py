@@ -159,6 +159,8 @@ class PlannedEmbedding(ParallelEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``, this rank's part of the sequence."""
         output = super().forward(input)
+        # A look-up in a shard reads as split to whoever watches, and the ranks have joined it since.
+        mark(output, is_split=not self.gather_output and self.dim == 1)
         if self.sequence is None or self.takes_whole:
             return output
         return scatter_sequence(output, self.sequence, self.group)
