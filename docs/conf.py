@@ -38,14 +38,17 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|concurrent|contextlib|os|pathlib|torch|typing)\..*"),
     # The same, as modules write them that import them for type checkers alone.
-    ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|pd\.DataFrame"),
+    ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
-    ("py:class", r"tp_[\w.]+\.(OptionsT|R|T)|P"),
+    ("py:class", r"tp_[\w.]+\.(OptionsT|State|R|T\d?)|P"),
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
     ("py:class", "tp_core._devices._tree.Container"),
     ("py:class", "tp_core._devices._tree.PerType"),
+    ("py:class", "tp_runner._options.ItemOptions"),
+    ("py:class", "tp_runner._scheduling._source.MapStyle"),
+    ("py:class", "tp_runner._stream.OpenRun"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
     ("py:class", "tp_trainer.testing._runs.Outcome"),
 ]

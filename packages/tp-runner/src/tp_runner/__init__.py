@@ -38,7 +38,7 @@ The way of an item, and the files that it passes::
 
 Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
 (``tp run``) by public names, and ``_ray``, with its ``RayFleet``, by
-:mod:`tp_runner.internal`. easycore's spellings are in ``tp_runner.compat``.
+``tp_runner.internal``. easycore's spellings are in ``tp_runner.compat``.
 """
 
 import sys

@@ -237,7 +237,7 @@ class Session:
         return recursive_to(batch, self.device, non_blocking=True)
 
     def take_share(self, share: Share | None) -> None:
-        """Set :attr:`share` to the share of the batch with the next loss of :meth:`backward`.
+        """Set ``share`` to the share of the batch with the next loss of :meth:`backward`.
 
         A prepared loader calls it before it yields a batch (``on_share=``). A loop with losses in another
         order than its batches calls it before each :meth:`backward`. A backend that weighs losses by
@@ -312,7 +312,7 @@ class Session:
         """Add the gradients of ``loss``, over all data ranks, to the parameters.
 
         The result is the gradient of the loss over the whole global batch, however unevenly the ranks
-        share its samples: the loss counts by the samples of :attr:`share`, as :meth:`take_share` set it.
+        share its samples: the loss counts by the samples of ``share``, as :meth:`take_share` set it.
 
         Args:
             loss: This rank's loss: a scalar tensor.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from tp_core.errors import ModelError
 from tp_core.internal import is_random_op
@@ -115,9 +116,12 @@ class SplitDraws:
         visit = self.visits[-1]
         if x.dim():
             visit.leading = tuple(x.shape[:-1])
-        # During the capture of a CUDA graph the state of its generator cannot be read.
-        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if visit.inside is None and not is_captured:
+        # During the capture of a CUDA graph the state of its generator cannot be read; fake tensors, with
+        # which `trainer.estimate` runs a step, have no values to draw.
+        has_values = not isinstance(x, FakeTensor) and not (
+            x.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        if visit.inside is None and has_values:
             outer = self._inside()
             places = [_CPU] if x.device == _CPU else [_CPU, x.device]
             before = {place: get_state(place, None) for place in places}

@@ -195,7 +195,7 @@ class Loop:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest means: of the last epoch's training, and of the last validation as ``"val_..."``."""
+        """The newest means, of the last epoch's training and of the last validation as ``"val_..."``."""
         return self._run_state.metrics
 
     @property

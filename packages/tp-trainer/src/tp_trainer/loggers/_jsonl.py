@@ -68,7 +68,7 @@ class LoggedRun:
 
     @property
     def status(self) -> str:
-        """The end of the run: "finished", "interrupted" or "failed"; "running or killed" without an end."""
+        """How the run ended, "finished", "interrupted" or "failed", or "running or killed" without an end."""
         last = next((line for line in reversed(self.lines) if line["type"] in {"run", "end"}), None)
         return str(last["status"]) if last is not None and last["type"] == "end" else "running or killed"
 
