@@ -1,5 +1,7 @@
 """What a step takes, from a run of it on stand-ins, is what it takes."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,15 @@ def test_a_step_that_looks_at_values_is_unknown_and_said_why():
     found = measure_footprint(make(), None, BATCH, lambda model, batch: float(step(model, batch)))
     assert found.activations is None
     assert found.unknown.startswith("the step needs values: ")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_a_model_that_cannot_be_copied_has_its_weights_known(precision):
+    model = make()
+    model.lock = threading.Lock()
+    found = measure_footprint(model, torch.optim.AdamW(model.parameters()), BATCH, step, precision=precision)
+    assert found.weights == found.gradients == PARAMETERS // (2 if precision == "bf16-true" else 1)
+    assert found.unknown.startswith("the model cannot be copied: TypeError: ")
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been():

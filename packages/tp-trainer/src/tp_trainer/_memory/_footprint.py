@@ -232,18 +232,23 @@ def measure_footprint(
         precision: As for the trainer.
         device: The device of the training; the copies are on the CPU if torch is not built for it.
 
-    If the step needs values, the reason is in ``unknown``.
+    If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else None
+    found = Footprint(
+        weights=nbytes_of([*model.parameters(), *model.buffers()], dtype),
+        gradients=nbytes_of([p for p in model.parameters() if p.requires_grad], dtype),
+        unknown="no batch and step are known",
+    )
     stand_ins = StandIns(_usable(device), dtype=dtype)
     with torch.random.fork_rng(devices=[]):
-        copied = stand_ins.of_model(model)
-        tensors = [*copied.parameters(), *copied.buffers()]
+        try:
+            copied = stand_ins.of_model(model)
+        except Exception as error:  # of the user's __deepcopy__, of locks, open files and other handles
+            log.debug("a model could not be copied", exc_info=True)
+            return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
         trained = [p for p in copied.parameters() if p.requires_grad]
-        found = Footprint(
-            weights=nbytes_of(tensors), gradients=nbytes_of(trained), unknown="no batch and step are known"
-        )
-        live = LiveBytes(tensors)
+        live = LiveBytes([*copied.parameters(), *copied.buffers()])
         if batch is not None and step is not None:
             try:
                 if any(map(is_sharded, model.parameters())):
@@ -253,8 +258,7 @@ def measure_footprint(
                     found = _run_step(found, live, copied, values, step, precision)
             except Exception as error:
                 log.debug("a step could not be run on tensors without memory", exc_info=True)
-                first = str(error).partition("\n")[0]
-                found = replace(found, unknown=f"the step needs values: {type(error).__name__}: {first:.120}")
+                found = replace(found, unknown=f"the step needs values: {_short(error)}")
         if optimizer is None:
             return found
         try:
@@ -263,8 +267,11 @@ def measure_footprint(
                 return _run_update(found, trained, using)
         except Exception as error:
             log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
-            first = str(error).partition("\n")[0]
-            return replace(found, unknown=f"{type(optimizer).__name__} needs values: {first:.120}")
+            return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
 
 
 def _exchange_nothing() -> None:
@@ -360,9 +367,12 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def nbytes_of(tensors: list[Tensor] | list[nn.Parameter]) -> int:
-    """Return the bytes of tensors; repeated ones count once."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once."""
+    return sum(
+        t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size())
+        for t in {id(t): t for t in tensors}.values()
+    )
 
 
 def _usable(device: torch.device | None) -> torch.device:
