@@ -2,8 +2,8 @@
 
 import re
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo, RunStatus
@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-_MOST = 500  # metrics in one call; the server takes 1000
+# The server refuses a whole call of more entries, or with a longer name or text.
+_MOST_METRICS = 1000
+_MOST_WORDS = 100  # parameters, or tags
+_LONGEST_NAME = 250
+_LONGEST_PARAM = 500  # characters; newer servers take 6000
+_LONGEST_TAG = 5000
 _PATIENCE_S = 5.0  # between two calls
-_LONGEST = 500  # characters of a parameter
+T = TypeVar("T")
+
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]")
 
@@ -26,7 +32,8 @@ class MlflowLogger(Logger):
 
     Hyperparameters are parameters of the run; environment, versions and selection are tags. A resumed run
     keeps its id, and steps that MLflow already has are not logged again. Numbers are sent together, every few
-    seconds and at checkpoints. Characters that MLflow refuses in names become "_".
+    seconds and at checkpoints. Characters that MLflow refuses in names become "_";
+    names and texts that are too long for it are cut.
 
     Args:
         experiment: The experiment, created if it does not exist.
@@ -88,11 +95,12 @@ class MlflowLogger(Logger):
         }
         run = client.create_run(experiment, run_name=self._run_name)
         self._id = run.info.run_id
-        client.log_batch(
-            self._id,
-            params=[Param(_name(key), str(value)[:_LONGEST]) for key, value in info.hyperparameters.items()],
-            tags=[RunTag(_name(key), str(value)) for key, value in tags.items()],
-        )
+        # By name: a parameter cannot change, and two of them may have one name once MLflow takes it.
+        params = {_name(key): str(value)[:_LONGEST_PARAM] for key, value in info.hyperparameters.items()}
+        for some in _batches([Param(*item) for item in params.items()], _MOST_WORDS):
+            client.log_batch(self._id, params=some)
+        for some in _batches([RunTag(_name(k), str(v)[:_LONGEST_TAG]) for k, v in tags.items()], _MOST_WORDS):
+            client.log_batch(self._id, tags=some)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:  # noqa: ARG002
         """Buffer numbers, and send the buffer every few seconds."""
@@ -103,7 +111,7 @@ class MlflowLogger(Logger):
             name = _name(given)
             if step > self._newest(name):
                 self._pending.append(Metric(name, float(value), now, step))
-        if len(self._pending) >= _MOST or time.monotonic() - self._sent_at > _PATIENCE_S:
+        if len(self._pending) >= _MOST_METRICS or time.monotonic() - self._sent_at > _PATIENCE_S:
             self._send()
 
     def _newest(self, name: str) -> int:
@@ -119,13 +127,14 @@ class MlflowLogger(Logger):
         pending, self._pending = self._pending, []
         self._sent_at = time.monotonic()
         if self._client is not None:
-            for start in range(0, len(pending), _MOST):
-                self._client.log_batch(self._id, metrics=pending[start : start + _MOST])
+            for some in _batches(pending, _MOST_METRICS):
+                self._client.log_batch(self._id, metrics=some)
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
         """Set a tag to the latest event of its kind."""
         if self._client is not None and self._id is not None:
-            self._client.set_tag(self._id, _name(f"last_{kind}"), str({"step": step, **facts}))
+            value = str({"step": step, **facts})[:_LONGEST_TAG]
+            self._client.set_tag(self._id, _name(f"last_{kind}"), value)
 
     def close(self, status: RunStatus) -> None:
         """Send the rest and end the run."""
@@ -145,4 +154,8 @@ class MlflowLogger(Logger):
 
 
 def _name(name: str) -> str:
-    return _REFUSED.sub("_", name)
+    return _REFUSED.sub("_", name)[:_LONGEST_NAME]
+
+
+def _batches(entries: list[T], most: int) -> Iterator[list[T]]:
+    return (entries[start : start + most] for start in range(0, len(entries), most))
