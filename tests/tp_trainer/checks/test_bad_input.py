@@ -22,6 +22,7 @@ from tp_core.errors import (
     StateError,
     StepError,
 )
+from tp_core.internal import rendezvous_store
 from tp_core.plugins import Backend, PluginRegistry, Verdict, hookimpl
 from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
@@ -423,3 +424,22 @@ def absent(noticed):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     first, _ = run_ranks(absent, 2, tmp_path / "noticed")
     assert "rank 1 did not come" in first or "could not reach the rendezvous" in first
+
+
+def fails_once_on_rank_0():
+    from tp_trainer._opening._agreement import check_same_at_start
+
+    environment = LaunchEnvironment.read()
+    seeds = [check_same_at_start(environment, {}, seed=environment.rank)]
+    if environment.rank == 0:
+        with pytest.raises(RankFailedError, match="rank 1 did not come"):
+            check_same_at_start(environment, {}, seed=7, timeout_s=0.2)
+        rendezvous_store(environment).set("has failed", "")
+    else:
+        rendezvous_store(environment).wait(["has failed"])
+    return [*seeds, check_same_at_start(environment, {}, seed=environment.rank + 2)]
+
+
+@pytest.mark.slow
+def test_ranks_meet_again_after_an_attempt_that_one_made_alone():
+    assert run_ranks(fails_once_on_rank_0, 2) == [[0, 2], [0, 2]]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
+from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 from tests.own_words import own_words
@@ -141,3 +143,24 @@ def test_a_limit_that_is_no_time_is_refused():
         ConfigError, match="step_timeout_s must be None or a number of seconds above 0, got 0"
     ):
         Trainer(progress=False).fit(model, optimizer, [], step=lambda m, b: m(b), step_timeout_s=0)
+
+
+def _call_after_a_loop_that_failed_on_rank_1():
+    rank = int(os.environ["RANK"])
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4)
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        _, data = trainer.prepare(nn.Linear(2, 1), data)
+        if rank == 1:
+            with pytest.raises(ConfigError, match="hyperparameters"):
+                trainer.loop(data, step_timeout_s=600.0, hyperparameters=3)
+        with trainer.loop(data, step_timeout_s=600.0) as loop:
+            for _ in loop:
+                # Private: a rank that is called by a watchdog ends its process.
+                store = loop._watchdog._store
+                store.set(f"here/{rank}", "")
+                store.wait([f"here/{1 - rank}"], timedelta(seconds=60))
+    return True
+
+
+def test_watchdogs_see_each_other_after_a_loop_that_failed_on_some_ranks():
+    assert run_ranks(_call_after_a_loop_that_failed_on_rank_1, 2) == [True, True]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from itertools import count
 from numbers import Real
 from typing import Any
 
@@ -20,8 +19,6 @@ from tp_core.internal import has_exited, rendezvous_store
 from tp_core.plugins import Session
 
 _MOST_SLEEP_S = 0.05  # between two looks; less at first, when most ranks arrive
-
-_rounds = count()
 
 
 def check_same_at_start(
@@ -70,10 +67,12 @@ def agree_at_start(
 
     Collectives: none; an exchange through the launcher's store.
     """
-    round_ = next(_rounds)
     if environment.world_size == 1:
         return decide([told])
-    store = PrefixStore(f"tp/handshake/{round_}", rendezvous_store(environment, timeout_s=timeout_s))
+    job = PrefixStore("tp/handshake", rendezvous_store(environment, timeout_s=timeout_s))
+    # The rounds that rank 0 has ended: ranks' own counts differ once an attempt failed on some alone.
+    round_ = job.add("ended", 0)
+    store = PrefixStore(str(round_), job)
     mine = {"facts": facts, "told": told}
     store.set(f"facts/{environment.rank}", json.dumps(mine, sort_keys=True, default=_plain))
     # Rank 0 compares for all: if every rank read every other's facts, the reads would be quadratic.
@@ -94,9 +93,15 @@ def agree_at_start(
             verdict["difference"] = _first_difference([each["facts"] for each in everyones])
             if not verdict["difference"]:
                 verdict["decided"] = decide([each["told"] for each in everyones])
+        job.add("ended", 1)  # first: a rank that has the verdict may begin the next round at once
         store.set("verdict", json.dumps(verdict))
-    # Longer than rank 0 waits for the others: its verdict, with the missing rank's name, must come first.
-    _wait(store, "verdict", of=0, timeout_s=timeout_s + 10)
+    try:
+        # Longer than rank 0 waits for the others: its verdict, with the missing rank's name, must come first.
+        _wait(store, "verdict", of=0, timeout_s=timeout_s + 10)
+    except RankFailedError:
+        with suppress(RuntimeError):  # so that rank 0 does not take them for those of a later attempt
+            store.delete_key(f"facts/{environment.rank}")
+        raise
     verdict = json.loads(store.get("verdict"))
     if "missing" in verdict or verdict["difference"]:
         _let_everyone_read(store, environment)

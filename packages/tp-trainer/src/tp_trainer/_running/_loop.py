@@ -334,6 +334,7 @@ class Loop:
                 log.warning("no checkpoint will have %s: name it in state={...}", words)
             self._warn_unsaved = open_.enter_context(unsaved_optimizers(optimizers))
         open_.enter_context(self._hooks.while_open(self))
+        self._watchdog.connect(self._session)
         max_batches = self._limits.sanity_val_batches
         if max_batches and self._hooks.validates and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.

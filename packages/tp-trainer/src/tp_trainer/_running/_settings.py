@@ -203,6 +203,7 @@ class LoopSettings:
             "max_time": limits.max_seconds,
             "val_every_steps": limits.val_every_steps,
             "sanity_val_batches": limits.sanity_val_batches,
+            "step_timeout_s": self.step_timeout_s,
             "validation": self.validates,
             "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
             "checkpoints' folder": None if checkpoints is None else os.fspath(checkpoints.folder),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from tp_core import LaunchEnvironment
 from tp_core.internal import rendezvous_store
-from tp_core.plugins import StepOutput
+from tp_core.plugins import Session, StepOutput
 
 from tp_trainer._rank_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step
@@ -60,8 +60,16 @@ class Watchdog:
         if timeout_s is not None:
             with suppress(OSError):  # not on Linux: the fault handler ends the process, with status 1
                 self._native = HardExit(TIMEOUT_STATUS)
-        if timeout_s is not None and environment.world_size > 1:
-            self._store = PrefixStore(f"tp/watchdog/{next(_rounds)}", rendezvous_store(environment))
+
+    def connect(self, session: Session) -> None:
+        """Find the watchdogs of the other ranks.
+
+        Collectives: one broadcast, if there is a timeout and there are several ranks.
+        """
+        if self._timeout_s is not None and self._environment.world_size > 1:
+            # Rank 0's number for all: after a run that failed on some ranks alone, their counts differ.
+            name = f"tp/watchdog/{session.broadcast(next(_rounds))}"
+            self._store = PrefixStore(name, rendezvous_store(self._environment))
 
     def watch(self, run: RunStep) -> RunStep:
         """Return ``run``, wrapped so that each call counts as a step."""
