@@ -4,7 +4,7 @@
 
     rank 0   a signal                     rank 1
        |     wakes the thread                |
-       +---> round "3 open" in the store <---+ looked at ten times a second
+       +---> round "3 open" in the store <---+ looked at five times a second
        |     vote: the next boundary         |     the vote of each rank: the first boundary where
        v     that the main thread reaches    v     its main thread can still stop
     rank 0's thread: "3 0 118", the latest of all votes; each main thread waits at its own vote for it
@@ -28,7 +28,7 @@ from tp_core.plugins import Session
 
 log = logging.getLogger("tp_trainer")
 
-_LOOK_S = 0.1  # between two looks at the store, for a reason of another rank
+_LOOK_S = 0.2  # between two looks at the store, for a reason of another rank
 _RANKS_PER_LOOK_S = 10_000  # queries per second that the store answers with a small part of one core
 _ANSWER_S = 0.005  # between two looks at an open round, for which main threads may wait
 _OPEN_S = 10.0  # how long a round stays open for all votes; then it is void
