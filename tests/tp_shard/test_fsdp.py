@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tp_shard as ts
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, StateError
@@ -305,6 +305,9 @@ def a_mesh_that_mixes_shards_is_refused():
     with pytest.raises(ConfigError, match=r"would mix the shards of a parameter of shape \(2, 4\)"):
         fully_shard(Own(), mesh=tokens)
     fully_shard(split(cut=False).blocks[0].norm, mesh=tokens)  # not split: any ranks may share it
+    backwards = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=r"would save parts of .* in wrong places: .*ranks that ascend"):
+        fully_shard(split(cut=False).blocks[0].up, mesh=backwards["dp"])
 
 
 class Own(nn.Module):

@@ -12,7 +12,7 @@ from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.internal import rendezvous_store
 from tp_core.testing import run_ranks
-from tp_shard._groups._group import ALONE, Group, current_group
+from tp_shard._groups._group import ALONE, Group, current_data_group, current_group
 
 
 @pytest.fixture
@@ -153,6 +153,16 @@ def on_a_mesh_of_data_by_tensor():
     world.destroy_process_group()
 
 
+def a_group_of_several_axes_counts_its_ranks_itself():
+    ranks = [[[3], [2]], [[1], [0]]]
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    d = ts.distributed
+    d.init_process_group(mesh)
+    data = current_data_group()  # private: no public name has the rank, by which samples are shared out
+    assert data.rank == dist.get_rank(d.get_data_group())
+    d.destroy_process_group()
+
+
 def who_is_where(mesh):
     d = ts.distributed
     d.init_process_group(mesh)
@@ -164,6 +174,7 @@ def who_is_where(mesh):
 
 def meshes_of_several_axes():
     dist.init_process_group("gloo")
+    a_group_of_several_axes_counts_its_ranks_itself()
     rank = dist.get_rank()
     for shape, names, tensor, data in [
         ((2, 1, 2), ("dp_replicate", "dp_shard", "tp"), [rank & 2, rank | 1], [rank & 1, rank | 2]),

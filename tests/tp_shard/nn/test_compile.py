@@ -68,6 +68,37 @@ def layers_are_compiled_in_one_graph():
     same_in_one_graph(model, lambda m: m(TOKENS).square().mean())
 
 
+class LiteralRate(nn.Module):
+    """A block with a dropout that its code alone shows, in a method that ``forward`` calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+    def act(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def a_literal_rate_drops_other_features_on_each_rank():
+    model = ts.parallelize(LiteralRate(), {"up": ts.Column(), "down": ts.Row()})
+    runs = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(0)
+        own = []
+        handle = model.down.register_forward_pre_hook(lambda _m, args, own=own: own.append(args[0].detach()))
+        run(torch.ones(64, 8))
+        handle.remove()
+        runs.append(own[0])
+    dropped = (runs[1] == 0).float()
+    torch.testing.assert_close(runs[1], runs[0])
+    both = ts.distributed.reduce(dropped)
+    assert (both == 1).any(), "the ranks drop the same features"
+    same_in_one_graph(model.eval(), lambda m: m(torch.ones(2, 8)).square().mean())
+
+
 def a_token_beyond_the_table_is_an_error_in_compiled_code():
     table = torch.compile(ts.nn.ParallelEmbedding(11, 6, dim=0), fullgraph=True, backend="aot_eager")
     for token in (11, -1):
@@ -82,6 +113,7 @@ def a_token_beyond_the_table_is_an_error_in_compiled_code():
         a_llama_is_compiled_in_one_graph,
         split_sequences_are_compiled_in_one_graph,
         layers_are_compiled_in_one_graph,
+        a_literal_rate_drops_other_features_on_each_rank,
         a_token_beyond_the_table_is_an_error_in_compiled_code,
     ],
     ids=lambda c: c.__name__,

@@ -11,7 +11,8 @@ import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from tp_shard._groups._group import ALONE
+from tp_core.errors import ConfigError, ModelError
+from tp_shard._groups._group import ALONE, Group
 from tp_shard.nn._kinds import computes_linear
 
 d = ts.distributed
@@ -416,3 +417,34 @@ def test_layers_are_looked_at_whatever_the_default_device():
 
     with torch.device("meta"):
         assert computes_linear(Plain(4, 2))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.sinks = 4, nn.Parameter(torch.ones(4))
+
+
+class OwnTable(nn.Embedding):
+    def forward(self, tokens):
+        return self.weight[tokens]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ts.Local(heads=4, query=("head",)),
+        ts.Local(heads=4, parameters=("sink",)),
+        ts.Gathered(local=ts.Local(heads=3, query=("heads",))),
+        ts.Experts(columns=("sinks",), rows=("sinks",)),
+        Sequence(),
+    ],
+)
+def test_a_plan_with_one_wrong_number_changes_nothing(wrong):
+    model = nn.ModuleDict({"first": Counts(), "norm": nn.LayerNorm(4), "second": Counts()})
+    if isinstance(wrong, Sequence):
+        model["second"] = OwnTable(4, 4)
+    right = ts.Local(heads=4, query=("heads",), parameters=("sinks",))
+    with pytest.raises((ConfigError, ModelError), match=r"second|OwnTable"):
+        ts.parallelize(model, {"first": right, "norm": Sequence(), "second": wrong}, group=Group(0, 2))
+    assert (model["first"].heads, model["first"].sinks.numel(), type(model["norm"])) == (4, 4, nn.LayerNorm)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from tp_core.errors import ConfigError, ModelError, RankFailedError, StateError
 
@@ -407,3 +409,55 @@ def cannot_be_written_by_rank_0(folder):
 
 def test_all_ranks_learn_that_rank_0_could_not_write(on_ranks, tmp_path):
     on_ranks(2, functools.partial(cannot_be_written_by_rank_0, str(tmp_path)))
+
+
+def on_a_mesh(folder, ranks, names=("dp", "tp")):
+    """Whole states, files and checkpoints on 4 ranks in this mesh are those of the plain model."""
+    d.destroy_process_group()
+    d.init_process_group(DeviceMesh("cpu", ranks, mesh_dim_names=names))
+    plain, model = pair()
+    stage = dist.get_rank() // 2 if names[0] == "pp" else 0
+    is_first = dist.get_rank() == 2 * stage
+    equal(
+        ts.collect_state_dict(model, model.state_dict(), to="rank0"), plain.state_dict() if is_first else {}
+    )
+    equal(ts.collect_state_dict(model, model.state_dict()), plain.state_dict())
+    file = Path(folder, f"{stage}.safetensors")
+    ts.export(model, file, prefix="net.")
+    equal(read_safetensors(file), {f"net.{k}": v for k, v in plain.state_dict().items()})
+    torch.manual_seed(99)
+    other = ts.load_pretrained(Net(Embedding, Linear, split=True), file, prefix="net.")
+    equal(other.state_dict(), model.state_dict())
+    if names[0] != "pp":  # a checkpoint is of one model, on all ranks
+        read(folder, write(folder))
+        assert bool(ts.collect_optimizer_state_dict(*trained(), to="rank0")) == is_first
+    d.destroy_process_group()
+    d.init_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ([[0, 1], [2, 3]], ("pp", "tp")),
+        pytest.param([[3, 2], [1, 0]], ("dp", "tp"), marks=pytest.mark.slow),
+        pytest.param([[0, 2], [1, 3]], ("dp", "tp"), marks=pytest.mark.slow),
+        pytest.param([[3, 1], [2, 0]], ("tp", "dp"), marks=pytest.mark.slow),
+    ],
+)
+def test_states_and_files_on_a_mesh_in_any_order_of_ranks(on_ranks, tmp_path, ranks, names):
+    on_ranks(4, functools.partial(on_a_mesh, str(tmp_path), ranks, names))
+
+
+def in_groups_with_rank_0_last():
+    options = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    groups = [dist.new_group(ranks, **options) for ranks in ([1, 0], [3, 2])]
+    torch.manual_seed(3)
+    layer = Linear(6, 9, dim=1, group=groups[dist.get_rank() // 2])
+    torch.manual_seed(3)
+    plain = nn.Linear(6, 9)
+    state = ts.collect_state_dict(layer, layer.state_dict(), to="rank0")
+    equal(state, plain.state_dict() if dist.get_rank() == 0 else {})
+
+
+def test_rank_0_collects_the_state_wherever_it_stands_in_its_group(on_ranks):
+    on_ranks(4, in_groups_with_rank_0_last)

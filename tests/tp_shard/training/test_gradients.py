@@ -163,3 +163,8 @@ def gradients_that_are_dtensors_are_clipped_by_the_norm_of_the_whole():
 )
 def test_on_two_ranks(on_ranks, check):
     on_ranks(2, check)
+
+
+def test_without_gradients_the_norm_is_on_the_device_of_the_parameters():
+    model = nn.Linear(2, 2, device="meta")
+    assert ts.clip_grad_norm_(model, 1.0).device == model.weight.device  # NCCL takes no tensor of the CPU

@@ -271,6 +271,37 @@ def test_what_cannot_be_verified_is_refused():
         ts.verify(Block(), {"attention": Local(heads=2, parameters=("weights",))}, batch())
 
 
+def test_debug_mode_does_not_hinder_verifying():
+    with ts.distributed.debug():
+        ts.verify(Block(), PLAN, batch()).assert_ok()
+
+
+class OddError(Exception):
+    """It is pickled, and cannot be read again."""
+
+    def __init__(self, part, *, why):
+        super().__init__(f"{part} {why}")
+
+
+class Uncopied(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __deepcopy__(self, memo):
+        raise self.error
+
+
+def an_error_that_cannot_be_sent_is_raised_on_all_ranks():
+    class LocalError(Exception):
+        """It cannot be pickled."""
+
+    for error in (LocalError("it stays one"), OddError("it", why="stays one")):
+        kind = type(error) if ts.distributed.get_rank() == 0 else ModelError
+        with pytest.raises(kind, match="it stays one"):
+            ts.verify(nn.Sequential(Uncopied(error), nn.Linear(4, 4)), {"1": Column()}, torch.ones(1, 4))
+
+
 def on_a_group_the_first_rank_works_and_all_know():
     torch.manual_seed(0)
     report = ts.verify(Block(), PLAN, batch())
@@ -284,8 +315,13 @@ def on_a_group_the_first_rank_works_and_all_know():
         ts.verify(split, PLAN, batch())
 
 
-def test_on_ranks(on_ranks):
-    on_ranks(2, on_a_group_the_first_rank_works_and_all_know)
+@pytest.mark.parametrize(
+    "check",
+    [on_a_group_the_first_rank_works_and_all_know, an_error_that_cannot_be_sent_is_raised_on_all_ranks],
+    ids=lambda c: c.__name__,
+)
+def test_on_ranks(on_ranks, check):
+    on_ranks(2, check)
 
 
 def the_mesh_of_the_groups_stays():

@@ -74,12 +74,12 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
-    everything = [p for p in parameters if p.grad is not None]
-    norm = total_grad_norm(everything, norm_type, foreach=foreach, group=group)
+    parameters = list(parameters)
+    norm = total_grad_norm(parameters, norm_type, foreach=foreach, group=group)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         msg = f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         raise NonFiniteLossError(msg)
-    nn.utils.clip_grads_with_norm_(everything, max_norm, norm, foreach)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
 
@@ -91,23 +91,25 @@ def total_grad_norm(
 
     Arguments and collectives are those of :func:`clip_grad_norm_`.
     """
-    everything = [p for p in parameters if p.grad is not None]
+    parameters = list(parameters)
     ranks = as_group(group)
     tensor = () if ranks.process_group is None or ranks.size == 1 else (ranks.process_group,)
     # By the groups over which the gradients are split. The two first keys always exist: a rank without such
     # gradients still takes part in the sums, or the others would wait for it.
     gradients: dict[Axes, list[Tensor]] = {(): [], tensor: []}
-    for parameter in everything:
+    for parameter in parameters:
         grad = parameter.grad
+        is_split = bool(tensor) and holds_shard(parameter)
+        axes = sharded_over(parameter if grad is None else grad) + (tensor if is_split else ())
         if grad is None:
+            gradients.setdefault(axes, [])
             continue
         if grad.is_sparse:  # its missing rows are 0
             grad = grad.coalesce().values()
-        is_split = bool(tensor) and holds_shard(parameter)
-        axes = sharded_over(grad) + (tensor if is_split else ())
         parts = _counted(parameter, grad, ranks) if is_split else [local(grad)]
         gradients.setdefault(axes, []).extend(part for part in parts if part.numel())
-    device = local(everything[0]).device if everything else torch.device("cpu")
+    # Of any parameter: NCCL takes no tensor of the CPU, from a rank without gradients either.
+    device = local(parameters[0]).device if parameters else torch.device("cpu")
     norms = {
         axes: nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
         for axes, own in gradients.items()

@@ -25,6 +25,7 @@ from tp_shard._groups._group import (
     current_data_group,
     current_group,
     data_axes,
+    ranks_along,
     set_groups,
     tensor_axis,
 )
@@ -213,7 +214,8 @@ def _group_of(ranks: list[int], *, known_to_all: bool) -> Group | None:
     if group is None:
         return None
     _made.append(group)
-    return Group(ranks.index(dist.get_rank()), len(ranks), group)
+    # Its own count of ranks: torch sorts the ranks of a group, and a mesh may have them in another order.
+    return Group(dist.get_rank(group), len(ranks), group)
 
 
 def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
@@ -228,22 +230,11 @@ def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
     data = data_axes(mesh, axis)
     wide = [i for i in data if mesh.size(i) > 1] or data[:1]
     if len(wide) > 1:
-        return tensor, _group_of_axes(mesh, wide)
+        # Its members alone call it: the mesh may be a part of a larger one, and the ranks of the other parts
+        # do not come here.
+        return tensor, _group_of(ranks_along(mesh, wide), known_to_all=False) or ALONE
     return tensor, _group_of_axis(mesh, wide[0]) if wide else ALONE
 
 
 def _group_of_axis(mesh: DeviceMesh, axis: int) -> Group:
     return Group(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: list[int]) -> Group:
-    """Return the group of the ranks with the same coordinates as this one in all other axes.
-
-    Collectives: those ranks make a group.
-    """
-    here = mesh.get_coordinate() or ()
-    place = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
-    ranks: list[int] = mesh.mesh[place].flatten().tolist()
-    # Its members alone call it: the mesh may be a part of a larger one, and the ranks of the other parts do
-    # not come here.
-    return _group_of(ranks, known_to_all=False) or ALONE

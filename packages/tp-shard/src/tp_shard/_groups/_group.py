@@ -200,6 +200,21 @@ def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
     return data
 
 
+def ranks_of_model(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh that hold this rank's model, in all of its copies."""
+    tensor = tensor_axis(mesh)
+    return ranks_along(mesh, [tensor, *data_axes(mesh, tensor)])
+
+
+def ranks_along(mesh: DeviceMesh, axes: list[int]) -> list[int]:
+    """Return the ranks of a mesh with the same coordinates as this one in all other axes."""
+    here = mesh.get_coordinate() or ()
+    ranks: list[int] = (
+        mesh.mesh[tuple(slice(None) if i in axes else at for i, at in enumerate(here))].flatten().tolist()
+    )
+    return ranks
+
+
 def mesh_of_copies(device_type: str, replicas: int) -> DeviceMesh:
     """Return the mesh of the ranks that hold the same shards as this one, over which to shard those again.
 

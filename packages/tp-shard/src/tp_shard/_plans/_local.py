@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._group import Group
-from tp_shard._plans._styles import Column, Experts, Local, Style
+from tp_shard._plans._styles import Column, Experts, Gathered, Local, Style
 from tp_shard._shards._attributes import mark_parameter
 from tp_shard._shards._layer import ParallelLayer
 from tp_shard._split import Split
@@ -118,12 +118,24 @@ def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None
         attention.num_key_value_groups = last - first  # type: ignore[assignment]  # an int, as it was
 
 
-def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.Module:
-    """Change an attention's own numbers to count the heads of its rank, in place.
+def check_parts(path: str, module: nn.Module, style: Style, group: Group) -> None:
+    """Raise unless a module has the numbers and parameters that its style names; nothing is changed.
 
     Raises:
-        ConfigError: A number or a parameter is missing, or not in proportion to the heads.
+        ConfigError: One is missing, or not in proportion to the heads, or has no shape of experts.
+        ModelError: A parameter is missing.
     """
+    style = style.local if isinstance(style, Gathered) and style.local is not None else style
+    if isinstance(style, Local):
+        _local_parts(path, module, style, group)
+    elif isinstance(style, Experts):
+        _expert_splits(path, module, style, group)
+
+
+def _local_parts(
+    path: str, module: nn.Module, style: Local, group: Group
+) -> tuple[Heads, dict[str, int], dict[str, Split]]:
+    """Return the heads of an attention, its own numbers on this rank, and the splits of its parameters."""
     counts = Heads(style.heads, style.kv_heads or style.heads, group.size)
     (q0, q1), (k0, k1) = counts.query_bounds(group.rank), counts.kv_bounds(group.rank)
     numbers: dict[str, int] = {}
@@ -145,6 +157,12 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
             )
             raise ConfigError(msg)
         splits[name] = Split(0, counts.query, ranges)
+    return counts, numbers, splits
+
+
+def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.Module:
+    """Change an attention's own numbers to count the heads of its rank, in place."""
+    counts, numbers, splits = _local_parts(path, module, style, group)
     for name, number in numbers.items():
         if name.startswith("config."):
             continue
@@ -159,12 +177,7 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
     return module
 
 
-def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> nn.Module:
-    """Split the experts of one module, in place.
-
-    Raises:
-        ConfigError: The shape of a parameter does not fit experts.
-    """
+def _expert_splits(path: str, module: nn.Module, style: Experts, group: Group) -> dict[str, Split]:
     out_dim, in_dim = (-1, -2) if style.transposed else (-2, -1)
     splits = {}
     for name in (*style.columns, *style.rows):
@@ -186,6 +199,12 @@ def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> 
         _parameter(path, module, name)
     if style.sections == 1 and group.size > 1:
         _pair_features(splits, style)
+    return splits
+
+
+def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> nn.Module:
+    """Split the experts of one module, in place."""
+    splits = _expert_splits(path, module, style, group)
     _hold(module, ExpertsMixin, splits, group, once=style.once)
     return module
 

@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving
 from tp_shard._plans._hooks import guard_forward
-from tp_shard._plans._local import ExpertsMixin, count_local_groups
+from tp_shard._plans._local import ExpertsMixin, check_parts, count_local_groups
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import leave_fast_path, leave_nested_tensors
@@ -184,11 +184,12 @@ def parallelize(
     maker.lists = [path for path, (module, _) in chosen.items() if isinstance(module, nn.ModuleList)]
     for path, (module, style) in chosen.items():
         check_kind(path, module, style)
+        check_parts(path, module, style, ranks)
     maker.check_ties({id(m): (path, style) for path, (m, style) in chosen.items()})
     check_pairs(model, chosen, ranks)
-    # Norms and attentions are changed in place. They come last, so that an error before leaves the model as
-    # it was.
-    ordered = sorted(chosen.items(), key=lambda item: not isinstance(item[1][1], Column | Row | Vocab))
+    # Norms, attentions and experts are changed in place. They come last, so that an error before leaves the
+    # model as it was.
+    ordered = sorted(chosen.items(), key=lambda item: _is_in_place(*item[1]))
     made = {
         id(module): maker.make(path, module, style)
         for path, (module, style) in ordered
@@ -214,6 +215,13 @@ def parallelize(
         guard_forward(split, _blocks(chosen))
     guard_saving(split)
     return split
+
+
+def _is_in_place(module: nn.Module, style: Style) -> bool:
+    """Return whether a style changes a module, instead of making another one for its place."""
+    return not isinstance(style, Column | Row | Vocab) and not (
+        isinstance(style, Sequence) and isinstance(module, nn.Embedding)
+    )
 
 
 def _sum_together(model: nn.Module, group: Group) -> None:

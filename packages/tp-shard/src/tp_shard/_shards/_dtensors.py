@@ -48,10 +48,11 @@ def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
-    """Raise if ``fully_shard`` shards a parameter over ranks that hold different shards of it.
+    """Raise unless ``fully_shard`` shards a parameter over ranks that hold the same shard of it, in order.
 
     Raises:
-        ConfigError: It does: parts of different shards would be joined into one tensor.
+        ConfigError: Some hold different shards: their parts would be joined into one tensor. Or the ranks do
+            not ascend: the parts would be saved in wrong places.
     """
     if group.size == 1 or not is_dtensor(parameter):
         return
@@ -63,6 +64,13 @@ def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
             "together; give it the axes of data alone: mesh = init_device_mesh(device, (2, 2), "
             'mesh_dim_names=("dp", "tp")), ts.distributed.init_process_group(mesh), '
             'fully_shard(module, mesh=mesh["dp"])'
+        )
+        raise ConfigError(msg)
+    # Torch sorts the ranks of a group and cuts in that order; a DTensor counts its parts along the mesh.
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+        msg = (
+            f"fully_shard() over the ranks {ranks} would save parts of {what} in wrong places: give it a "
+            "mesh with ranks that ascend along each axis"
         )
         raise ConfigError(msg)
 

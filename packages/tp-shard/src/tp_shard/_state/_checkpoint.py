@@ -27,7 +27,6 @@ from tp_core.state import (
 
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._slices import shard_spec, unwrap
-from tp_shard._state._state_dict import is_writer
 
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ def agree_on_failure(do: Callable[[], T]) -> T:
     except (OSError, TpError) as error:
         failure = error
     # Also after an error: a rank that raised at once would leave the others waiting here.
-    messages = _gather_objects(None if failure is None else str(failure))
+    messages = gather_objects(None if failure is None else str(failure))
     if failure is not None:
         raise failure
     for rank, message in enumerate(messages):
@@ -60,7 +59,7 @@ def agree_on_failure(do: Callable[[], T]) -> T:
     return done
 
 
-def _gather_objects(mine: T) -> list[T]:
+def gather_objects(mine: T) -> list[T]:
     """Return the objects of all ranks, by rank.
 
     Collectives: an all-gather of pickled objects.
@@ -72,6 +71,11 @@ def _gather_objects(mine: T) -> list[T]:
     return everyones
 
 
+def _is_writer() -> bool:
+    """Return whether this process is rank 0 of all, which writes what all ranks share."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+
+
 def delete_digests(folder: Path) -> None:
     """Delete the digests of a checkpoint before it is overwritten.
 
@@ -79,7 +83,7 @@ def delete_digests(folder: Path) -> None:
     """
 
     def forget() -> None:
-        if is_writer() and folder.is_dir():
+        if _is_writer() and folder.is_dir():
             (folder / DIGESTS).unlink(missing_ok=True)
 
     agree_on_failure(forget)
@@ -98,14 +102,14 @@ def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
 
     Collectives: all-gathers of pickled objects.
     """
-    records = {name: record for part in _gather_objects(mine) for name, record in part.items()}
+    records = {name: record for part in gather_objects(mine) for name, record in part.items()}
 
     def write(path: Path) -> None:
         records[INDEX] = record_of(folder / INDEX)
         listed = {name: record.to_dict() for name, record in sorted(records.items())}
         path.write_text(to_json(DIGESTS, listed, indent=1))
 
-    agree_on_failure(lambda: write_atomically(write, folder / DIGESTS) if is_writer() else None)
+    agree_on_failure(lambda: write_atomically(write, folder / DIGESTS) if _is_writer() else None)
 
 
 def check_digests(folder: Path) -> None:
@@ -169,7 +173,7 @@ def save_sharded(
     tensors = agree_on_failure(lambda: collect_state(model, optimizer, cut=shard_spec(model, own=True)))
     with ExitStack() as owned:
         agree_on_failure(
-            lambda: owned.enter_context(Ownership(folder, is_folder=True)) if is_writer() else None
+            lambda: owned.enter_context(Ownership(folder, is_folder=True)) if _is_writer() else None
         )
         # Before the first file changes: after a crash in between the folder has no digests and is not loaded.
         delete_digests(folder)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import RankFailedError, StateError
 from tp_core.internal import write_atomically
 from tp_core.state import plain_name
 
 from tp_shard._shards._slices import ShardTable, unwrap
-from tp_shard._state._state_dict import is_writer, stream
+from tp_shard._state._checkpoint import gather_objects
+from tp_shard._state._state_dict import first_rank, is_first_rank, stream
 
 _DTYPES = {
     torch.bool: "BOOL",
@@ -141,7 +141,8 @@ def _files_of(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
     """Write the whole state of a model to a safetensors file.
 
-    Rank 0 writes the file, and holds one whole tensor at a time, in host memory. A crash leaves an old file
+    Rank 0 writes the file, and holds one whole tensor at a time, in host memory. In a mesh with an axis for
+    the stages of a pipeline, the first rank of each stage writes the stage's file. A crash leaves an old file
     with this name as it was.
 
     The format is described at https://github.com/huggingface/safetensors: the length of a JSON header, the
@@ -157,14 +158,14 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
         OSError: The file cannot be written; raised on rank 0.
         RankFailedError: Rank 0 could not write it; raised on the other ranks.
 
-    Collectives: a point-to-point message of every shard to rank 0, and a broadcast of the outcome.
+    Collectives: a point-to-point message of every shard to rank 0, and an all-gather of the outcomes.
     """
     model = unwrap(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     header = _header(model, state, prefix)
     tensors = stream(model, state, to="rank0")
     failure: OSError | None = None
-    if is_writer():
+    if is_first_rank():
         try:
             _write(Path(path), header, tensors)
         except OSError as error:
@@ -173,21 +174,13 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     # the others would wait in their sends (`test_all_ranks_learn_that_rank_0_could_not_write`).
     for _ in tensors:
         pass
-    message = _broadcast_message(None if failure is None else str(failure))
+    messages = gather_objects(None if failure is None else str(failure))
     if failure is not None:
         raise failure
+    message = messages[first_rank()]
     if message is not None:
-        msg = f"rank 0 could not write {os.fspath(path)}: {message}"
+        msg = f"rank {first_rank()} could not write {os.fspath(path)}: {message}"
         raise RankFailedError(msg)
-
-
-def _broadcast_message(message: str | None) -> str | None:
-    """Return rank 0's message on all ranks."""
-    if not dist.is_available() or not dist.is_initialized():
-        return message
-    values = [message]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:

@@ -13,7 +13,7 @@ from tp_core.internal import is_dtensor
 from tp_core.state import Place, fill_from_whole, optimizer_names, whole
 
 from tp_shard._groups import _debug
-from tp_shard._groups._group import ALONE, current_data_group
+from tp_shard._groups._group import current_mesh, ranks_of_model
 from tp_shard._shards._dtensors import reshard
 from tp_shard._shards._slices import Shard, ShardTable, slice_of
 
@@ -34,7 +34,8 @@ def collect_state_dict(
         state_dict: The result of ``model.state_dict()``, on every rank.
         prefix: A prefix for every name of the result.
         to: "all" for the whole state on all ranks, on the shards' device; "rank0" for rank 0 only, in host
-            memory, with an empty result on the others.
+            memory, with an empty result on the others. In a mesh with an axis for the stages of a pipeline,
+            the first rank of each stage has the stage's state.
 
     Returns:
         The whole state, in the order of ``state_dict``.
@@ -145,7 +146,7 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
     """
     check_destination(to)
     table = ShardTable(model)
-    mine = to == "all" or is_writer()
+    mine = to == "all" or is_first_rank()
     collected: dict[int, Tensor] = {}  # tied tensors are collected once, and stay tied
     for name, value in state_dict.items():
         shard = table.get(name)
@@ -205,29 +206,38 @@ def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> 
 
 
 def _to_first(local: Tensor, shard: Shard) -> Tensor:
-    """Send the shards, one after another, to the group's first rank, into host memory.
+    """Send the shards, one after another, to the first rank that holds the model, into host memory.
 
-    Collectives: a point-to-point message from each other rank of the first copy.
+    Collectives: a point-to-point message from each other rank of its group.
     """
     group, split = shard.group, shard.split
-    data = current_data_group() or ALONE
-    if data.rank != 0:
-        return local.new_empty(0)  # the first copy of the model is collected
-    if group.rank != 0:
-        dist.send(local, group_dst=0, group=group.handle)
+    # The first of all ranks need not be the first of its group: a group may have its ranks in any order.
+    first = first_rank()
+    if first not in dist.get_process_group_ranks(group.handle):
+        return local.new_empty(0)  # another copy of the model is collected
+    target = dist.get_group_rank(group.handle, first)
+    if group.rank != target:
+        dist.send(local, group_dst=target, group=group.handle)
         return local.new_empty(0)
     full = torch.empty(shard.full_shape, dtype=local.dtype)
-    split.put(full, local, 0)
-    for rank in range(1, group.size):  # one at a time, so that only one shard is in memory beside the whole
-        piece = local.new_empty(split.local_shape(shard.full_shape, rank))
-        dist.recv(piece, group_src=rank, group=group.handle)
-        split.put(full, piece, rank)
+    split.put(full, local, target)
+    for rank in range(group.size):  # one at a time, so that only one shard is in memory beside the whole
+        if rank != target:
+            piece = local.new_empty(split.local_shape(shard.full_shape, rank))
+            dist.recv(piece, group_src=rank, group=group.handle)
+            split.put(full, piece, rank)
     return full
 
 
-def is_writer() -> bool:
-    """Return whether this process is rank 0 of all, which writes files."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+def first_rank() -> int:
+    """Return the first rank, of all, that holds this rank's model; with stages of a pipeline not always 0."""
+    mesh = current_mesh()
+    return 0 if mesh is None else min(ranks_of_model(mesh))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the :func:`first_rank`."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == first_rank()
 
 
 # -- Whole states from optimizers over shards, and back -------------------------------------------
@@ -268,7 +278,7 @@ def collect_optimizer_state_dict(
                 value = whole(value)  # noqa: PLW2901 - the same entry, put together
                 value = value.cpu() if to == "rank0" else value  # noqa: PLW2901 - and elsewhere
             collected[index][key] = value
-    if to == "rank0" and not is_writer():
+    if to == "rank0" and not is_first_rank():
         return {}
     return {**state, "state": collected}
 

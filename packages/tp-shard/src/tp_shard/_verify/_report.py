@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -537,17 +538,30 @@ def verify(
     if members.size == 1:
         return _verified(model, plan, as_call(batch, loss), count)
     found: list[Any] = [None]
+    failure: Exception | None = None
     if members.rank == 0:
         try:
             found[0] = _verified(model, plan, as_call(batch, loss), count)
         except Exception as error:  # noqa: BLE001 - it is raised on all ranks
-            found[0] = error
+            failure, found[0] = error, _portable(error)
     # Also after an error: a first rank that raised at once would leave the others waiting here.
     dist.broadcast_object_list(found, group_src=0, group=members.handle)
+    if failure is not None:
+        raise failure
     if isinstance(found[0], Exception):
         raise found[0]
     report: Report = found[0]
     return report
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be sent to other processes: the error itself, or one with its text."""
+    # Both ways: many errors can be pickled, and fail when they are read because of arguments of their own.
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a user's class raises
+        return ModelError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def as_call(batch: Any, loss: Loss | None = None) -> Call:

@@ -9,7 +9,11 @@ A block that draws there is also watched, function by function, for tensors that
 block's own input, or one number per sample.
 """
 
+import dis
+import functools
+import inspect
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -230,6 +234,12 @@ class BlockDraws:
     def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool, is_watched: bool = True) -> None:
         self._draws, self._begins = draws, begins
         self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
+        with_rate = {id(m) for m, _ in self._rates}
+        self._literal = [
+            (m, always)
+            for m in block.modules()
+            if id(m) not in with_rate and (always := _draws_in_code(type(m))) is not None
+        ]
         # By mode. Watching costs as much as a small operation for each function that is called. So it ends
         # after the first call in which nothing was drawn, and resumes after the next draw.
         self._is_watched = {True: is_watched, False: is_watched}
@@ -243,7 +253,9 @@ class BlockDraws:
         draws = self._draws
         if torch.compiler.is_compiling():
             # The states of generators are no part of a graph: a block with dropout breaks it into several.
-            if any(m.training and getattr(m, name) > 0 for m, name in self._rates):
+            if any(m.training and getattr(m, name) > 0 for m, name in self._rates) or any(
+                m.training or always for m, always in self._literal
+            ):
                 draws.visits.append(_Visit(trains=True))
             return
         draws.forget_pieces()
@@ -324,6 +336,38 @@ def _is_rate(module: nn.Module, name: str) -> bool:
     return is_number and (
         "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
     )
+
+
+def _draws_in_code(kind: type[nn.Module]) -> bool | None:
+    """Return whether the methods of a class draw, as by ``F.dropout(x, 0.5)``: ``None`` if they do not.
+
+    Returns:
+        ``True`` if they draw in evaluation too, as far as their code shows it.
+    """
+    # By bytecode, as a compiler asks before it has seen the calls. It needs no source, and finds what the
+    # methods call by name.
+    waiting, seen = ["forward"], {"forward"}
+    while waiting:
+        method = inspect.unwrap(getattr(kind, waiting.pop()))
+        if not inspect.isfunction(method) or method.__module__.startswith("torch.nn.modules.module"):
+            continue
+        called: Any = None
+        for step in dis.get_instructions(method):
+            if step.opname in ("CACHE", "EXTENDED_ARG"):
+                continue
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                if called is kind and inspect.isfunction(getattr(kind, step.argval, None)):
+                    waiting += {step.argval} - seen
+                    seen.add(step.argval)
+                called = getattr(Tensor if called is None else called, step.argval, None)
+            elif step.opname.startswith("LOAD_FAST"):
+                called = kind if step.argval == "self" else None
+            else:
+                called = method.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+            is_function = callable(called) and isinstance(called, Hashable)
+            if is_function and is_random_op(called, method.__code__.co_consts, None):
+                return "training" not in method.__code__.co_names
+    return None
 
 
 def _checkpoint_frame() -> FrameType | None:
