@@ -303,8 +303,12 @@ class RunnerPool(Pool):
                 submissions = Submissions(self._lock, self.settings.max_wait_s)
                 run = self._new_run(submissions, ordered=False, numbered=True, on_error="return")
                 submissions.hurry = run.again.hurry
+                try:
+                    submissions.serve(self._scheduler.steps(lambda: run))
+                except BaseException:  # the system starts no more threads
+                    self._scheduler.end_run(run)
+                    raise
                 self._submissions = submissions  # not before: a failed start must leave no future open
-                submissions.serve(self._scheduler.steps(lambda: run))
             future = submissions.submit(item, raise_original=raise_original)
             self._scheduler.dispatch()
             if self.settings.timeout_s is not None or self.settings.max_wait_s is not None:

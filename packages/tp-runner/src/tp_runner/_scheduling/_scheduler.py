@@ -62,7 +62,7 @@ class Scheduler:
         """Open a run, with all workers started."""
         with self.lock:
             self._on_events(self.fleet.poll())
-            self._on_events(self.fleet.start(self._takes_restart))
+            self._start_fleet()
             self._n_runs += 1
             run = Run(
                 source,
@@ -140,8 +140,7 @@ class Scheduler:
             while True:
                 run.check()
                 if self._needs_start:
-                    self._needs_start = False
-                    self._on_events(self.fleet.start(self._takes_restart))
+                    self._start_fleet()
                 chunk = run.next_finished()
                 if chunk is not None:
                     if not self.fleet.direct and not run.is_stopping:
@@ -157,6 +156,19 @@ class Scheduler:
                     interrupted = self._wait()
                     if interrupted is not None:
                         return Interruption(interrupted), None
+
+    def _start_fleet(self) -> None:
+        """Start the workers that are not running."""
+        try:
+            events = self.fleet.start(self._takes_restart)
+        except BaseException:
+            # As a rule all workers were stopped, and with them what they did for other runs: each of those
+            # sends its items again, or raises what its own start raises.
+            if not self._assignments.any_alive():
+                self.reset()
+            raise
+        self._needs_start = False
+        self._on_events(events)
 
     def dispatch(self) -> None:
         """Hand out chunks, one of each run in turn, as long as workers take more."""
@@ -260,12 +272,12 @@ class Scheduler:
         """Start a dead worker again, if that is allowed; hand its chunks to their runs."""
         worker = died.worker
         self._recycling.on_end(worker)
+        began = self._late.pop(worker, None)
         if died.is_retired and died.failure is None:
             self.fleet.revive(worker)
             return
         chunks = self._assignments.take_from(worker)
         self.collector.died(worker)
-        began = self._late.pop(worker, None)
         if died.failure is not None:  # it was started again, and its start raised
             for run in self.runs:
                 run.on_failed_start(_chunks_of(run, chunks), died, died.failure)
@@ -348,6 +360,7 @@ class Scheduler:
                 self.wake_all()
                 self._changed.wait(0.1)
             self.wake_all()
+            self._assignments.take_all()  # a stream that is closed later has no worker to tell
             self.fleet.close(timeout_s=timeout_s)
 
 

@@ -108,7 +108,8 @@ class Feeder(Source):
         self._buffer: collections.deque[Any] = collections.deque()
         self._wanted = 0
         # The deque needs no lock, as its appends and pops are atomic; the reader sleeps here when it is full.
-        self._more = threading.Condition(threading.Lock())
+        # Reentrant: a signal handler may close the stream in the thread that holds it.
+        self._more = threading.Condition(threading.RLock())
         self._hungry = False
         self._ended = False
         self._closed = False
@@ -157,7 +158,10 @@ class Feeder(Source):
                 self._more.notify()
         if not self._started:
             self._started = True
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system starts no more threads
+                self.error, self._ended = error, True
 
     def _read(self) -> None:
         buffer = self._buffer
@@ -171,7 +175,7 @@ class Feeder(Source):
                 buffer.append(item)
                 if self._hungry:
                     self._hungry = False
-                    self._wake()
+                    self._wake_reader()
                 if len(buffer) >= self._wanted:
                     with self._more:
                         self._more.wait_for(lambda: self._closed or len(buffer) < self._wanted)
@@ -186,6 +190,11 @@ class Feeder(Source):
             self._ended = True
             if self._closed and hasattr(iterator, "close"):
                 iterator.close()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        # With the lock: after close() the workers' pipe may be closed, and its number another file's.
+        with self._more:
             if not self._closed:
                 self._wake()
 

@@ -3,6 +3,7 @@
 import abc
 import atexit
 import collections
+import contextlib
 import os
 import pickle
 import warnings
@@ -104,6 +105,9 @@ class Died(NamedTuple):
 
 
 Event = Done | Ready | Died
+
+LONGEST_WAIT_S = 1e6
+"""Longer waits are made of such ones: the system's count milliseconds in an int, 25 days at most."""
 
 
 class Fleet(abc.ABC):
@@ -299,5 +303,6 @@ def watch(closable: Any, *, last: bool = False) -> None:
 
 
 def _end_all() -> None:
-    for closable in [*_open, *_last]:
-        closable.at_exit()
+    with contextlib.ExitStack() as ends:  # all of them, whatever one raises, and the last ones first
+        for closable in [*_last, *_open]:
+            ends.callback(closable.at_exit)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from tp_runner._options import Settings
 from tp_runner._workers._item import WorkerInfo
-from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
+from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable, short_repr
 from tp_runner.errors import NotPicklableError
 
 
@@ -41,11 +41,25 @@ class RecordForwarder(logging.Handler):
                 formatter = self.formatter or logging.Formatter()
                 record.exc_text = formatter.formatException(record.exc_info)
                 record.exc_info = None
+            for name, value in list(vars(record).items()):
+                if name not in _RECORD_FIELDS and not _travels(value):  # what the work has added to it
+                    setattr(record, name, short_repr(value))
             record.worker = self._worker
             record.device = self._device
             self._send_record(record)
         except Exception:  # noqa: BLE001 - logging's own way: a record never ends the program
             self.handleError(record)
+
+
+_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys()
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value, 5))
+    except USERS_ERRORS:
+        return False
+    return True
 
 
 DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
@@ -127,9 +141,12 @@ class Surroundings(NamedTuple):
     def of_this_process(cls, env: Mapping[str, str | None]) -> Self:
         """Return the caller's surroundings, with changes of its environment."""
         process = sys.modules.get("multiprocessing.process")
+        folder = ""  # the folder may be gone; work that needs it will notice
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()  # noqa: PTH109 - a string travels lighter
         return cls(
             sys.path,
-            os.getcwd(),  # noqa: PTH109 - a string travels lighter
+            folder,
             changed_environ(env),
             sys.argv,
             getattr(sys.modules.get("__main__"), "__file__", None),
@@ -141,7 +158,7 @@ class Surroundings(NamedTuple):
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)
-        with contextlib.suppress(OSError):  # the folder may be gone; work that needs it will notice
+        with contextlib.suppress(OSError):  # as above
             os.chdir(self.folder)
         sys.argv[:] = self.argv
         if self.main_file is not None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
-from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, Ready, Timing
+from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._item import (
     Task,
     WorkerInfo,
@@ -32,6 +32,16 @@ SEED_OF_THREADS = (
 )
 
 
+class _Crew:
+    """The threads of one start: what a later start must not share with those that have not ended."""
+
+    def __init__(self) -> None:
+        self.inboxes: list[queue.SimpleQueue[Chunk | None]] = []
+        self.threads: list[threading.Thread] = []
+        self.returned: dict[int, Any] = {}  # of each worker that was ready, what its end returned
+        self.is_stopping = self.ends_at_once = False
+
+
 class ThreadFleet(Fleet):
     """One thread for each device. Items and results are handed over as objects, without a copy."""
 
@@ -42,72 +52,70 @@ class ThreadFleet(Fleet):
         self._program = program
         self._settings = settings
         # Simple queues, as their put is reentrant: a signal handler may wake the thread that it interrupts.
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._waited_for: collections.deque[Event | None] = collections.deque()
-        self._inboxes: list[queue.SimpleQueue[Chunk | None]] = []
-        self._threads: list[threading.Thread] = []
-        self._returned: dict[int, Any] = {}  # of each worker that was ready, what its end returned
-        self._stopping = self._ends_at_once = False
+        # The crew of each event is beside it: those of a crew that was left behind are nobody's.
+        self._events: queue.SimpleQueue[tuple[_Crew, Event] | None] = queue.SimpleQueue()
+        self._waited_for: collections.deque[tuple[_Crew, Event] | None] = collections.deque()
+        self._crew = _Crew()
         self._has_warned_of_seed = False
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - threads do not die
-        if self._threads:
+        crew = self._crew
+        if crew.threads:
             return []
-        self._stopping = self._ends_at_once = False
-        for worker, device in enumerate(self.devices):
-            inbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-            arguments = worker, device, inbox, self._returned
+        try:
+            self._start(crew)
+        except BaseException:  # also the system's, if it starts no more threads
+            self._stop(timeout_s=0.0)
+            raise
+        return []
+
+    def _start(self, crew: _Crew) -> None:
+        for worker in range(self.size):
+            crew.inboxes.append(queue.SimpleQueue())
             thread = threading.Thread(
-                target=self._work, args=arguments, name=f"tp-worker-{worker}", daemon=True
+                target=self._work, args=(crew, worker), name=f"tp-worker-{worker}", daemon=True
             )
-            self._inboxes.append(inbox)
-            self._threads.append(thread)
             thread.start()
+            crew.threads.append(thread)
         unready = set(range(self.size))
         limit = self._settings.start_timeout_s
         deadline = time.monotonic() + (limit or math.inf)
         while unready:
-            try:
-                event = self._events.get(timeout=min(max(deadline - time.monotonic(), 0.0), 1e6))
-            except queue.Empty:
-                self._stop(timeout_s=0.0)
-                worker = min(unready)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 failure = Failure(INIT, f"it was not ready after start_timeout_s={limit}")
-                raise self.error(worker, failure) from None
-            if isinstance(event, Died) and event.failure is not None:
-                self._stop(timeout_s=5.0)
-                raise self.error(event.worker, event.failure)
-            if isinstance(event, Ready):
+                raise self.error(min(unready), failure)
+            with contextlib.suppress(queue.Empty):
+                entry = self._events.get(timeout=min(left_s, LONGEST_WAIT_S))
+                if entry is None or entry[0] is not crew:
+                    continue
+                event = entry[1]
+                if isinstance(event, Died) and event.failure is not None:
+                    raise self.error(event.worker, event.failure)
                 unready.discard(event.worker)
-        return []
 
-    def _work(
-        self,
-        worker: int,
-        device: str,
-        inbox: "queue.SimpleQueue[Chunk | None]",
-        returned: dict[int, Any],
-    ) -> None:
+    def _work(self, crew: _Crew, worker: int) -> None:
+        device = self.devices[worker]
         with worker_context(WorkerInfo(worker, self.size, device, None)):
             try:
                 work = self._program(device)
             except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
-                self._events.put(Died(worker, None, failure=Failure.of(error, INIT)))
+                self._events.put((crew, Died(worker, None, failure=Failure.of(error, INIT))))
                 return
-            returned[worker] = None
-            self._events.put(Ready(worker))
-            self._serve(worker, work, inbox)
+            crew.returned[worker] = None
+            self._events.put((crew, Ready(worker)))
+            self._serve(crew, worker, work)
             try:
-                returned[worker] = None if self._ends_at_once else end_work(work)
+                crew.returned[worker] = None if crew.ends_at_once else end_work(work)
             except BaseException as error:  # noqa: BLE001 - as above
-                self._events.put(Died(worker, None, failure=Failure.of(error, END)))
+                self._events.put((crew, Died(worker, None, failure=Failure.of(error, END))))
 
-    def _serve(self, worker: int, work: Any, inbox: "queue.SimpleQueue[Chunk | None]") -> None:
-        """Work on chunks until ``None`` comes, or the fleet stops."""
+    def _serve(self, crew: _Crew, worker: int, work: Any) -> None:
+        """Work on chunks until ``None`` comes, or the crew stops."""
         task = Task(self._settings, [0, 0, 0], self._cancelled, seeds_globals=False)
         set_current_task(task)
         waiting = time.monotonic()
-        while (chunk := inbox.get()) is not None and not self._stopping:
+        while (chunk := crew.inboxes[worker].get()) is not None and not crew.is_stopping:
             began = time.monotonic()
             task.begin(chunk.start, chunk.run, chunk.sent - 1)
             results, failed = run_chunk(work, chunk.items, task)
@@ -116,30 +124,31 @@ class ThreadFleet(Fleet):
                 _log.warning(SEED_OF_THREADS, self._settings.seed)
             now = time.monotonic()
             timing = Timing(began, began - waiting, now - began, 0.0)
-            self._events.put(Done(worker, chunk.seq, results, failed, timing))
+            self._events.put((crew, Done(worker, chunk.seq, results, failed, timing)))
             waiting = now
             chunk, results = None, []
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        self._inboxes[worker].put(chunk)
+        self._crew.inboxes[worker].put(chunk)
 
     def wait(self, timeout_s: float | None) -> None:
+        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
         with contextlib.suppress(queue.Empty):
             self._waited_for.append(self._events.get(timeout=timeout_s))
 
     def poll(self) -> list[Event]:
-        events = [self._waited_for.popleft() for _ in range(len(self._waited_for))]
+        entries = [self._waited_for.popleft() for _ in range(len(self._waited_for))]
         is_woken = False
         with contextlib.suppress(queue.Empty):
             while True:
-                event = self._events.get_nowait()
-                is_woken |= event is None
-                events.append(event)
+                entry = self._events.get_nowait()
+                is_woken |= entry is None
+                entries.append(entry)
         if is_woken:
             # The word is for the thread that waits: it would sleep on where another thread has taken it
             # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
             self.wake()
-        return [event for event in events if event is not None]
+        return [entry[1] for entry in entries if entry is not None and entry[0] is self._crew]
 
     def wake(self) -> None:
         self._events.put(None)
@@ -155,23 +164,24 @@ class ThreadFleet(Fleet):
                 raise self.error(event.worker, event.failure)
 
     def _stop(self, *, timeout_s: float) -> list[Event]:
-        self._stopping, self._ends_at_once = True, timeout_s == 0
-        for inbox in self._inboxes:
+        crew = self._crew
+        crew.is_stopping, crew.ends_at_once = True, timeout_s == 0
+        for inbox in crew.inboxes:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        others = {
+            n: thread for n, thread in enumerate(crew.threads) if thread is not threading.current_thread()
+        }
+        for thread in others.values():
+            thread.join(min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S))
         if timeout_s > 0:
-            late = [worker for worker, thread in enumerate(self._threads) if thread.is_alive()]
-            late = [worker for worker in late if self._threads[worker] is not threading.current_thread()]
+            late = [worker for worker, thread in others.items() if thread.is_alive()]
             self.warn_not_ended(late, timeout_s, "is left behind, as nobody can kill a thread")
-        # Threads that have not ended keep the old dictionary, which nobody reads any more.
-        returned, self._returned = dict(self._returned), {}
-        for worker, result in returned.items():
+        for worker, result in dict(crew.returned).items():
             self._endings[worker].append(result)
-        self._inboxes, self._threads = [], []
-        return self.poll()
+        events = self.poll()
+        self._crew = _Crew()  # threads that have not ended keep theirs
+        return events
 
 
 INLINE_PERIOD_S = 0.01  # so often an inline worker looks for work that another thread has brought

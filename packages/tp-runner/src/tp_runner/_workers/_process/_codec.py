@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import pickle
+import select
 import threading
 import time
 import weakref
@@ -64,8 +65,11 @@ class ReplyWriter:
         self._fd = fd
         self._memory = memory
         # Threads of the work may log while results are written, and messages must not mix in the pipe.
-        # Reentrant: a finalizer or a signal handler of the writing thread may log.
+        # Reentrant: a finalizer or a signal handler of the writing thread may log, in the middle of a long
+        # message; its record goes after that one (test_a_record_in_the_midst_of_a_result_follows_it).
         self._lock = threading.RLock()
+        self._unsent: collections.deque[bytes] = collections.deque()
+        self._is_writing = self._is_cut = False
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._sent_s = 0.0
@@ -74,8 +78,24 @@ class ReplyWriter:
     def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
         """Send something that is not about a chunk's results."""
         header = _wire.REPLY.pack(*_wire.Reply(kind, seq=seq, blob_nbytes=len(blob)))
+        self._send(b"".join((header, blob)))
+
+    def _send(self, message: bytes) -> None:
+        self._unsent.append(message)
         with self._lock:
-            _wire.write_all(self._fd, b"".join((header, blob)))
+            if self._is_writing or self._is_cut:
+                return
+            self._is_writing = True
+            try:
+                while self._unsent:
+                    _wire.write_all(self._fd, message := self._unsent.popleft())
+            except BaseException:
+                # A signal handler has raised. What follows a part of a message would pass for its rest; up to
+                # PIPE_BUF bytes are written in one piece.
+                self._is_cut = len(message) > select.PIPE_BUF
+                raise
+            finally:
+                self._is_writing = False
 
     def failure(self, failure: Failure) -> None:
         """Send why the worker's start or end failed."""
@@ -151,9 +171,7 @@ class ReplyWriter:
             timing.worked_s,
             self._sent_s,
         )
-        header = _wire.REPLY.pack(*reply)
-        with self._lock:
-            _wire.write_all(self._fd, b"".join((header, *blob)))
+        self._send(b"".join((_wire.REPLY.pack(*reply), *blob)))
         self._sent_s = time.monotonic() - started
 
     def _pack(self, results: list[Any]) -> tuple[bytes, list[memoryview]]:

@@ -1,6 +1,8 @@
 """Workers that are processes: two pipes each, one loop, one piece of shared memory."""
 
 import contextlib
+import dataclasses
+import logging
 import math
 import os
 import pickle
@@ -13,6 +15,7 @@ from typing import Any
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure, describe_exit
 from tp_runner._workers._fleet import (
+    LONGEST_WAIT_S,
     Chunk,
     Died,
     Done,
@@ -23,6 +26,7 @@ from tp_runner._workers._fleet import (
     failure_of_death,
     loads_exit_result,
 )
+from tp_runner._workers._pickling import USERS_ERRORS
 from tp_runner._workers._process import _spawn, _wire
 from tp_runner._workers._process._codec import HELD, Codec
 from tp_runner._workers._process._shared_memory import Block, Heartbeats, SharedMemoryPool, pack_program
@@ -59,7 +63,9 @@ class WorkerHandle:
         is_garbled: Whether it has sent bytes that are no message.
     """
 
-    def __init__(self, setup: Setup, *, passed: Sequence[int], memory: int, heartbeats: int) -> None:
+    def __init__(
+        self, setup: Setup, *, passed: Sequence[int], memory: SharedMemoryPool, heartbeats: int
+    ) -> None:
         self.worker = setup.worker
         self.inflight: dict[int, Block] = {}
         self.held: dict[int, Block] = {}
@@ -72,23 +78,24 @@ class WorkerHandle:
         self.is_garbled = False
         self._partial = bytearray()
         self._wanted = 0
-        self._setup = b""
         self._passed = passed
         # A pipe for its life alone, not shared by workers: the signal of its end (F_SETSIG) is a property of
         # the open pipe, and the next worker would overwrite it (test_workers_end_with_their_parent).
         (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.open_pipes(3)
-        descriptors = Descriptors(theirs_in, theirs_out, life, memory, heartbeats)
+        descriptors = Descriptors(theirs_in, theirs_out, life, memory.fd, heartbeats)
         try:
-            self.process = self._start(setup, descriptors)
+            self.process = self._start(setup, descriptors, memory)
         except BaseException:
             self.close()
+            for block in self.held.values():
+                memory.free(block)
             raise
         finally:
             # Or the end of the worker would not be the end of its pipes.
             _spawn.close_descriptors(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
-    def _start(self, setup: Setup, descriptors: Descriptors) -> Process:
+    def _start(self, setup: Setup, descriptors: Descriptors, memory: SharedMemoryPool) -> Process:
         settings = setup.settings
         if settings.start_method == "fork":
 
@@ -98,28 +105,23 @@ class WorkerHandle:
 
             with _spawn.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
-        self._setup = setup.pickled()
-        fds = (
-            descriptors.requests,
-            descriptors.replies,
-            descriptors.life,
-            descriptors.memory,
-            descriptors.heartbeats,
-            *self._passed,
-        )
+        self._send_setup(setup.pickled(), memory)
+        fds = (*dataclasses.astuple(descriptors), *self._passed)
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
         from tp_runner._workers._process._forkserver import fork_by_server  # the others need not wait for it
 
         return fork_by_server(settings.preload, settings.env, fds)
 
-    def send_setup(self) -> None:
-        """Send the setup to a fresh process; it may be large, so all workers are started before."""
-        if self._setup:
-            request = _wire.Request(_wire.START, blob_nbytes=len(self._setup))
-            self.write(_wire.REQUEST.pack(*request))
-            self.write(self._setup)
-            self._setup = b""
+    def _send_setup(self, data: bytes, memory: SharedMemoryPool) -> None:
+        """Send the setup, before the process starts: the pipe holds it, or the place of a long one."""
+        request = _wire.Request(_wire.START, blob_nbytes=len(data))
+        if len(data) > _wire.INLINE:  # a pipe would block until the worker reads it, for any time
+            block = self.held[_SETUP] = memory.allocate(len(data))
+            memory.view[block.offset : block.offset + len(data)] = data
+            request = request._replace(blob_at=block.offset, shared_nbytes=memory.nbytes)
+            data = b""
+        self.write(_wire.REQUEST.pack(*request) + data)
 
     def send_end(self) -> None:
         """Ask the worker to end after its chunks."""
@@ -171,17 +173,22 @@ class WorkerHandle:
         _spawn.close_descriptors(self._requests, self.replies, self._life)
 
 
+_SETUP = 0  # among the held blocks, beside the numbers of chunks, which begin with 1
+
 GARBLED = (
     "bytes came from it that are no message, and it was ended: its work, or a library, has written to a "
     "descriptor that is not its own"
 )
 
 
-def _unpickle(blob: Any) -> Any:
+def _unpickle_failure(blob: Any) -> Any:
     try:
         return pickle.loads(blob)
     except Exception as error:
         raise _wire.GarbledError from error
+
+
+_log = logging.getLogger("tp_runner")
 
 
 class ProcessFleet(Fleet):
@@ -248,8 +255,6 @@ class ProcessFleet(Fleet):
         try:
             for worker in missing:
                 self._launch(worker)
-            for worker in missing:
-                self._handles[worker].send_setup()
         except BaseException:
             self._kill_all()
             raise
@@ -267,7 +272,7 @@ class ProcessFleet(Fleet):
         try:
             setup = Setup(self._program, self.devices[worker], worker, self.size, self._settings)
             handle = WorkerHandle(
-                setup, passed=self._passed, memory=self._memory.fd, heartbeats=self._heartbeats.fd
+                setup, passed=self._passed, memory=self._memory, heartbeats=self._heartbeats.fd
             )
         except ConnectionError as error:  # no traceback: it would be this process's
             raise self.error(worker, Failure(INIT, str(error))) from error
@@ -284,8 +289,6 @@ class ProcessFleet(Fleet):
             failure = Failure(INIT, str(error.__cause__ or error))
             self._undelivered.append(Died(worker, None, failure=failure, was_ready=False))
             self.wake()
-        else:
-            self._handles[worker].send_setup()
 
     def alive(self, worker: int) -> bool:
         return worker in self._handles
@@ -383,6 +386,7 @@ class ProcessFleet(Fleet):
         if self._starting and (due := min(self._starting.values())) < math.inf:
             left_s = max(0.0, due - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
         for fd, _ in self._poller.poll(None if timeout_s is None else timeout_s * self._second):
             # Not in poll(): another thread that polls would take the byte, and the waiting one would sleep on
             # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
@@ -418,13 +422,20 @@ class ProcessFleet(Fleet):
         elif reply.kind == _wire.RELEASE and reply.seq in handle.held:
             self._memory.free(handle.held.pop(reply.seq))
         elif reply.kind == _wire.LOG:
-            handle_records([_unpickle(blob)])
+            try:
+                record = pickle.loads(blob)
+            except USERS_ERRORS as error:  # what the work has added to it; no reason to lose the worker
+                _log.warning("a log record of worker %d cannot be read here: %s", handle.worker, error)
+            else:
+                handle_records([record])
         elif reply.kind == _wire.READY:
             handle.ready = True
+            if _SETUP in handle.held:
+                self._memory.free(handle.held.pop(_SETUP))
             self._starting.pop(handle.worker, None)
             events.append(Ready(handle.worker))
         elif reply.kind == _wire.FAILED:
-            handle.failure = _unpickle(blob)
+            handle.failure = _unpickle_failure(blob)
         elif reply.kind == _wire.BYE:
             handle.left = True
             handle.returned = loads_exit_result(blob)

@@ -65,7 +65,9 @@ class ForkServer:
     def exitcode(self, pid: int) -> int | None:
         """Return how a worker ended, without waiting; ``None`` if it has not."""
         with self._lock:
-            while select.select([self._socket], [], [], 0)[0]:
+            answers = select.poll()  # select() refuses descriptors from 1024 on
+            answers.register(self._socket, select.POLLIN)
+            while answers.poll(0):
                 other, status = self._receive()
                 self._ended[other] = status
             return self._ended.pop(pid, None)
@@ -211,16 +213,18 @@ def serve(fd: int, preload: Sequence[str]) -> None:
     wakeup, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)  # set_wakeup_fd refuses a blocking descriptor
     # A handler that does nothing: Python writes to the wakeup descriptor only for signals that have one.
-    # Without it the end of a worker would not wake the select below.
+    # Without it the end of a worker would not wake the poll below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup_end)
+    poll = select.poll()  # not select(), as above: the socket has the number that it has in the program
+    for descriptor in (fd, wakeup):
+        poll.register(descriptor, select.POLLIN)
     while True:
-        both: list[Any] = [parent, wakeup]
-        ready, _, _ = select.select(both, [], [])
+        ready = dict(poll.poll())
         if wakeup in ready:
             os.read(wakeup, 4096)
         _report_exits(parent)
-        if parent in ready:
+        if fd in ready:
             descriptors = _receive_request(parent)
             if descriptors is None:
                 parent.close()

@@ -233,8 +233,13 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
     buffers: list[memoryview] = []
     if settings.start_method == "fork":
         return PackedProgram(program, buffers, descriptors, settings)
-    with collect_descriptors(descriptors):
-        payload = dump_program(program, buffers)
+    try:
+        with collect_descriptors(descriptors):
+            payload = dump_program(program, buffers)
+    except BaseException:
+        for fd in descriptors:
+            os.close(fd)
+        raise
     found: tuple[str, ...] = ()
     if settings.seed is not None:
         found = ("numpy", "torch")

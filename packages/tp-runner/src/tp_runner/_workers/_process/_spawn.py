@@ -177,7 +177,9 @@ class Process(abc.ABC):
     def kill(self) -> None:
         """Kill it, if it has not ended."""
         if self.wait(0) is None:
-            os.kill(self.pid, signal.SIGKILL)
+            # A child of the fork server may end, and be waited for there, just now.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     @abc.abstractmethod
     def _poll(self) -> int | None:

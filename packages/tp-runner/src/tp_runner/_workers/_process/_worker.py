@@ -58,7 +58,12 @@ def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *
     if header is None:
         return
     request = _wire.Request._make(_wire.REQUEST.unpack(header))
-    blob = _wire.read_exactly(requests, request.blob_nbytes)
+    blob: Any = None
+    if request.blob_at >= 0:
+        view = MappedMemory(memory, request.shared_nbytes).view
+        blob = view[request.blob_at : request.blob_at + request.blob_nbytes]
+    else:
+        blob = _wire.read_exactly(requests, request.blob_nbytes)
     if blob is None:
         return
     descriptors = Descriptors(requests, replies, life, memory, heartbeats)
