@@ -338,8 +338,9 @@ def _is_rate(module: nn.Module, name: str) -> bool:
     )
 
 
-def _draws_in_code(kind: type[nn.Module]) -> bool | None:
-    """Return whether the methods of a class draw, as by ``F.dropout(x, 0.5)``: ``None`` if they do not.
+@functools.cache
+def _draws_in_code(kind: Any) -> bool | None:
+    """Return whether the methods of a class of modules draw, as by ``F.dropout(x, 0.5)``: ``None`` if they do not.
 
     Returns:
         ``True`` if they draw in evaluation too, as far as their code shows it.
