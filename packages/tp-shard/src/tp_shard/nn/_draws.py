@@ -235,11 +235,8 @@ class BlockDraws:
         self._draws, self._begins = draws, begins
         self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
         with_rate = {id(m) for m, _ in self._rates}
-        self._literal = [
-            (m, always)
-            for m in block.modules()
-            if id(m) not in with_rate and (always := _draws_in_code(type(m))) is not None
-        ]
+        literal = [(m, _draws_in_code(type(m))) for m in block.modules() if id(m) not in with_rate]  # type: ignore[arg-type]  # a class has a hash
+        self._literal = [(m, always) for m, always in literal if always is not None]
         # By mode. Watching costs as much as a small operation for each function that is called. So it ends
         # after the first call in which nothing was drawn, and resumes after the next draw.
         self._is_watched = {True: is_watched, False: is_watched}
@@ -340,10 +337,10 @@ def _is_rate(module: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _draws_in_code(kind: Any) -> bool | None:
-    """Return whether the methods of a class of modules draw, as by ``F.dropout(x, 0.5)``: ``None`` if they do not.
+    """Return whether the methods of a module's class draw, as by ``F.dropout(x, 0.5)``.
 
     Returns:
-        ``True`` if they draw in evaluation too, as far as their code shows it.
+        ``None`` if they do not, ``True`` if they draw in evaluation too, as far as their code shows it.
     """
     # By bytecode, as a compiler asks before it has seen the calls. It needs no source, and finds what the
     # methods call by name.
