@@ -67,9 +67,10 @@ def test_the_step_runs_on_each_device_with_its_part():
 
     with opened() as session:
         model = session.prepare_model(nn.Linear(3, 1))
-        (batch,) = session.prepare_loader(DataLoader(data(), 7))
+        loader = session.prepare_loader(DataLoader(data(), 7))
+        (batch,) = loader
         session.run(step, model, batch)
-        assert session.share.samples == 7
+        assert loader.share.samples == 7
     assert sorted(seen) == [3, 4]
 
 
@@ -123,7 +124,7 @@ class Stream(IterableDataset):
 def test_loaders_over_streams_are_split_too_and_counted_whole(shard):
     with opened() as session:
         loader = session.prepare_loader(DataLoader(Stream(), 4), shard=shard)
-        counts = [(batch.counts, session.share.samples) for batch in loader]
+        counts = [(batch.counts, loader.share.samples) for batch in loader]
     assert counts == [((2, 2), 4), ((2, 1), 3)]
 
 

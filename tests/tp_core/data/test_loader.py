@@ -31,6 +31,10 @@ def batches_of(loader, **kwargs):
     return [b.tolist() for b in PreparedLoader(loader, **kwargs)]
 
 
+def shares_of(loader):
+    return [loader.share for _ in loader]
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
@@ -54,17 +58,16 @@ def test_splits_cover_everything_and_differ_by_at_most_one(length, parts):
 )
 def test_ranks_together_see_the_batches_of_one_device(n, batch_size, size, drop_last, epoch):
     def prepared(rank, size, *, training):
-        shares = []
         loader = PreparedLoader(
             loader_of(n, batch_size, shuffle=True, drop_last=drop_last),
             seed=1,
             rank=rank,
             size=size,
             training=training,
-            on_share=shares.append,
         )
         loader.set_epoch(epoch)
-        return [b.tolist() for b in loader], shares
+        pairs = [(b.tolist(), loader.share) for b in loader]
+        return [batch for batch, _ in pairs], [share for _, share in pairs]
 
     whole, _ = prepared(0, 1, training=True)
     ranks = [prepared(r, size, training=True) for r in range(size)]
@@ -150,12 +153,9 @@ def test_workers_and_persistent_workers_see_every_epoch_anew():
 
 
 def test_leaving_an_epoch_early_does_not_shift_the_shares_of_the_next():
-    shares = []
-    loader = PreparedLoader(loader_of(5, 2), on_share=shares.append)
+    loader = PreparedLoader(loader_of(5, 2))
     next(iter(loader))
-    shares.clear()
-    list(loader)
-    assert shares == [Share(2, 2), Share(2, 2), Share(1, 1)]
+    assert shares_of(loader) == [Share(2, 2), Share(2, 2), Share(1, 1)]
 
 
 class Endless(Sampler):
@@ -216,17 +216,15 @@ def test_batches_are_moved_and_counted():
 
 
 def test_any_iterable_will_do_where_the_data_is_not_split():
-    shares = []
     batches = [torch.zeros(3, 1), {"x": torch.zeros(2, 4)}, "text"]
-    assert list(PreparedLoader(batches, on_share=shares.append)) == batches
-    assert shares == [Share(3, 3), Share(2, 2), Share(1, 1)]
+    assert list(PreparedLoader(batches)) == batches
+    assert shares_of(PreparedLoader(batches)) == [Share(3, 3), Share(2, 2), Share(1, 1)]
 
 
 def test_a_loader_that_splits_by_itself_counts_alike_on_all_ranks():
-    shares = []
-    loader = PreparedLoader(loader_of(4, 2), size=2, rank=1, shard=False, on_share=shares.append)
+    loader = PreparedLoader(loader_of(4, 2), size=2, rank=1, shard=False)
     assert [b.tolist() for b in loader] == [[0, 1], [2, 3]]
-    assert shares == [Share(2, 4), Share(2, 4)]
+    assert shares_of(loader) == [Share(2, 4), Share(2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -270,9 +268,7 @@ def test_samples_are_counted_by_the_first_tensor_with_a_length():
 def test_parts_count_all_of_their_samples():
     parts = Parts([torch.ones(3, 2), torch.ones(2, 2)], counts=[3, 2])
     assert count_samples(parts) == 5
-    shares = []
-    list(PreparedLoader([parts], on_share=shares.append))
-    assert shares == [Share(5, 5)]
+    assert shares_of(PreparedLoader([parts])) == [Share(5, 5)]
 
 
 class FiveNumbers(IterableDataset):

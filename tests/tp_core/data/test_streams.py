@@ -130,10 +130,10 @@ def test_what_a_stream_cannot_find_again_is_said():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_and_workers_have_each_sample_once(workers):
-    seen, shares = [], []
+    seen = []
     for rank in range(2):
         loader = DataLoader(Numbers(24), batch_size=4, collate_fn=list, num_workers=workers)
-        prepared = PreparedLoader(loader, rank=rank, size=2, on_share=shares.append)
+        prepared = PreparedLoader(loader, rank=rank, size=2)
         batches = list(prepared)
         assert {len(batch) for batch in batches} == {2}, "the batch size is that of the whole job"
         seen += sum(batches, [])
@@ -141,10 +141,9 @@ def test_ranks_and_workers_have_each_sample_once(workers):
 
 
 def test_a_share_of_a_stream_counts_as_one_of_equal_shares():
-    shares = []
     tensors = DataLoader(Numbers(8), batch_size=4, collate_fn=torch.tensor)
-    list(PreparedLoader(tensors, rank=1, size=2, on_share=shares.append))
-    assert shares == [Share(2, 4), Share(2, 4)]
+    prepared = PreparedLoader(tensors, rank=1, size=2)
+    assert [prepared.share for _ in prepared] == [Share(2, 4), Share(2, 4)]
 
 
 def test_one_rank_leaves_a_stream_as_it_is_without_workers():

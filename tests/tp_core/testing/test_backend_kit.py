@@ -50,8 +50,8 @@ class TestTrue(BackendConformance):
 
 
 class SumsGradients(TrueSession):
-    def backward(self, loss):
-        super().backward(loss * self.data_size)
+    def backward(self, loss, share=None):
+        super().backward(loss * self.data_size, share)
 
 
 class IgnoresNoSync(TrueSession):
@@ -61,8 +61,16 @@ class IgnoresNoSync(TrueSession):
 
 
 class IgnoresShares(TrueSession):
-    def take_share(self, share):
-        self.share = share
+    def backward(self, loss, share=None):
+        super().backward(loss)
+
+
+class KeepsTheLastShare(TrueSession):
+    last = None
+
+    def backward(self, loss, share=None):
+        self.last = share or self.last
+        super().backward(loss, self.last)
 
 
 class NamesOfTheWrapper(TrueSession):
@@ -209,9 +217,9 @@ class AveragesNothing(TrueSession):
 
 
 class SumsAsMeans(TrueSession):
-    def take_share(self, share):
-        self.share = share
-        self._factor = 1.0 if share is None else share.samples * self.data_size / share.total
+    def backward(self, loss, share=None):
+        factor = 1.0 if share is None else share.samples * self.data_size / share.total
+        super().backward(loss * (factor / self.data_size))
 
 
 class DropsLastBatches(TrueSession):
@@ -261,10 +269,10 @@ class LossInSinglePrecision(TrueSession):
 
 
 class ForgetsWhatWasAdded(TrueSession):
-    def backward(self, loss):
+    def backward(self, loss, share=None):
         for parameter in self._model.parameters():
             parameter.grad = None
-        super().backward(loss)
+        super().backward(loss, share)
 
     def prepare_model(self, model):
         self._model = super().prepare_model(model)
@@ -426,6 +434,7 @@ CAUGHT = [
     (SumsGradients, "test_loss_and_gradients_are_those_of_one_device"),
     (IgnoresNoSync, "test_inside_no_sync_nothing_is_reduced_over_ranks"),
     (IgnoresShares, "test_uneven_batches_weigh_by_their_samples", 11, 4),
+    (KeepsTheLastShare, "test_without_a_share_the_losses_of_all_data_ranks_count_alike"),
     (NamesOfTheWrapper, "test_model_state_has_the_plain_names_and_buffers_and_comes_back"),
     (NeverLeaves, "test_closing_leaves_the_process_group_as_it_was_found"),
     (SumsForMean, "test_reduce_knows_every_operation", "mean", torch.float64),

@@ -97,9 +97,9 @@ class LeavesGradientsOff(TrueSession):
         torch.set_grad_enabled(False)
         return output
 
-    def backward(self, loss, **options):
+    def backward(self, loss, share=None, **options):
         with torch.enable_grad():
-            super().backward(loss, **options)
+            super().backward(loss, share, **options)
 
 
 # -- batches, optimizers, states ------------------------------------------------------------------
@@ -173,8 +173,9 @@ class CountsLocalRanksItself(TrueSession):
 
 
 class WeighsStandInsByNought(TrueSession):
-    def backward(self, loss, *, retain_graph=False, create_graph=False):
-        (loss * self._factor).backward(retain_graph=retain_graph)
+    def backward(self, loss, share=None, *, retain_graph=False, create_graph=False):
+        factor = 1.0 if share is None else share.samples * self.data_size / share.total
+        (loss * factor).backward(retain_graph=retain_graph)
 
 
 class KeepsNoBuffers(TrueSession):

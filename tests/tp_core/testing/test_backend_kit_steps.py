@@ -28,8 +28,8 @@ class TrainsAlways(TrueSession):
 
 
 class RetainsNothing(TrueSession):
-    def backward(self, loss, *, retain_graph=False, create_graph=False):
-        super().backward(loss)
+    def backward(self, loss, share=None, *, retain_graph=False, create_graph=False):
+        super().backward(loss, share)
 
 
 class AveragesTheFirstModelAlone(TrueSession):

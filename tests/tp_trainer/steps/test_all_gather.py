@@ -182,13 +182,14 @@ def _nan_of_a_stand_in():
     """Return whether weights are finite after the loss of a stand-in, in the third batch, was NaN."""
     finite = []
     for gathers in (False, True):
-        model = nn.Linear(5, 1).double()
+        model, met = nn.Linear(5, 1).double(), []
         with Trainer(seed=0, devices="cpu", progress=False) as trainer:
 
-            def step(model, batch, gathers=gathers, trainer=trainer):
+            def step(model, batch, gathers=gathers, trainer=trainer, met=met):
+                met.append(len(met))
                 rows = model(batch[0])
                 loss = (trainer.all_gather(rows) if gathers else rows).square().mean()
-                return loss if trainer.session.share.samples else loss * torch.nan
+                return loss * torch.nan if len(met) == 3 and trainer.session.rank else loss
 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             trainer.fit(model, optimizer, DataLoader(pairs(9), batch_size=4), step=step)

@@ -9,17 +9,10 @@ from tp_core.plugins import PreparedLoader, Share
 from tp_trainer._steps._loaders import BatchShares
 
 
-class Session(SimpleNamespace):
-    """One of two ranks, as far as the shares of batches need it."""
-
-    def take_share(self, share):
-        self.share = share
-
-
 def watched(batches):
     """Return what knows the shares of ``batches``, and the loader that yields them."""
-    session = Session(data_size=2, share=None)
-    shares, loader = BatchShares(session), PreparedLoader(batches, shard=False, on_share=session.take_share)
+    one_of_two_ranks = SimpleNamespace(data_size=2)
+    shares, loader = BatchShares(one_of_two_ranks), PreparedLoader(batches, shard=False)
     shares.watch(loader, training=True)
     return shares, loader
 

@@ -29,8 +29,8 @@ class FindsEveryNormFinite(Session):
     def grad_norm(self, model, *, norm_type=2.0):
         return super().grad_norm(model, norm_type=norm_type).nan_to_num()
 
-    def backward(self, loss):
-        super().backward(loss.nan_to_num())
+    def backward(self, loss, share=None):
+        super().backward(loss.nan_to_num(), share)
 
 
 class DropsGradientsOutsideOfSteps(Session):

@@ -74,7 +74,6 @@ class GatherSession(Session):
             training=training,
             shard=shard,
             move=partial(self.move_batch, marker=marker),
-            on_share=self.take_share,
             collate=CountingCollate if is_counted else None,
         )
 

@@ -12,6 +12,7 @@ from tp_core.plugins import (
     FullyShardOptions,
     Job,
     ProcessGroupSession,
+    Share,
     TensorSlice,
     initial_value,
     materialize,
@@ -126,7 +127,14 @@ class ShardSession(ProcessGroupSession):
         check_optimizer(optimizer)
         return super().prepare_optimizer(optimizer)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
@@ -135,7 +143,7 @@ class ShardSession(ProcessGroupSession):
 
         Collectives: those of DDP; the first time, and in debug mode each time, those of ``check_gradients``.
         """
-        super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
+        super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
         # Once outside of debug mode, because each check costs an exchange. A model without gradients so far
         # keeps its turn.
         for model in self._unchecked:

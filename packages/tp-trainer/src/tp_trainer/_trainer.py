@@ -47,7 +47,7 @@ from tp_trainer._checks import (
     check_seed,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
-from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients, has_nothing
+from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients
 from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
 from tp_trainer._steps._step import (
     LossScaler,
@@ -604,7 +604,7 @@ class Trainer:
         hooks = FitHooks(
             settings,
             optimizer_step,
-            self._run_step(),
+            self._run_step(loader),
             self._validation(settings, watchdog),
             train=loader,
             after_epoch=save,
@@ -645,7 +645,7 @@ class Trainer:
         if not loaders:
             return None
         return Validation(
-            run=watchdog.watch(self._run_step()),
+            run=lambda batches: watchdog.watch(self._run_step(batches)),
             step=settings.val_step or settings.step,
             loaders=loaders,
             metrics=settings.metrics,
@@ -918,21 +918,14 @@ class Trainer:
         if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
-        if shares is not None:
-            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
-            if share is not session.share:
-                session.take_share(share)
+        share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
         scale = 1.0 if self._scaler is None else self._scaler.scale
         graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
         try:
             if weight is None:
                 scaled = loss if scale == 1.0 else loss * scale
-                if graph:
-                    session.backward(scaled, **graph)
-                else:
-                    session.backward(scaled)
+                session.backward(scaled, share, **graph)
             else:
-                share = session.share
                 units = read_weight(weight) if share is None or share.samples else 0.0
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
@@ -1121,7 +1114,7 @@ class Trainer:
             batches = self._loader(each, shard=shard, training=False)
             epoch = batches.next_epoch
             try:
-                run = self._run_step()
+                run = self._run_step(batches)
                 cut = self._boundaries
                 found = evaluate(self.session, run, step, model, batches, checked, boundaries=cut)
             finally:
@@ -1166,7 +1159,7 @@ class Trainer:
         check_callable("step", step)
         model = self._prepare_model(model)
         batches = self._loader(loader, shard=shard, training=False)
-        run = self._run_step()
+        run = self._run_step(batches)
         return Predictions(self.session, run, step, model, batches, boundaries=lambda: self._boundaries)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
@@ -1217,7 +1210,8 @@ class Trainer:
         """
         session = self.session
         session.check_in_step("all_gather()", may_meet=True)
-        return gather_with_gradients(session, rows, is_nothing=has_nothing(session, self._shares, batch))
+        is_nothing = self._shares is not None and self._shares.holds_nothing(batch)
+        return gather_with_gradients(session, rows, is_nothing=is_nothing)
 
     # -- models in files ------------------------------------------------------------------------
 
@@ -1343,9 +1337,14 @@ class Trainer:
             self._shares.watch(prepared, training=training)
         return prepared
 
-    def _run_step(self) -> RunStep:
-        """Return the function that runs a step in the trainer's precision, as the session runs it."""
-        return in_precision(self.session.run, self._precision, self.device)
+    def _run_step(self, batches: PreparedLoader | None = None) -> RunStep:
+        """Return the function that runs a step in the trainer's precision, as the session runs it.
+
+        Args:
+            batches: The loader of the batches, if it is the trainer that iterates it.
+        """
+        run = in_precision(self.session.run, self._precision, self.device)
+        return run if batches is None or self._shares is None else self._shares.in_steps(run, batches)
 
 
 def _devices_here(

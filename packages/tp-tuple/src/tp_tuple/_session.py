@@ -14,7 +14,6 @@ from tp_core.plugins import (
     Parts,
     PreparedLoader,
     Session,
-    Share,
     StepOutput,
     combine_outputs,
 )
@@ -99,7 +98,6 @@ class TupleSession(Session):
             training=training,
             shard=shard,
             move=self.move_batch if shard else self._move_parts,
-            on_share=self.take_share,
             collate=self._adapt,
         )
 
@@ -115,8 +113,6 @@ class TupleSession(Session):
                 f"{type(parts).__name__}; give a DataLoader with a batch size, or yield tp_core.plugins.Parts"
             )
             raise LoaderError(msg)
-        samples = sum(parts.counts)
-        self.take_share(Share(samples, samples))  # of parts that come from no loader, too
         return self._placed(parts)
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:

@@ -57,7 +57,6 @@ class ProcessGroupSession(Session):
         self._data_rank = dist.get_rank(data_group) if data_rank is None else data_rank
         self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
         self._leave = leave
-        self._factor = 1.0
         self._reductions = ReductionWatch(self.check_optimizer, ranks=self._data_size)
 
     @property
@@ -164,21 +163,6 @@ class ProcessGroupSession(Session):
         self._reductions.add_optimizer(optimizer)
         return optimizer
 
-    def take_share(self, share: Share | None) -> None:
-        """Set the share, and compute the factor of this rank's loss in :meth:`backward`.
-
-        DDP averages over ranks. So a rank's mean loss must count by its samples, and not at all without any.
-        """
-        if share is self.share and share is not None:  # unchanged, as for each batch of a stream or a list
-            return
-        self.share = share
-        if self.job.loss == "sum":
-            self._factor = float(self._data_size) if share is None or share.samples else 0.0
-        elif share is None:
-            self._factor = 1.0
-        else:
-            self._factor = share.samples * self._data_size / share.total
-
     # -- the step -----------------------------------------------------------------------------
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
@@ -216,7 +200,14 @@ class ProcessGroupSession(Session):
 
         return enter([])
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         DDP averages over the ranks, and each rank's mean loss counts by its samples. The loss of a stand-in
@@ -227,7 +218,11 @@ class ProcessGroupSession(Session):
 
         Collective: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
-        factor, retain_graph = self._factor, retain_graph or create_graph
+        retain_graph = retain_graph or create_graph
+        if self.job.loss == "sum":
+            factor = float(self._data_size) if share is None or share.samples else 0.0
+        else:
+            factor = 1.0 if share is None else share.samples * self._data_size / share.total
 
         def go_back() -> None:
             if factor:

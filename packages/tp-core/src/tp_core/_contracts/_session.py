@@ -54,8 +54,6 @@ class Session:
     Attributes:
         job: The job.
         device: The device of this process.
-        share: This process's share of the current global batch, as the prepared loader reported it last;
-            ``None`` before the first batch and where it is not known.
         runs_step_in_parts: Whether :meth:`run` calls the step on several parts of the batch, which do
             not see each other.
         evaluates_together: Whether ranks exchange something in a step without gradients, for example
@@ -72,7 +70,6 @@ class Session:
     def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
         self.job = job
         self.device = job.devices[0] if device is None else device
-        self.share: Share | None = None
         self.closed = False
 
     def __enter__(self) -> Self:
@@ -218,7 +215,6 @@ class Session:
             training=training,
             shard=shard,
             move=self.move_batch if self.device.type != "cpu" else None,
-            on_share=self.take_share,
             agree=self.check_agreement if self.data_size > 1 else None,
             any_rank=self._any_rank
             if self.evaluates_together and not training and self.data_size > 1
@@ -235,15 +231,6 @@ class Session:
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to the device of the step."""
         return recursive_to(batch, self.device, non_blocking=True)
-
-    def take_share(self, share: Share | None) -> None:
-        """Set ``share`` to the share of the batch with the next loss of :meth:`backward`.
-
-        A prepared loader calls it before it yields a batch (``on_share=``). A loop with losses in another
-        order than its batches calls it before each :meth:`backward`. A backend that weighs losses by
-        samples computes the weight here, once for a batch.
-        """
-        self.share = share
 
     # -- the step -----------------------------------------------------------------------------------
 
@@ -308,14 +295,23 @@ class Session:
 
     # -- gradients ----------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,  # noqa: ARG002 - for those with several data ranks
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
         """Add the gradients of ``loss``, over all data ranks, to the parameters.
 
         The result is the gradient of the loss over the whole global batch, however unevenly the ranks
-        share its samples: the loss counts by the samples of ``share``, as :meth:`take_share` set it.
+        share its samples.
 
         Args:
             loss: This rank's loss: a scalar tensor.
+            share: The samples of this rank, and of all, in the batch of the loss: `PreparedLoader.share` when
+                the loader yielded it. ``None`` counts the losses of all data ranks alike.
             retain_graph: Whether a further backward pass through the same graph follows.
             create_graph: Whether to build a graph of the gradients, to differentiate them.
 

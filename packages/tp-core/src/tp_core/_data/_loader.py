@@ -41,7 +41,8 @@ class PreparedLoader:
         watch: A wrapper of every iteration, to observe what is yielded; ``None`` costs nothing.
         number: The number of the last batch of the epoch, from 0, among those of all data ranks. In
             evaluation a rank skips a batch of which it has no sample.
-        share: The samples of that batch that this rank has, and all ranks have; ``None`` before the first.
+        share: The samples of that batch that this rank has, and all ranks have, for `Session.backward`;
+            ``None`` before the first.
         continues_stream: Whether an iteration over a stream continues where the one before ended, instead of
             from the beginning. Its consumer ends it, or the stream's end if it began with the stream.
     """
@@ -64,7 +65,6 @@ class PreparedLoader:
         training: bool = True,
         shard: bool = True,
         move: Callable[[Any], Any] | None = None,
-        on_share: Callable[[Share | None], None] | None = None,
         agree: Callable[..., None] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
         collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None = None,
@@ -80,7 +80,6 @@ class PreparedLoader:
                 batches are joined, or skipped by ranks that have no sample of them.
             shard: Whether batches are split over the data ranks.
             move: Moves a batch to the device; ``None`` leaves it where it is.
-            on_share: Called with the share of each batch before it is yielded.
             agree: ``agree(what, value, remedy=...)`` raises unless all ranks have the same value.
             any_rank: ``any_rank(mine)`` returns whether it holds on any rank. Given where ranks must take the
                 same steps in evaluation, too: a rank without samples then gets a stand-in.
@@ -101,7 +100,6 @@ class PreparedLoader:
         self._has_begun = False
         self._seed = seed
         self._move = move
-        self._on_share = on_share
         self._agree = partial(agree, remedy=_WHOLE_DATA) if shard and agree is not None else None
         self._any_rank, self._agree_on_start = any_rank, agree
         self._rank, self._size = rank, size
@@ -217,7 +215,7 @@ class PreparedLoader:
 
         Collective: with a sampler of the user's own, ``agree`` on the order, once before the first batch.
         """
-        move, on_share, batches = self._move, self._on_share, self._batches
+        move, batches = self._move, self._batches
         if batches is None:
             return
         batches.start(epoch, first=first)
@@ -242,8 +240,6 @@ class PreparedLoader:
                 if looks:  # in training at the first batch of an epoch alone
                     self._has_fewer = self._has_fewer or has_fewer(batch, self.share.samples)
                     looks = not self._has_fewer and not batches.is_training
-                if on_share is not None:
-                    on_share(self.share)
                 yield batch if move is None else move(batch)
             if batches.shares if shares is None else shares:
                 raise LoaderError(ended_early(self.number + 1, length))
@@ -257,18 +253,14 @@ class PreparedLoader:
         self, source: Iterator[Any], first: int, leave: Callable[[], None] | None = None
     ) -> Iterator[Any]:
         """Yield batches that tp did not choose, with their samples counted; at the end call ``leave``."""
-        move, on_share = self._move, self._on_share
-        share = Share(0, 0)
+        move, share = self._move, Share(0, 0)
         try:
             for number, batch in enumerate(source, start=first):
-                self.number = number
-                if on_share is not None:
-                    # The counts of other ranks are not known here, and assumed to be the same.
-                    samples = count_samples(batch)
-                    if samples != share.samples:
-                        share = Share(samples, samples * self._size)
-                    self.share = share
-                    on_share(share)
+                # The counts of other ranks are not known here, and assumed to be the same.
+                samples = count_samples(batch)
+                if samples != share.samples:
+                    share = Share(samples, samples * self._size)
+                self.number, self.share = number, share
                 yield batch if move is None else move(batch)
         finally:
             if leave is not None:
@@ -301,9 +293,8 @@ class PreparedLoader:
                 return
             self.number, done = done, done + 1
             batch = batch if mine is _NOTHING else mine
-            if self._on_share is not None:
-                samples = count_samples(batch)
-                self._on_share(Share(0 if mine is _NOTHING else samples, samples * self._size))
+            samples = count_samples(batch)
+            self.share = Share(0 if mine is _NOTHING else samples, samples * self._size)
             yield batch if self._move is None else self._move(batch)
 
     # -- positions for checkpoints ------------------------------------------------------------------
@@ -311,7 +302,7 @@ class PreparedLoader:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Make iterations in this block cover the whole stream; training then continues where it was."""
-        stream, number = self.stream, self.number
+        stream, number, share = self.stream, self.number, self.share
         if stream is None or not self.continues_stream:
             yield
             return
@@ -321,7 +312,7 @@ class PreparedLoader:
             yield
         finally:
             own.close()
-            self.stream, self.continues_stream, self.number = stream, True, number
+            self.stream, self.continues_stream, self.number, self.share = stream, True, number, share
 
     def check_position(self) -> None:
         """Check that a run could continue from a checkpoint in the middle of these batches.

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._process_group_session import ProcessGroupSession
 from tp_core._contracts._session import StepOutput
+from tp_core._data._batches import Share
 from tp_core._fully_sharded._optimizers import check_optimizer, local_gradients, move_state
 from tp_core._fully_sharded._sharding import Sharding, sharded_modules
 from tp_core._tensors._slices import is_dtensor
@@ -146,13 +147,20 @@ class FullyShardedSession(ProcessGroupSession):
                 raise StepError(msg) from error
             raise
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
         """Add the gradients of the loss over the whole global batch to this rank's shards.
 
         Collective: those of the backward pass in :meth:`run`; inside :meth:`no_sync` all-gathers only.
         """
         try:
-            super().backward(loss, retain_graph=retain_graph, create_graph=create_graph)
+            super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
         except torch.OutOfMemoryError as error:
             error.add_note(self.sharding.remedies())
             raise

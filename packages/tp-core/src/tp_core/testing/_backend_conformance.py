@@ -113,6 +113,10 @@ class BackendConformance(ConformanceKit):
         for gradients in self.everywhere(training.train_gradients, samples, batch_size, "mean"):
             assert_same(gradients, expected)
 
+    def test_without_a_share_the_losses_of_all_data_ranks_count_alike(self) -> None:
+        for size, gradients in self.everywhere(training.gradients_without_a_share):
+            assert_same(gradients, training.reference_gradients(self, samples=4 * size, batch_size=4 * size))
+
     def test_a_last_batch_of_one_sample_neither_hangs_nor_biases(self) -> None:
         expected = training.reference_gradients(self, samples=5, batch_size=4)
         for gradients in self.everywhere(training.train_gradients, 5, 4, "mean"):

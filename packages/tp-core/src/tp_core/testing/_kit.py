@@ -1,6 +1,6 @@
 """The base of a backend's conformance tests: the backend, its ranks, its model and its data."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import Session, StepOutput
+from tp_core._data._batches import Share
+from tp_core._data._loader import PreparedLoader
 from tp_core._data._step_outputs import LossReduction
 from tp_core._devices._resolve import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
@@ -19,6 +21,7 @@ from tp_core.errors import ConfigError
 from tp_core.testing._ranks import run_ranks
 
 State = dict[str, Tensor]
+Shared = tuple[Any, Share | None]
 
 
 class DeclaredLimits:
@@ -204,10 +207,47 @@ def data(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(x.to(dtype), y.to(dtype))
 
 
-def whole(session: Session, samples: int = 8, dtype: torch.dtype = torch.float64) -> Any:
-    """Return one batch of all samples, as the session's loader yields it."""
-    (batch,) = session.prepare_loader(DataLoader(data(samples, dtype), batch_size=samples))
-    return batch
+def with_shares(batches: PreparedLoader) -> Iterator[Shared]:
+    """Yield each batch of a loader with its share."""
+    for batch in batches:
+        yield batch, batches.share
+
+
+def whole(session: Session, samples: int = 8, dtype: torch.dtype = torch.float64) -> Shared:
+    """Return one batch of all samples, as the session's loader yields it, with its share."""
+    loader = session.prepare_loader(DataLoader(data(samples, dtype), batch_size=samples))
+    (shared,) = with_shares(loader)
+    return shared
+
+
+def learn(session: Session, model: nn.Module, shared: Shared, step: Any = None) -> None:
+    """Add the gradients of a step on a batch with its share, by default of :func:`batch_loss`."""
+    batch, share = shared
+    session.backward(loss_of(session.run(step or batch_loss(), model, batch)), share)
+
+
+def train(
+    session: Session,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    samples: int = 12,
+    batch_size: int = 4,
+    epochs: int = 1,
+    step: Any = None,
+    after_step: Callable[[], object] = lambda: None,
+) -> State:
+    """Return the weights of a prepared model after some epochs, an optimizer step for each batch."""
+    loader = session.prepare_loader(DataLoader(data(samples), batch_size=batch_size))
+    for _ in range(epochs):
+        for shared in with_shares(loader):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            learn(session, model, shared, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            after_step()
+    return on_cpu(session.model_state(model))
 
 
 def batch_loss(reduction: LossReduction = "mean") -> Callable[[nn.Module, Any], StepOutput]:

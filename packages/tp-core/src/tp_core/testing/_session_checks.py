@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from tp_core._contracts._job import Footprint
 from tp_core._contracts._session import Session
+from tp_core._data._loader import PreparedLoader
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._process_group import join_process_group
 from tp_core._tensors._deferred import build_deferred, materialize
@@ -31,12 +32,14 @@ from tp_core.testing._kit import (
     State,
     batch_loss,
     data,
+    learn,
     loss_of,
     make_job,
     on_cpu,
     open_session,
     prepared,
     whole,
+    with_shares,
 )
 
 FREE = 2**40
@@ -199,7 +202,7 @@ def yielded(kit: ConformanceKit, training: bool) -> Yielded:
     with prepared(kit) as (session, model):
         loader = DataLoader(data(SAMPLES), batch_size=BATCH_SIZE)
         batches = session.prepare_loader(loader, training=training)
-        return session.data_rank, [(session.share, _inputs(session, model, batch)) for batch in batches]
+        return session.data_rank, [(batches.share, _inputs(session, model, batch)) for batch in batches]
 
 
 def _inputs(session: Session, model: nn.Module, batch: Any) -> Tensor:
@@ -240,16 +243,16 @@ def evaluated_unevenly(kit: ConformanceKit) -> tuple[int, int, float]:
         return session.data_size, *found
 
 
-def _mean_loss(session: Session, model: nn.Module, batches: Iterable[Any]) -> tuple[int, float]:
+def _mean_loss(session: Session, model: nn.Module, batches: PreparedLoader) -> tuple[int, float]:
     """Return the number of samples that counted on all data ranks, and their mean loss."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         session.sync_buffers(model)
-        for batch in batches:
+        for batch, share in with_shares(batches):
             loss = loss_of(session.run(batch_loss(), model, batch)).item()
-            assert session.share is not None
-            samples = session.share.samples
+            assert share is not None
+            samples = share.samples
             total += torch.tensor([samples, samples * loss], dtype=torch.float64)
     samples, loss_sum = session.reduce(total.to(session.device), "sum").tolist()
     return int(samples), loss_sum / samples
@@ -517,7 +520,7 @@ def two_sessions(kit: ConformanceKit) -> list[State]:
         if found and LaunchEnvironment.read().rank == 0:
             time.sleep(_BEHIND_S)
         with prepared(kit) as (session, model):
-            session.backward(loss_of(session.run(batch_loss(), model, whole(session))))
+            learn(session, model, whole(session))
             found.append(kit.gradients(session, model))
     return found
 
@@ -573,8 +576,8 @@ def put_together(kit: ConformanceKit) -> tuple[State, State]:
 def counted_steps(kit: ConformanceKit) -> list[int]:
     found = []
     with prepared(kit, _Counting(kit.make_model())) as (session, model):
-        for batch in session.prepare_loader(DataLoader(data(4 * STEPS), batch_size=4)):
-            session.backward(loss_of(session.run(batch_loss(), model, batch)))
+        for shared in with_shares(session.prepare_loader(DataLoader(data(4 * STEPS), batch_size=4))):
+            learn(session, model, shared)
             session.sync_buffers(model)
             found.append(int(session.model_state(model)["steps"]))
     return found

@@ -24,11 +24,14 @@ from tp_core.testing._kit import (
     State,
     batch_loss,
     data,
+    learn,
     loss_of,
     on_cpu,
     open_session,
     prepared,
+    train,
     whole,
+    with_shares,
 )
 from tp_core.testing._session_checks import environment_now
 
@@ -91,23 +94,33 @@ def of_several_types(model: nn.Module) -> nn.Module:
 
 
 def train_gradients(kit: ConformanceKit, samples: int, batch_size: int, loss: LossReduction) -> State:
-    step = batch_loss(loss)
     with prepared(kit, loss=loss) as (session, model):
-        for batch in session.prepare_loader(DataLoader(data(samples), batch_size=batch_size)):
-            session.backward(loss_of(session.run(step, model, batch)))
+        loader = session.prepare_loader(DataLoader(data(samples), batch_size=batch_size))
+        for shared in with_shares(loader):
+            learn(session, model, shared, batch_loss(loss))
         return kit.gradients(session, model)
+
+
+def gradients_without_a_share(kit: ConformanceKit) -> tuple[int, State]:
+    """Return the gradients of a batch of which each data rank has as many samples."""
+    with prepared(kit) as (session, model):
+        loader = session.prepare_loader(DataLoader(data(5), batch_size=5))
+        learn(session, model, next(with_shares(loader)))  # an uneven batch before it does not weigh its loss
+        model.zero_grad()
+        batch, _ = whole(session, samples=4 * session.data_size)
+        learn(session, model, (batch, None))
+        return session.data_size, kit.gradients(session, model)
 
 
 def single_precision(kit: ConformanceKit) -> State:
     with prepared(kit, kit.make_model().float()) as (session, model):
-        batch = whole(session, dtype=torch.float32)
-        session.backward(loss_of(session.run(batch_loss(), model, batch)))
+        learn(session, model, whole(session, dtype=torch.float32))
         return kit.gradients(session, model)
 
 
 def several_types(kit: ConformanceKit) -> State:
     with prepared(kit, of_several_types(kit.make_model())) as (session, model):
-        session.backward(loss_of(session.run(batch_loss(), model, whole(session))))
+        learn(session, model, whole(session))
         return kit.gradients(session, model)
 
 
@@ -117,71 +130,61 @@ def dict_gradients(kit: ConformanceKit) -> State:
         return {"loss": loss, "half": loss.detach() / 2}
 
     with prepared(kit) as (session, model):
-        session.backward(loss_of(session.run(step, model, whole(session))))
+        learn(session, model, whole(session), step)
         return kit.gradients(session, model)
 
 
 def accumulated_gradients(kit: ConformanceKit) -> State:
-    step = batch_loss()
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(batch_loss()(model, batch)) / 2
+
     with prepared(kit) as (session, model):
-        first, second = session.prepare_loader(DataLoader(data(8), batch_size=4))
+        first, second = with_shares(session.prepare_loader(DataLoader(data(8), batch_size=4)))
         with session.no_sync(model):
-            session.backward(loss_of(session.run(step, model, first)) / 2)
-        session.backward(loss_of(session.run(step, model, second)) / 2)
+            learn(session, model, first, step)
+        learn(session, model, second, step)
         return kit.gradients(session, model)
 
 
 def held_gradients(kit: ConformanceKit) -> tuple[int, State]:
     """Return the gradients on a rank before they are reduced."""
     with prepared(kit) as (session, model):
-        batch = whole(session)
+        shared = whole(session)
         with session.no_sync(model):
-            session.backward(loss_of(session.run(batch_loss(), model, batch)))
+            learn(session, model, shared)
         named = session.unwrap(model).named_parameters()
         held = {n: p.grad for n, p in named if p.grad is not None}
         plain = {n: g for n, g in held.items() if not hasattr(g, "full_tensor")}
         seen = on_cpu(plain)
-        session.backward(loss_of(session.run(batch_loss(), model, batch)))
+        learn(session, model, shared)
         return session.data_size, seen
 
 
 def gradients_after_an_exception(kit: ConformanceKit) -> State:
     with prepared(kit) as (session, model):
-        batch = whole(session)
+        shared = whole(session)
         error = LookupError("out of no_sync")
         with pytest.raises(LookupError, match="out of no_sync"), session.no_sync(model):
             raise error
-        session.backward(loss_of(session.run(batch_loss(), model, batch)))
+        learn(session, model, shared)
         return kit.gradients(session, model)
 
 
 def trained_with_unused(kit: ConformanceKit) -> State:
-    model, step = _WithUnused(kit.make_model()), batch_loss()
+    model = _WithUnused(kit.make_model())
     options = {kit.backend.name: {**kit.options, **kit.unused_options}}
     with open_session(kit, model=model, options=options) as session:
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         wrapped = session.prepare_model(model)
-        optimizer = session.prepare_optimizer(plain)
-        for batch in session.prepare_loader(DataLoader(data(12), batch_size=4)):
-            optimizer.zero_grad()
-            session.backward(loss_of(session.run(step, wrapped, batch)))
-            optimizer.step()
-        return on_cpu(session.model_state(wrapped))
+        return train(session, wrapped, [session.prepare_optimizer(plain)])
 
 
 def trained_weights(kit: ConformanceKit) -> State:
-    model, step = kit.make_model(), batch_loss()
+    model = kit.make_model()
     with open_session(kit, model=model) as session:
         plain = torch.optim.Adam(model.parameters(), lr=0.05)
         model = session.prepare_model(model)
-        optimizer = session.prepare_optimizer(plain)
-        loader = session.prepare_loader(DataLoader(data(11), batch_size=4))
-        for _ in range(3):
-            for batch in loader:
-                optimizer.zero_grad()
-                session.backward(loss_of(session.run(step, model, batch)))
-                optimizer.step()
-        return on_cpu(session.model_state(model))
+        return train(session, model, [session.prepare_optimizer(plain)], samples=11, epochs=3)
 
 
 def who_is_trained(kit: ConformanceKit) -> tuple[bool, bool]:
@@ -222,8 +225,7 @@ def gradients(model: nn.Module) -> State:
 
 
 def _run_backward(session: Session, model: nn.Module, factor: float = 1.0) -> None:
-    loss = loss_of(session.run(batch_loss(), model, whole(session)))
-    session.backward(loss if factor == 1.0 else loss * factor)
+    learn(session, model, whole(session), lambda model, batch: loss_of(batch_loss()(model, batch)) * factor)
 
 
 def clipped(kit: ConformanceKit, norm_type: float) -> tuple[Tensor, State]:
@@ -357,12 +359,8 @@ def trained_with_own_branches(kit: ConformanceKit) -> tuple[int, State]:
 
         plain = torch.optim.SGD(model.parameters(), lr=RATE)
         wrapped = session.prepare_model(model)
-        optimizer = session.prepare_optimizer(plain)
-        for batch in session.prepare_loader(DataLoader(data(4 * size), batch_size=2 * size)):
-            optimizer.zero_grad()
-            session.backward(loss_of(session.run(step, wrapped, batch)))
-            optimizer.step()
-        return size, on_cpu(session.model_state(wrapped))
+        optimizers = [session.prepare_optimizer(plain)]
+        return size, train(session, wrapped, optimizers, samples=4 * size, batch_size=2 * size, step=step)
 
 
 def modes_in_steps(kit: ConformanceKit, training: bool) -> tuple[bool, list[bool]]:
@@ -377,7 +375,7 @@ def modes_in_steps(kit: ConformanceKit, training: bool) -> tuple[bool, list[bool
     with prepared(kit, model) as (session, wrapped):
         first = model.training
         wrapped.train(training)
-        batch = whole(session)
+        batch, _ = whole(session)
         session.run(step, wrapped, batch)
         with torch.no_grad():
             session.run(step, wrapped, batch)
@@ -390,7 +388,7 @@ def returned(kit: ConformanceKit) -> tuple[float, dict[str, float]]:
         return {"twice": 2 * loss.detach(), "loss": loss, "more": loss.detach() + 1}
 
     with prepared(kit) as (session, model):
-        output: Any = session.run(step, model, whole(session))
+        output: Any = session.run(step, model, whole(session)[0])
         return output["loss"].item(), {n: float(v) for n, v in output.items() if n != "loss"}
 
 
@@ -398,65 +396,50 @@ def gradients_of_two_models(kit: ConformanceKit) -> tuple[State, State] | None:
     one, other = kit.make_model(), shifted(kit.make_model())
     with open_session(kit, model=one) as session:
         models = [session.prepare_model(one), session.prepare_model(other)]
+        batch, share = whole(session)
         try:
-            output = session.run_several(loss_of_two, models, whole(session))
+            output = session.run_several(loss_of_two, models, batch)
         except StepError:
             if not session.runs_step_in_parts:
                 raise
             return None
-        session.backward(loss_of(output))
+        session.backward(loss_of(output), share)
         return kit.gradients(session, models[0]), kit.gradients(session, models[1])
 
 
 def retains_the_graph(kit: ConformanceKit) -> bool:
     with prepared(kit) as (session, model):
-        loss = loss_of(session.run(batch_loss(), model, whole(session)))
+        batch, share = whole(session)
+        loss = loss_of(session.run(batch_loss(), model, batch))
         scale = torch.ones_like(loss).requires_grad_()
         scaled = loss * scale.square()  # keeps the scale for its own backward pass
-        session.backward(scaled, retain_graph=True)
+        session.backward(scaled, share, retain_graph=True)
         (found,) = torch.autograd.grad(scaled, [scale])
         return torch.allclose(found, 2 * loss.detach())
 
 
 def trained_in_groups(kit: ConformanceKit) -> State:
-    model, step = kit.make_model(), batch_loss()
+    model = kit.make_model()
     with open_session(kit, model=model) as session:
         plain = grouped(model)
         wrapped = session.prepare_model(model)
-        optimizer = session.prepare_optimizer(plain)
-        loader = session.prepare_loader(DataLoader(data(12), batch_size=4))
-        for _ in range(2):
-            for batch in loader:
-                optimizer.zero_grad()
-                session.backward(loss_of(session.run(step, wrapped, batch)))
-                optimizer.step()
-        return on_cpu(session.model_state(wrapped))
+        return train(session, wrapped, [session.prepare_optimizer(plain)], epochs=2)
 
 
 def trained_on_schedule(kit: ConformanceKit) -> State:
-    model, step = kit.make_model(), batch_loss()
+    model = kit.make_model()
     with open_session(kit, model=model) as session:
         plain, scheduler = scheduled(model)
         wrapped = session.prepare_model(model)
-        optimizer = session.prepare_optimizer(plain)
-        for batch in session.prepare_loader(DataLoader(data(12), batch_size=4)):
-            optimizer.zero_grad()
-            session.backward(loss_of(session.run(step, wrapped, batch)))
-            optimizer.step()
-            scheduler.step()
-        return on_cpu(session.model_state(wrapped))
+        return train(session, wrapped, [session.prepare_optimizer(plain)], after_step=scheduler.step)
 
 
 def gradients_beside_bad_stand_ins(kit: ConformanceKit) -> State:
     with prepared(kit) as (session, model):
-
-        def step(model: nn.Module, batch: Any) -> Tensor:
-            loss = loss_of(batch_loss()(model, batch))
-            is_stand_in = session.share is not None and not session.share.samples
-            return loss * math.nan if is_stand_in else loss
-
-        for batch in session.prepare_loader(DataLoader(data(5), batch_size=4)):
-            session.backward(loss_of(session.run(step, model, batch)))
+        for batch, share in with_shares(session.prepare_loader(DataLoader(data(5), batch_size=4))):
+            loss = loss_of(session.run(batch_loss(), model, batch))
+            is_stand_in = share is not None and not share.samples
+            session.backward(loss * math.nan if is_stand_in else loss, share)
         return kit.gradients(session, model)
 
 
@@ -494,20 +477,13 @@ def make_optimizers(model: nn.Module, *, several: bool) -> list[torch.optim.Opti
 
 
 def trained(kit: ConformanceKit, late: bool, several: bool) -> State:
-    model, step = kit.make_model(), batch_loss()
+    model = kit.make_model()
     with open_session(kit, model=model) as session:
         plain = [] if late else make_optimizers(model, several=several)
         wrapped = session.prepare_model(model)
         if late:
             plain = make_optimizers(session.unwrap(wrapped), several=several)
-        optimizers = [session.prepare_optimizer(optimizer) for optimizer in plain]
-        for batch in session.prepare_loader(DataLoader(data(12), batch_size=4)):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            session.backward(loss_of(session.run(step, wrapped, batch)))
-            for optimizer in optimizers:
-                optimizer.step()
-        return on_cpu(session.model_state(wrapped))
+        return train(session, wrapped, [session.prepare_optimizer(optimizer) for optimizer in plain])
 
 
 def evaluated_frozen(kit: ConformanceKit) -> tuple[State, torch.Tensor]:
@@ -562,7 +538,7 @@ def modes(kit: ConformanceKit, mode: str) -> list[tuple[bool, bool, torch.dtype]
         return loss_of(batch_loss()(model, batch))
 
     with prepared(kit, kit.make_model().float()) as (session, model):
-        batch = whole(session, dtype=torch.float32)
+        batch, _ = whole(session, dtype=torch.float32)
         autocast: AbstractContextManager[Any] = nullcontext()
         if "autocast" in mode:
             autocast = torch.autocast(session.device.type, dtype=torch.bfloat16)
@@ -602,7 +578,7 @@ def left_behind(kit: ConformanceKit) -> list[str]:
 
 def _make_one_step(kit: ConformanceKit, model: nn.Module) -> None:
     with prepared(kit, model) as (session, wrapped):
-        session.backward(loss_of(session.run(batch_loss(), wrapped, whole(session))))
+        learn(session, wrapped, whole(session))
 
 
 def _handlers() -> dict[str, Any]:
@@ -621,6 +597,6 @@ def gradients_of_nested_batches(kit: ConformanceKit) -> State:
         return nn.functional.mse_loss(model(batch["x"]), half + 2 * quarter)
 
     with prepared(kit) as (session, model):
-        (batch,) = session.prepare_loader(DataLoader(_Nested(), batch_size=8))
-        session.backward(loss_of(session.run(step, model, batch)))
+        (shared,) = with_shares(session.prepare_loader(DataLoader(_Nested(), batch_size=8)))
+        learn(session, model, shared, step)
         return kit.gradients(session, model)

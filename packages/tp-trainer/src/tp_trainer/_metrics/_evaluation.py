@@ -79,9 +79,10 @@ def evaluate(
     collecting = metric_set.collecting(step)
     with guard_stop_iteration(), evaluating(session, model), batches.whole(), torch.no_grad():
         for batch in islice(batches, most):
-            output = metric_set.take(batches.number, run(collecting, model, batch))
+            share = batches.share
+            output = metric_set.take(batches.number, run(collecting, model, batch), share)
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
-            meter.add(None if has_no_loss else loss_of(output, training=False), output)
+            meter.add(None if has_no_loss else loss_of(output, training=False), output, share)
         metric_set.finish()
         means = meter.means()
         return {**means, **metric_set.compute()} if meter.samples else {}
@@ -108,13 +109,13 @@ class Validation:
     """The validation of a run: its step, its loaders and its metrics.
 
     Attributes:
-        run: Runs the step.
+        run: Returns what runs the step on a loader's batches.
         step: The user's step.
         loaders: The prepared loaders, by the prefix of their results' names.
         metrics: Metrics of each loader's whole set, by name.
     """
 
-    run: RunStep
+    run: Callable[[PreparedLoader], RunStep]
     step: Step
     loaders: Mapping[str, PreparedLoader]
     metrics: Mapping[str, Metric]
@@ -147,7 +148,7 @@ class Validation:
         for prefix, batches in self.loaders.items():
             batches.set_epoch(epoch)
             cut: dict[str, Any] = {"boundaries": boundaries, "most": most}
-            found = evaluate(session, self.run, self.step, model, batches, self.metrics, **cut)
+            found = evaluate(session, self.run(batches), self.step, model, batches, self.metrics, **cut)
             if not found:
                 which = f" {prefix.rstrip('/')!r}" if prefix else ""
                 msg = (
@@ -267,9 +268,9 @@ class Predictions:
             batches.set_epoch(epoch)
 
     def _predicted(self, batch: Any) -> tuple[Any, ...]:
+        share = self._batches.share
         with torch.no_grad():  # not around the yields: the caller's code would run without gradients
             output = cast("Mapping[str, SampleRows]", self._run(self._step, self._model, batch))
-        share = self._session.share
         if share is not None and share.samples == 0:  # a stand-in
             return ()
         pieces = output["rows"].pieces

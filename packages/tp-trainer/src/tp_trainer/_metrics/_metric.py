@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tp_core import recursive_to, tree_map
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import SampleRows, join_rows
-from tp_core.plugins import Session, StepOutput
+from tp_core.plugins import Session, Share, StepOutput
 
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._step import Step
@@ -149,12 +149,13 @@ class MetricSet:
         """Return the step, wrapped so that the session returns the metrics' arguments as rows."""
         return _Collecting(step, self._metrics.keys()) if self._metrics else step
 
-    def take(self, number: int, output: StepOutput) -> StepOutput:
+    def take(self, number: int, output: StepOutput, share: Share | None) -> StepOutput:
         """Take the arguments of the metrics out of a step's output, and return the rest.
 
         Args:
             number: The number of the batch, counted over all data ranks.
             output: The output of the wrapped step.
+            share: The samples of the batch; a stand-in's arguments are dropped.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
@@ -164,7 +165,6 @@ class MetricSet:
         if not self._metrics or not isinstance(output, Mapping):
             self._feed(self._gather.reach(number))
             return output
-        share = self._session.share
         is_nothing = share is not None and share.samples == 0  # a stand-in
         mine = {k: v.pieces for k, v in output.items() if isinstance(v, SampleRows)}
         self._feed(self._gather.add(number, {} if is_nothing else mine))

@@ -56,7 +56,7 @@ class FitHooks(LoopHooks):
         after_epoch: Callable[[], None],
     ) -> None:
         self.settings, self.optimizer_step, self.run = settings, optimizer_step, run
-        self._validation, self._train, self._after_epoch = validation, train, after_epoch
+        self._validation, self.train, self._after_epoch = validation, train, after_epoch
         self.validates = validation is not None
         self.skips_nonfinite = settings.gradients.nonfinite == "skip"
 
@@ -68,7 +68,7 @@ class FitHooks(LoopHooks):
         if self._validation is None:
             return {}
         session, model = self.optimizer_step.session, self.optimizer_step.model
-        epoch = max(self._train.next_epoch - 1, 0)
+        epoch = max(self.train.next_epoch - 1, 0)
         return self._validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
 
     def check_parameters(self) -> None:
@@ -121,6 +121,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     scheduler = hooks.settings.scheduler if hooks.settings.scheduler_every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
+    loader = hooks.train
     begin_step = meter.begin_step if meter.tolerates else None
     events = hooks.settings.events
     sends_backward_end = events.has("on_backward_end")
@@ -141,15 +142,16 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         run, finish = run_first, finish_first
 
     def learn(batch: Any) -> StepOutput:
+        share = loader.share  # now: the step may iterate the loader, too
         output = run(step, model, batch)
         # Most steps return a scalar: the full check of `loss_of` would double the cost of this function.
         if type(output) is Tensor and output.requires_grad and not output.dim():
             loss = output
         else:
             loss = loss_of(output, training=True)
-        weight = add(loss, output)
+        weight = add(loss, output, share)
         if weight is None:
-            backward(loss)
+            backward(loss, share)
         else:
             update.weighted_backward(loss, weight)
         if sends_backward_end:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.plugins import PreparedLoader, RunStatus, RunView, Session
+from tp_core.plugins import PreparedLoader, RunStatus, RunView, Session, Share
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_positive
@@ -118,6 +118,7 @@ class Loop:
         checkpoints, limits = settings.checkpoints(), settings.limits
         self._session, self._settings, self._limits, self._run_state = session, settings, limits, state
         self._train, self._steps, self._accumulate = train, steps, settings.accumulate
+        self._share: Share | None = None  # of the current batch
         self._hooks, self._events, self._logs, self._watchdog = hooks, settings.events, logs, watchdog
         self._folder = None if checkpoints is None else Path(checkpoints.folder).absolute()
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
@@ -293,7 +294,7 @@ class Loop:
             StepError: A value is not a number.
         """
         if self._hooks.counts_batches:
-            self.meter.log(numbers)
+            self.meter.log(numbers, self._share)
         step = self.step + (self._is_in_step and not self._epoch_is_over)
         self._logs.add(numbers, step=step, epoch=self.epoch)
 
@@ -442,9 +443,11 @@ class Loop:
         with guard_stop_iteration(), shown as self._ticker, self._watchdog.watching():
             self._next_look = self._at_boundary(done)
             if self._ending is None:
-                batches = iter(self._train)
+                train = self._train
+                batches = iter(train)
                 try:
                     for batch in islice(batches, steps - first):
+                        self._share = train.share  # now: the code of the step may iterate the loader, too
                         if accumulate > 1:
                             self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
                         if note_step is not None:
@@ -453,7 +456,7 @@ class Loop:
                         done += 1
                         self._done = done
                         if count is not None:
-                            count()
+                            count(self._share)
                         if sends_step_end and self.ends_step:
                             self._run_state.step, self._is_in_step = self.step, False
                             self._events.send("on_step_end", self)

@@ -6,13 +6,14 @@ from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from tp_core import tree_leaves, tree_map
 from tp_core.errors import StepError
 from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
 
 from tp_trainer._steps._optimizer_step import counts_as_nothing
+from tp_trainer._steps._step import RunStep, Step
 
 # -- Shares of batches, and the next epochs of loaders --------------------------------------------
 
@@ -41,7 +42,8 @@ class BatchShares:
         self._knows_losses = False  # whether any was noted; a loop that does not use run() notes none
         # The batch that was yielded last, until its iteration continues or ends.
         self._latest: Any = _NO_BATCH
-        self._latest_share: Any = None
+        self._latest_share: Share | None = None
+        self._share_in_step: Share | None = None  # of the step that the trainer's own loop runs now
         self._met_stand_in = False  # whether a rank had a stand-in in the last iteration for training
         # The shares of the iterations under way, for training and for evaluation.
         self._training: dict[int, Share] = {}
@@ -49,22 +51,21 @@ class BatchShares:
 
     def watch(self, loader: PreparedLoader, *, training: bool) -> None:
         """Record the shares of the batches that ``loader`` yields."""
-        loader.watch = lambda batches: self._watched(batches, training=training)
+        loader.watch = lambda batches: self._watched(batches, loader, training=training)
 
-    def _watched(self, batches: Iterator[Any], *, training: bool) -> Iterator[Any]:
+    def _watched(self, batches: Iterator[Any], loader: PreparedLoader, *, training: bool) -> Iterator[Any]:
         key, under_way = id(batches), self._training if training else self._evaluating
-        session, known, note = self._session, None, self._by_tensor.note_all
+        size, known, note = self._session.data_size, None, self._by_tensor.note_all
         self._met_stand_in = False
         try:
             for batch in batches:
-                share = session.share
+                share = self._latest_share = loader.share
                 if share is not None:
                     if share is not known:
                         under_way[key] = known = share
-                        self._met_stand_in |= training and share.total < session.data_size
+                        self._met_stand_in |= training and share.total < size
                         noted = share, training
-                    if note(batch, noted):
-                        self._latest, self._latest_share = batch, share
+                    self._latest = batch if note(batch, noted) else _NO_BATCH
                 yield batch
         finally:
             under_way.pop(key, None)
@@ -76,7 +77,7 @@ class BatchShares:
         if loss is None:
             return
         self._knows_losses = True
-        if batch is self._latest:
+        if batch is self._latest and self._latest_share is not None:
             self._by_loss.note(loss, self._latest_share)
         elif len(found := self._shares_in(batch)) == 1:
             self._by_loss.note(loss, found[0])
@@ -116,35 +117,47 @@ class BatchShares:
             found = _different(share for share, training in self._by_tensor.values() if training)
         if len(found) > 1:
             raise StepError(_ambiguous(found))
-        return found[0] if found else self._session.share
+        return found[0] if found else self._latest_share
 
     def _shares_in(self, batch: Any) -> list[Share]:
         noted = [self._by_tensor.get(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         return _different(found[0] for found in noted if found is not None)
 
-    @property
-    def is_in_a_loop(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return bool(self._evaluating or self._training)
+    def in_steps(self, run: RunStep, batches: PreparedLoader) -> RunStep:
+        """Return ``run``, in whose steps the current batch is the one that ``batches`` yielded last."""
+
+        def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
+            outer, self._share_in_step = self._share_in_step, batches.share
+            try:
+                return run(step, model, batch)
+            finally:
+                self._share_in_step = outer
+
+        return run_step
 
     def holds_nothing(self, batch: Any) -> bool:
         """Return whether this rank has a stand-in instead of samples of the batch.
 
         Args:
-            batch: The batch; ``None`` for the batch of the loader under iteration, or for all batches of the
-                last one.
+            batch: The batch; ``None`` for the batch of the step, or of the loader under iteration, or for all
+                batches of the last one.
 
         Raises:
             StepError: The batch is not known; or a rank gets no part of it at all.
         """
-        under_way = self._evaluating or self._training
-        shares = list(under_way.values()) if batch is None else [self.of_batch(batch)]
+        of_step, evaluated = self._share_in_step, list(self._evaluating.values())
+        if batch is not None:
+            shares = [self.of_batch(batch)]
+        elif of_step is not None:
+            shares, evaluated = [of_step], [] if torch.is_grad_enabled() else [of_step]
+        else:
+            shares = evaluated or list(self._training.values())
         if not shares:
             if self._met_stand_in:
                 raise StepError(_after_the_loop())
             return False
         size = self._session.data_size
-        few = [share for share in shares if share.total < size and share in self._evaluating.values()]
+        few = [share for share in shares if share.total < size and share in evaluated]
         if few and not self._session.evaluates_together:
             msg = (
                 f"the batch has {few[0].total} samples for {size} ranks, and a rank without a sample of it "
@@ -313,30 +326,6 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
         return session.gather(rows[:0] if is_nothing else rows)
 
     return tree_map(gathered, value)
-
-
-def has_nothing(session: Session, shares: BatchShares | None, batch: Any) -> bool:
-    """Return whether this rank has a stand-in for the samples of a batch, in a step or in a custom loop.
-
-    Args:
-        session: The session of the ranks.
-        shares: The shares of the loaders' batches; ``None`` with one data rank.
-        batch: The batch; ``None`` for the current one.
-
-    Raises:
-        StepError: The batch is not known; or a rank without a sample of it does not take part.
-    """
-    if shares is not None and (batch is not None or shares.is_in_a_loop):
-        return shares.holds_nothing(batch)
-    share = session.share
-    waits = session.evaluates_together or torch.is_grad_enabled()
-    if share is not None and share.total < session.data_size and not waits:
-        msg = (
-            f"the batch has {share.total} samples for {session.data_size} ranks, and in evaluation a "
-            "rank without a sample of it does not wait here; give a larger batch size"
-        )
-        raise StepError(msg)
-    return share is not None and share.samples == 0
 
 
 def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -> Tensor:

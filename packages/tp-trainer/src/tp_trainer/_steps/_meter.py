@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core.errors import NonFiniteLossError, StepError
-from tp_core.plugins import Session, read_weight, split_weight
+from tp_core.plugins import Session, Share, read_weight, split_weight
 
 _FLUSH_EVERY = 50  # steps between two waits for the accelerator
 
@@ -64,12 +64,13 @@ class Meter:
         self.last_loss: float | None = None
         self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
 
-    def add(self, loss: Tensor | None, output: Any) -> float | None:
+    def add(self, loss: Tensor | None, output: Any, share: Share | None) -> float | None:
         """Count one step.
 
         Args:
             loss: The loss; ``None`` in an evaluation without one.
             output: The step's output.
+            share: The samples of the step's batch; ``None`` counts as one sample.
 
         Returns:
             The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
@@ -81,7 +82,6 @@ class Meter:
 
         Collectives: in training over several data ranks an all-gather of objects, at the first step.
         """
-        share = self._session.share
         samples = 1 if share is None else share.samples
         if output is loss and loss is not None and self.weighs is False and self._is_plain:
             value = loss.item()
@@ -116,20 +116,18 @@ class Meter:
             self._add_others(output, samples, units)
         return weight
 
-    def log(self, numbers: Mapping[str, Any]) -> None:
+    def log(self, numbers: Mapping[str, Any], share: Share | None) -> None:
         """Add numbers of a custom loop's batch, weighted by its samples.
 
         Raises:
             StepError: A value cannot be averaged.
         """
-        share = self._session.share
         samples = 1 if share is None else share.samples
         for name, value in numbers.items():
             self._add_other(name, value, samples, samples)
 
-    def count(self) -> None:
+    def count(self, share: Share | None) -> None:
         """Count a batch of a custom loop."""
-        share = self._session.share
         self._step += 1
         self.samples += 1 if share is None else share.samples
 

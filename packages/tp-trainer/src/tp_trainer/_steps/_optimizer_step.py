@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, NonFiniteLossError
 from tp_core.internal import zero_backward
-from tp_core.plugins import Session
+from tp_core.plugins import Session, Share
 
 from tp_trainer._checks import check_limit, check_not_negative
 from tp_trainer._steps._step import LossScaler
 
 # -- Weighted losses: means over other units than samples -----------------------------------------
-# A session weights the losses of its data ranks by their samples. This is undone here, so weights work on
-# every backend, even if it does not know of them.
+# A session counts the losses of its data ranks alike where it is given no share of the samples. So weights
+# work on every backend, even if it does not know of them.
 
 
 # Not a context variable: on accelerators autograd runs the backward pass in its own threads.
@@ -55,8 +55,8 @@ def add_whole(
         add_nothing(session, loss, **graph)
         return
     if session.job.loss == "mean":
-        scale *= weight / total * _inverse_share(session)
-    session.backward(loss if scale == 1.0 else loss * scale, **graph)
+        scale *= weight / total * session.data_size  # without a share the session averages over the ranks
+    session.backward(loss if scale == 1.0 else loss * scale, None, **graph)
 
 
 def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scale: float = 1.0) -> None:
@@ -86,7 +86,7 @@ def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
         return
     _adding_nothing.add(session)
     try:
-        zero_backward(loss, lambda nothing: session.backward(nothing * 0.0, **graph))
+        zero_backward(loss, lambda nothing: session.backward(nothing * 0.0, None, **graph))
     finally:
         _adding_nothing.discard(session)
 
@@ -99,14 +99,6 @@ def counts_as_nothing(session: Session) -> bool:
 def near_power_of_two(number: float) -> float:
     """Return a power of two near ``number``: a multiplication by it does not round."""
     return math.ldexp(1.0, round(math.log2(number)))
-
-
-def _inverse_share(session: Session) -> float:
-    """Return the inverse of the factor that the session puts on this rank's loss."""
-    share = session.share
-    if share is None or session.data_size == 1:
-        return float(session.data_size)
-    return share.total / share.samples
 
 
 # -- The optimizer step, from one or several batches ----------------------------------------------
@@ -165,9 +157,9 @@ class OptimizerStep:
         optimizer: The prepared optimizer.
         scaler: Scales the loss, or ``None``.
         accumulate: The most batches in one step.
-        backward: Adds the gradients of one batch's loss, over all data ranks, to the parameters. Each batch
-            is weighted by the samples of all ranks in it, so that a step has the gradient of the mean over
-            all of its samples. Collectives: as in `Session.backward`.
+        backward: Adds the gradients of one batch's loss, over all data ranks, to the parameters; it takes the
+            loss and its share. Each batch is weighted by the samples of all ranks in it, so that a step has
+            the gradient of the mean over all of its samples. Collectives: as in `Session.backward`.
         count: The steps made or skipped since the first one.
         skipped: The steps skipped since the first one.
         is_empty: Whether the last step was skipped because the weights of its batches were all 0.
@@ -214,7 +206,9 @@ class OptimizerStep:
             scaler is not None or not self._raises or (clip_norm is not None and session.device.type == "cpu")
         )
         is_scaled = scaler is not None or self._weighs
-        self.backward: Callable[[Tensor], None] = self._scaled_backward if is_scaled else session.backward
+        self.backward: Callable[[Tensor, Share | None], None] = (
+            self._scaled_backward if is_scaled else session.backward
+        )
         self._is_plain = not (self._looks or self._weighs or clip_norm is not None or clip_value is not None)
 
     def send_norm_to(self, before_step: Callable[[Tensor], None]) -> None:
@@ -225,15 +219,14 @@ class OptimizerStep:
         self._before_step = before_step
         self._is_plain = False
 
-    def _scaled_backward(self, loss: Tensor) -> None:
+    def _scaled_backward(self, loss: Tensor, share: Share | None) -> None:
         factor = 1.0 if self.scaler is None else self.scaler.scale
         if self._weighs:
-            share = self.session.share
             samples = 1 if share is None else share.total
             self._first = self._first or samples
             self._total += samples
             factor *= samples / self._first
-        self.session.backward(loss if factor == 1.0 else loss * factor)
+        self.session.backward(loss if factor == 1.0 else loss * factor, share)
 
     def weighted_backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradients of a batch with a weight: the number of units that its loss is a mean over.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.plugins import PreparedLoader, Session, StepOutput, read_weight
+from tp_core.plugins import PreparedLoader, Session, Share, StepOutput, read_weight
 
 from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer, check_positive
 from tp_trainer._steps._step import Step, loss_of
@@ -128,7 +128,7 @@ class _Learner:
                     group["lr"].fill_(rate * part)
                 else:
                     group["lr"] = rate * part
-            loss = self._learn(batch)
+            loss = self._learn(batch, batches.share)
             if loss - loss != 0.0:  # NaN or infinite
                 break
             losses.append(loss)
@@ -138,26 +138,26 @@ class _Learner:
                 break
         return RangeTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed))
 
-    def _learn(self, batch: Any) -> float:
+    def _learn(self, batch: Any, share: Share | None) -> float:
         """Make one step and return the loss of all ranks; make no update for a NaN or infinite loss.
 
         Collectives: as in :func:`_mean_over_ranks`, `Trainer.backward` and `Trainer.update`.
         """
         self.optimizer.zero_grad()
         output = self.trainer.run(self.step, self.model, batch)
-        value = _mean_over_ranks(self.trainer.session, output)
+        value = _mean_over_ranks(self.trainer.session, output, share)
         if value - value == 0.0:
             self.trainer.backward(output)
             self.trainer.update(self.model, self.optimizer)
         return value
 
 
-def _mean_over_ranks(session: Session, output: StepOutput) -> float:
+def _mean_over_ranks(session: Session, output: StepOutput, share: Share | None) -> float:
     """Return the loss over the samples, or units, of all ranks.
 
     Collectives: one all-reduce of two numbers, if there are several data ranks.
     """
-    loss, share = loss_of(output, training=True).item(), session.share
+    loss = loss_of(output, training=True).item()
     units = 1.0 if share is None else float(share.samples)
     if units and not isinstance(output, Tensor) and "weight" in output:
         units = read_weight(output["weight"])
