@@ -221,7 +221,7 @@ def test_closing_lets_the_replicas_go():
 
     session = opened()
     model = session.prepare_model(nn.Linear(3, 1))
-    reference = weakref.ref(session._replicas[id(model)])
+    reference = weakref.ref(session._replicas.get(model))
     session.close()
     gc.collect()
     assert reference() is None

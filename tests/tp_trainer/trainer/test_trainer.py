@@ -1,7 +1,12 @@
 """Training through the trainer, with fit and with one's own loop."""
 
+import copy
+import functools
+import gc
 import logging
+import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -277,3 +282,42 @@ def test_long_epochs_say_how_far_they_are(monkeypatch, capsys):
     with Trainer(seed=0, progress=True) as trainer:
         fit(trainer, epochs=1)
     assert re.search(r"epoch 1/1  step \d/5  loss=\S+  [\d,.]+ steps/s", capsys.readouterr().err)
+
+
+def models_left(backend, devices, *, copies=True):
+    """Return how many of three models are alive after a trainer has trained one after the other."""
+    data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+
+    def step(model, batch):
+        return model(batch[0]).square().mean()
+
+    with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
+        alive = []
+        for _ in range(3):
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.Adam(model.parameters())
+            trainer.fit(model, optimizer, data, step=step)
+            before = trainer.evaluate(model, data, step=step)
+            if copies:  # which are models of their own, without what the trainer keeps for this one
+                for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                    assert trainer.evaluate(other, data, step=step) == before
+                    alive.append(weakref.ref(other))
+                del other
+            alive += [weakref.ref(model), *map(weakref.ref, model.parameters())]
+            del model, optimizer
+        gc.collect()
+        return sum(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
+def test_models_end_before_the_trainer_that_has_trained_them(backend):
+    assert models_left(backend, "cpu" if backend == "single" else "cpu,cpu") == 0
+
+
+def test_models_end_before_the_trainer_of_several_ranks():
+    assert run_ranks(models_left, 2, "ddp", "cpu") == [0, 0]
+
+
+@pytest.mark.slow
+def test_sharded_models_end_before_the_trainer():
+    assert run_ranks(functools.partial(models_left, copies=False), 2, "fsdp", "cpu") == [0, 0]

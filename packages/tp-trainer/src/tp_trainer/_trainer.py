@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError
-from tp_core.internal import Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
+from tp_core.internal import PerModule, Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
 from tp_core.plugins import (
     Job,
     LossReduction,
@@ -178,7 +178,7 @@ class Trainer:
             options=options_by_backend(options, plugins),
         )
         self._lazy = LazySession(job, plugins, backend, seed=seed)
-        self._prepared: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+        self._prepared: PerModule[nn.Module] = PerModule()
         self._prepared_last: Callable[[], nn.Module | None] = lambda: None
         if seed is not None:
             seed_everything(seed)

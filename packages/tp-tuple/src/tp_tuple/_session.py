@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to
 from tp_core.errors import LoaderError, StepError
-from tp_core.internal import Envelope
+from tp_core.internal import Envelope, PerModule
 from tp_core.plugins import (
     Job,
     Parts,
@@ -46,9 +46,10 @@ class TupleSession(Session):
         self._cost = options.cost
         self._force_copies = options.force_copies
         self._adapters = find_adapters(options.adapter)
-        self._replicas: dict[int, Replicas] = {}
+        self._replicas: PerModule[Replicas] = PerModule()
         # Models that one step gets together are replicated as one, so that shared parameters stay shared.
-        self._together: dict[tuple[int, ...], nn.ModuleList] = {}
+        # By the first of them, and the identities of all.
+        self._together: PerModule[dict[tuple[int, ...], nn.ModuleList]] = PerModule()
         self._gathers: list[PartGather] = []  # of the steps that run now on several parts
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -136,10 +137,10 @@ class TupleSession(Session):
         """Run ``step(*replicas, part)`` on every device at once, as :meth:`run` does with one model."""
         if len(models) == 1:
             return self.run(step, models[0], batch)
-        key = tuple(map(id, models))
-        together = self._together.get(key)
-        if together is None:
-            together = self._together[key] = nn.ModuleList(models)
+        known = self._together.get(models[0])
+        if known is None:
+            known = self._together[models[0]] = {}
+        together = known.setdefault(tuple(map(id, models)), nn.ModuleList(models))
         return self._run(
             lambda replica, part: step(*cast("nn.ModuleList", replica), part),
             self._replicas_of(together),
@@ -213,10 +214,10 @@ class TupleSession(Session):
         super().close()
 
     def _replicas_of(self, model: nn.Module) -> Replicas:
-        replicas = self._replicas.get(id(model))
-        if replicas is None or replicas.module is not model:
+        replicas = self._replicas.get(model)
+        if replicas is None:
             replicas = Replicas(model, list(self.job.devices), force_copies=self._force_copies)
-            self._replicas[id(model)] = replicas
+            self._replicas[model] = replicas
         return replicas
 
     def _placed(self, parts: Parts) -> Parts:

@@ -1,9 +1,10 @@
 """The contract of a session: how a running job prepares objects and runs steps."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class Session:
         device: The device of this process; the job's first device by default.
 
     Attributes:
-        job: The job.
+        job: The job. The trainer takes its model away once the session is open: other models may follow.
         device: The device of this process.
         runs_step_in_parts: Whether :meth:`run` calls the step on several parts of the batch, which do
             not see each other.
@@ -541,3 +542,51 @@ def _local_part(tensor: Tensor) -> Tensor:
     # By its method and not by its class: importing that costs most of a second.
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+class PerModule(Generic[T]):
+    """A value for each module, as long as the module lives, also where the value refers to the module.
+
+    A weak dictionary would keep the module alive then: it holds its values, and so their keys. Here the
+    module holds the value: a cycle, which the garbage collector frees. What a session keeps for a model must
+    not end earlier: ranks collect at different times, and to make it again may need a collective.
+    """
+
+    def __init__(self) -> None:
+        self._modules: WeakSet[nn.Module] = WeakSet()
+
+    def __setitem__(self, module: nn.Module, value: T) -> None:
+        held = vars(module).get(_HELD)
+        if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
+            held = vars(module)[_HELD] = _Held()
+        held.values[self] = value
+        self._modules.add(module)
+
+    def get(self, module: nn.Module) -> T | None:
+        """Return the value of a module, or ``None``."""
+        held = vars(module).get(_HELD)
+        # The set, since a shallow copy of a module has its attributes.
+        return held.values.get(self) if isinstance(held, _Held) and module in self._modules else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules))
+
+    def clear(self) -> None:
+        """Forget all values."""
+        for module in self:
+            if isinstance(held := vars(module).get(_HELD), _Held):
+                held.values.pop(self, None)
+        self._modules.clear()
+
+
+_HELD = "_tp_held"
+
+
+class _Held:
+    """The values of one module; copies and pickles of the module have none."""
+
+    def __init__(self) -> None:
+        self.values: WeakKeyDictionary[PerModule[Any], Any] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()  # not this class: who loads the module may not have tp

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import StepOutput
+from tp_core._contracts._session import PerModule, StepOutput
 from tp_core._fully_sharded._optimizers import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
@@ -52,17 +53,17 @@ class Sharding:
         group: dist.ProcessGroup | None = None,
         share: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        self._job = job
+        self._job = replace(job, model=None)  # which may end before the session
         self._options = options
         self._device = job.devices[0]
         self._make_mesh = make_mesh
         self._group = group
         self._share = share
-        self._whole: dict[int, WholeParameters] = {}  # by the identity of the model
-        self._writes: dict[int, WriteWatch] = {}
-        # The shard that replaced a parameter, by the parameter's id. Weakly: a reference to the whole
-        # parameter would keep its memory.
-        self._shards: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
+        self._whole: PerModule[WholeParameters] = PerModule()
+        self._writes: PerModule[WriteWatch] = PerModule()
+        # The shard that replaced a parameter of the model, by the parameter's id. Weakly: a reference to the
+        # whole parameter would keep its memory.
+        self._shards: PerModule[dict[int, tuple[weakref.ref[Tensor], nn.Parameter]]] = PerModule()
 
     @cached_property
     def mesh(self) -> "DeviceMesh":
@@ -77,15 +78,22 @@ class Sharding:
         """
         plain = dict(model.named_parameters(remove_duplicate=False))
         self._shard(model)
-        for name, shard in model.named_parameters(remove_duplicate=False):
-            if shard is not plain[name]:
-                self._shards[id(plain[name])] = weakref.ref(plain[name]), shard
+        known = self._shards.get(model) or {}
+        self._shards[model] = known | {
+            id(plain[name]): (weakref.ref(plain[name]), shard)
+            for name, shard in model.named_parameters(remove_duplicate=False)
+            if shard is not plain[name]
+        }
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the shard that replaced a parameter; ``None`` where none did."""
-        replaced, shard = self._shards.get(id(parameter), (None, None))
-        # A dead reference: another tensor may have the id by now.
-        return None if replaced is None or replaced() is None else shard
+        for model in self._shards:
+            replaced, shard = (self._shards.get(model) or {}).get(id(parameter), (None, None))
+            if (
+                replaced is not None and replaced() is parameter
+            ):  # a later tensor may have the id of a dead one
+                return shard
+        return None
 
     def _shard(self, model: nn.Module) -> None:
         given = sharded_modules(model)
@@ -99,7 +107,7 @@ class Sharding:
             whole += self._shard_unit(module, is_root=False)
         if model not in given:
             whole += self._shard_unit(model, is_root=True)
-        self._whole[id(model)] = WholeParameters(whole, self._group)
+        self._whole[model] = WholeParameters(whole, self._group)
         self._prefetch([module for module in sharded_modules(model) if module is not model])
         self._begin(model)
 
@@ -120,7 +128,7 @@ class Sharding:
         odd = _kept_whole(module)
         writes = WriteWatch(module)
         if is_root:
-            self._writes[id(module)] = writes
+            self._writes[module] = writes
         else:
             writes.hook(module)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -193,7 +201,7 @@ class Sharding:
 
         Collective: in forward an all-gather for each unit, in backward reduce-scatters of gradients.
         """
-        writes = self._writes.get(id(model))
+        writes = self._writes.get(model)
 
         def watched() -> StepOutput:
             if writes is None:
@@ -228,7 +236,8 @@ class Sharding:
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
         """Set whether backward passes reduce gradients over ranks."""
         model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above
-        self._whole[id(model)].reduces = is_on
+        if (whole := self._whole.get(model)) is not None:
+            whole.reduces = is_on
 
 
 def _checkpoint_activations(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tp_core._builders import call_builder as call_builder
     from tp_core._builders import load_function as load_function
     from tp_core._contracts._backend import check_above_zero as check_above_zero
+    from tp_core._contracts._session import PerModule as PerModule
     from tp_core._data._batches import Envelope as Envelope
     from tp_core._data._batches import split_evenly as split_evenly
     from tp_core._data._rows import cat_rows as cat_rows
@@ -82,6 +83,7 @@ else:
         {
             "tp_core._builders": ["call_builder", "load_function"],
             "tp_core._contracts._backend": ["check_above_zero"],
+            "tp_core._contracts._session": ["PerModule"],
             "tp_core._data._batches": ["Envelope", "split_evenly"],
             "tp_core._data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core._data._seeding": [

@@ -222,6 +222,8 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
     if not isinstance(session, Session):
         msg = f"backend {chosen} must open a Session, got {type(session).__name__}"
         raise PluginError(msg)
+    # Its first model may end before it: a program may train one model after another.
+    session.job = replace(session.job, model=None)
     # By a weak reference: atexit would keep the session alive until the process exits.
     atexit.register(_close_at_exit, weakref.ref(session))
     return session
