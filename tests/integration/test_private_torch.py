@@ -42,6 +42,7 @@ REASONS = {
     "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a number off a device",
     "torch.distributed._tools.fake_collectives.non_functional_collectives": "estimates exchange nothing",
+    "torch._subclasses.fake_tensor.FakeTensor": "a tensor without values, for which nothing is drawn",
     "torch._subclasses.fake_tensor.FakeTensorMode": "a step is run on tensors without memory",
     "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
