@@ -6,7 +6,7 @@ from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner._options import Settings
 from tp_runner._scheduling import _run
-from tp_runner._scheduling._retries import Death, RetryQueue, Split, after_death, after_failures
+from tp_runner._scheduling._retries import Death, Split, after_death, after_failures
 from tp_runner._workers._failure import Failure
 from tp_runner._workers._fleet import Chunk, Died
 
@@ -94,9 +94,8 @@ def test_an_item_that_took_too_long_rests_and_those_beside_it_do_not():
     assert [part.delay_s for part in mended.parts] == [0.0]  # a death is not the item's failure
 
 
-def test_a_line_gives_what_has_rested_in_the_order_of_its_time():
-    clock = Clock()
-    line = RetryQueue(clock.monotonic)
+def test_a_line_gives_what_has_rested_in_the_order_of_its_time(clock):
+    line = _run.RetryQueue()
     first, second, third = (Chunk(seq, 0, [seq], 1) for seq in (1, 2, 3))
     line.append(first, 4.0)
     line.append(second, 2.0)

@@ -23,8 +23,8 @@ from tp_runner import (
     WorkerDiedError,
     WorkerError,
 )
-from tp_runner._scheduling import _pool
-from tp_runner._workers._process import _fleet, _forkserver
+from tp_runner._scheduling import _source
+from tp_runner._workers._process import _fleet, _start, _worker
 
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}
@@ -487,7 +487,7 @@ def garbage(data, max_restarts, options):
 
 
 def _kill_servers():
-    for server in list(_forkserver._servers.values()):
+    for server in list(_start._servers.values()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.pid, signal.SIGKILL)
 
@@ -598,7 +598,7 @@ def a_kill_over_a_frame_with_the_lock(tmp_path):
 
 def a_submit_while_the_run_ends_gets_its_end(tmp_path):
     lock = threading.RLock()
-    submissions = _pool.Submissions(lock, None)
+    submissions = _source.Submissions(lock, None)
     end = threading.Thread(target=submissions.abandon, args=(RunnerClosedError("it is over"),))
     with lock:  # as in RunnerPool.submit, which has just seen that it is not over
         assert not submissions.is_finishing
@@ -611,7 +611,7 @@ def a_submit_while_the_run_ends_gets_its_end(tmp_path):
 
 def a_silent_fork_server_is_used_no_more(tmp_path):
     env = {"SILENT": str(tmp_path)}  # a server of its own
-    server = _forkserver._server([], env)
+    server = _start._server(_worker.main, [], env)
     os.kill(server.pid, signal.SIGSTOP)
     server._socket.settimeout(0.01)
 
@@ -623,7 +623,7 @@ def a_silent_fork_server_is_used_no_more(tmp_path):
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(ConnectionError, match="does not answer"):
-        _forkserver.fork_by_server([], env, [])
+        _start.fork_by_server(_worker.main, [], env, [])
     is_closed = server._socket.fileno() == -1
     refused.set()
     killer.join(DEADLINE_S)
@@ -643,7 +643,7 @@ def a_fork_server_that_answers_too_late(error=None):
         options = {"env": {"LATE": str(tmp_path)}}  # a server of its own
         with Pid(1, **options) as runner:
             assert len(list(runner.stream([1]))) == 1
-            (server,) = [s for (_, env), s in _forkserver._servers.items() if dict(env) == options["env"]]
+            (server,) = [s for (_, env), s in _start._servers.items() if dict(env) == options["env"]]
             os.kill(server.pid, signal.SIGSTOP)
 
             def go_on():

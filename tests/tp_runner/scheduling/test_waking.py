@@ -5,7 +5,7 @@ import threading
 import pytest
 from tp_runner import OrderedRunner
 from tp_runner._options import Settings
-from tp_runner._scheduling._scheduler import Scheduler
+from tp_runner._scheduling._pool import Scheduler
 from tp_runner._scheduling._source import Direct, Feeder
 from tp_runner._workers._fleet import Done, Fleet, Timing
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tp_core.errors import ConfigError
 from tp_runner._workers import _item
-from tp_runner._workers._process import _spawn
+from tp_runner._workers._process import _start
 
 FORK = SimpleNamespace(start_method="fork")
 
@@ -27,11 +27,11 @@ def test_a_fork_of_a_process_that_has_used_the_accelerator_is_refused(module):
     with pytest.raises(
         ConfigError, match="'fork' with XPU devices needs a parent that has not used XPU, and"
     ):
-        _spawn._require_forkable(("cpu", "xpu:0"), FORK)
-    _spawn._require_forkable(("cpu", "xpu:0"), SimpleNamespace(start_method="spawn"))
-    _spawn._require_forkable(("cpu",), FORK)
+        _start._require_forkable(("cpu", "xpu:0"), FORK)
+    _start._require_forkable(("cpu", "xpu:0"), SimpleNamespace(start_method="spawn"))
+    _start._require_forkable(("cpu",), FORK)
     module.is_initialized = lambda: False
-    _spawn._require_forkable(("xpu:0",), FORK)
+    _start._require_forkable(("xpu:0",), FORK)
 
 
 def test_generators_of_accelerators_in_use_are_kept(module):

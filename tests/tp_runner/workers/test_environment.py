@@ -8,10 +8,9 @@ import sys
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_runner import Executor, OrderedRunner, Pipeline, _devices
-from tp_runner._devices import cores_of_workers
-from tp_runner._options import make_settings
-from tp_runner._workers._process import _forkserver
+from tp_runner import Executor, OrderedRunner, Pipeline, _options
+from tp_runner._options import cores_of_workers, make_settings
+from tp_runner._workers._process import _start
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -64,7 +63,7 @@ def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_p
 def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running, wait_until):
     with OrderedRunner(1, env={"COLOR": "blue"}) as runner:
         runner.submit(1).result()
-        (server,) = [s for (_, env), s in _forkserver._servers.items() if env]
+        (server,) = [s for (_, env), s in _start._servers.items() if env]
         pid = server._process.pid
         assert is_running(pid)
         del server
@@ -222,7 +221,7 @@ def test_wrong_cores_are_refused(cpus, options, message):
 
 
 def test_a_system_that_pins_nobody_is_told(monkeypatch):
-    monkeypatch.delattr(_devices.os, "sched_setaffinity", raising=False)
+    monkeypatch.delattr(_options.os, "sched_setaffinity", raising=False)
     with pytest.raises(ConfigError, match=r"cpus='split' pins workers to cores, which \w+ has no call for"):
         OrderedRunner(2, cpus="split")
 
@@ -235,11 +234,11 @@ def test_a_copy_of_the_program_does_not_keep_its_fork_server_alive(start_script,
         """
         import os, time
         import tp_runner
-        from tp_runner._workers._process import _forkserver
+        from tp_runner._workers._process import _start
 
         if __name__ == "__main__":
             runner = tp_runner.OrderedRunner(1)
-            (server,) = _forkserver._servers.values()
+            (server,) = _start._servers.values()
             child = os.fork()
             if not child:
                 assert list(tp_runner.map(abs, [-1], n_workers=1)) == [1]  # from a server of its own

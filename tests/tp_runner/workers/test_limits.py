@@ -12,7 +12,7 @@ import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, WorkerDiedError, WorkerError
-from tp_runner._workers._process import _spawn
+from tp_runner._workers._process import _start
 
 NEVER = threading.Event()
 
@@ -183,7 +183,7 @@ def test_a_worker_with_too_much_memory_is_replaced():
 
 
 def test_what_no_system_can_tell_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(_spawn, "_PROC", tmp_path)
+    monkeypatch.setattr(_start, "_PROC", tmp_path)
     with pytest.raises(ConfigError, match=r"max_memory_per_worker=5 needs Linux's /proc.*max_items_per"):
         list(tp_runner.map(abs, [1], n_workers=1, start_method="fork", max_memory_per_worker=5))
 
@@ -205,8 +205,8 @@ def test_threads_are_not_replaced():
     ids=["version-2", "version-1", "version-1-container", "version-1-joined"],
 )
 def test_a_death_for_want_of_memory_is_named(tmp_path, monkeypatch, group, counter, before):
-    monkeypatch.setattr(_spawn, "_PROC", tmp_path)
-    monkeypatch.setattr(_spawn, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(_start, "_PROC", tmp_path)
+    monkeypatch.setattr(_start, "_CGROUPS", tmp_path)
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text(f"{group}\n")
     file = tmp_path / counter
@@ -224,14 +224,14 @@ def test_a_death_for_want_of_memory_is_named(tmp_path, monkeypatch, group, count
 
 
 def test_so_many_deaths_are_for_want_of_memory_as_the_system_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_spawn, "_PROC", tmp_path)
-    assert not _spawn.OomKills().explain_one()  # nobody counts
-    monkeypatch.setattr(_spawn, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(_start, "_PROC", tmp_path)
+    assert not _start.OomKills().explain_one()  # nobody counts
+    monkeypatch.setattr(_start, "_CGROUPS", tmp_path)
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/\n")
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
-    kills = _spawn.OomKills()
+    kills = _start.OomKills()
     assert not kills.explain_one()
     events.write_text("oom_kill 5\n")  # two at once
     assert [kills.explain_one() for _ in range(3)] == [True, True, False]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import tp_runner
 from tp_runner import OrderedRunner
-from tp_runner._workers._process._spawn import private_memory
+from tp_runner._workers._process._start import private_memory
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 NBYTES = 32 << 20

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_runner import Executor, OrderedRunner, _devices
+from tp_runner import Executor, OrderedRunner, _options
 from tp_runner._options import make_settings
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
@@ -116,10 +116,10 @@ def test_tracebacks_of_the_whole_chain_travel_where_tblib_is_installed():
 def test_windows_is_told_at_import_and_when_processes_are_asked_for(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _devices.warn_of_platform()  # nothing to say here
+        _options.warn_of_platform()  # nothing to say here
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.warns(RuntimeWarning, match="worker processes need Linux or macOS"):
-        _devices.warn_of_platform()
+        _options.warn_of_platform()
     with pytest.raises(ConfigError, match="engine='thread'"):
         Executor(1, start_method="fork")
 

@@ -8,24 +8,24 @@ Example:
 The way of an item, and the files that it passes::
 
     OrderedRunner.stream, map, submit        _runner, _map, _executor, _pipeline
-        |                                    _devices, _options (checked), _engines (which fleet)
+        |                                    _options (checked), _engines (which fleet)
         v
     _scheduling/                             whoever waits for results does all of this, for every run
         Source.take                          _source: lists at once, anything else through a thread
         Run.next_chunk                       _run: order, how many items travel together, who has what
-        Scheduler.dispatch                   _scheduler: the runs take turns
+        Scheduler.dispatch                   _pool: the runs take turns
         |  ^
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
         InlineFleet, ThreadFleet             _thread
         ProcessFleet, WorkerHandle           _process/_fleet
-            Codec.encode                     _codec: into shared memory, large buffers beside the pickle
-            Request -> pipe, shared memory   _wire (classes of the main module too), _shared_memory
+            Codec.encode                     _wire (classes of the main module too), _shared_memory
+            Request -> pipe                  large buffers beside the pickle, in shared memory
                |  ^
-               |  ^                          _spawn, _forkserver: how the process came to be; _setup
+               |  ^                          _start: how the process came to be; _setup
                v  |                          _shared_memory: what it runs, there once for all
-            WorkerProcess                    _worker;  what it runs: ../_work, ../_batching
-            ReplyWriter                      _codec: results, log records, failures
+            WorkerProcess                    _worker;  what it runs: ../_work
+            ReplyWriter                      _wire: results, log records, failures
         |  ^
         v  |
     Scheduler._on_events
@@ -34,7 +34,7 @@ The way of an item, and the files that it passes::
         Run.next_finished                    in order, or as it comes
         |
         v
-    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_pool, _async_stream
+    ResultStream, Future, AsyncResultStream  _stream, _scheduling/_source, _async_stream
 
 Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
 (``tp run``) by public names, and ``_ray``, with its ``RayFleet``, by
@@ -49,7 +49,6 @@ from tp_core.internal import lazy_exports
 if TYPE_CHECKING:
     from tp_runner import compat as compat
     from tp_runner import errors as errors
-    from tp_runner._cfg import CfgNode as CfgNode
     from tp_runner._executor import Executor as Executor
     from tp_runner._joblib import register_joblib as register_joblib
     from tp_runner._map import map as map
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from tp_runner._workers._item import WorkerInfo as WorkerInfo
     from tp_runner._workers._item import item as item
     from tp_runner._workers._item import worker as worker
+    from tp_runner._workers._work import CfgNode as CfgNode
     from tp_runner.errors import ItemTimeoutError as ItemTimeoutError
     from tp_runner.errors import NotPicklableError as NotPicklableError
     from tp_runner.errors import RunCancelledError as RunCancelledError
@@ -79,7 +79,7 @@ else:
         __name__,
         {
             "tp_runner": ["compat", "errors"],
-            "tp_runner._cfg": ["CfgNode"],
+            "tp_runner._workers._work": ["CfgNode"],
             "tp_runner._executor": ["Executor"],
             "tp_runner._joblib": ["register_joblib"],
             "tp_runner._map": ["map"],
@@ -101,6 +101,6 @@ else:
     )
 
 if sys.platform == "win32":
-    from tp_runner._devices import warn_of_platform
+    from tp_runner._options import warn_of_platform
 
     warn_of_platform()

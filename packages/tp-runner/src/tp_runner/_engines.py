@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tp_core.errors import ConfigError
 from tp_core.plugins import Engine, Verdict
 
-from tp_runner._batching import refuse_async
-from tp_runner._devices import require_processes, resolve
-from tp_runner._options import START_TIMEOUT_S, Settings, make_settings
+from tp_runner._options import (
+    START_TIMEOUT_S,
+    Settings,
+    devices_of_workers,
+    make_settings,
+    refuse_async,
+    require_processes,
+)
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._stream import OpenRun, ResultStream
 from tp_runner._workers._fleet import Fleet
@@ -179,9 +184,9 @@ def find_engine(name: str) -> Engine:
 
 
 def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> tuple[str, ...]:
-    """Return one device for each worker of an engine, as :func:`resolve` does."""
+    """Return one device for each worker of an engine, as :func:`devices_of_workers` does."""
     is_remote = getattr(find_engine(engine), "is_remote", False)
-    return resolve(devices, n_workers=n_workers, elsewhere=is_remote)
+    return devices_of_workers(devices, n_workers=n_workers, elsewhere=is_remote)
 
 
 class PoolFactory:

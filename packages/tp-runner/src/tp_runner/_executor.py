@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from tp_core.errors import ConfigError, DeviceError
 
-from tp_runner._batching import refuse_async
 from tp_runner._engines import PoolFactory, worker_devices
-from tp_runner._options import RunnerOptions
+from tp_runner._options import RunnerOptions, refuse_async
 from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._workers._item import warn_of_copied_generators
 from tp_runner.errors import RunnerClosedError

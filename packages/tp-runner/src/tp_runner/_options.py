@@ -1,19 +1,267 @@
-"""The options of a runner, typed and checked, so that none is misspelt, misused or ignored."""
+"""The arguments of a runner, checked: devices, cores, batches, and options by name."""
 
+import functools
 import importlib.util
+import inspect
+import itertools
 import logging
 import math
 import os
+import pickle
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, DeviceError
 from tp_core.internal import available_cores, did_you_mean
 
-from tp_runner._batching import Batching
-from tp_runner._devices import cores_of_workers
+# -- Devices and cores; CPU workers need no torch -----------------------------------------------
+
+
+def devices_of_workers(
+    devices: Any, *, n_workers: int | None = None, elsewhere: bool = False
+) -> tuple[str, ...]:
+    """Return one device for each worker.
+
+    Args:
+        devices: A number of CPU workers; ``None`` for one on each core; a device or a sequence of
+            them; ``"auto"`` for whatever accelerators there are.
+        n_workers: A number of CPU workers, in place of ``devices``.
+        elsewhere: Whether the workers are on other machines, with devices that are not visible here.
+
+    Raises:
+        DeviceError: No device is named, or one does not exist here.
+    """
+    if n_workers is not None:
+        if devices is not None:
+            msg = (
+                f"n_workers={n_workers!r} is a number of CPU workers and devices={devices!r} names "
+                "devices; give one of them"
+            )
+            raise DeviceError(msg)
+        return ("cpu",) * _check_count("n_workers", n_workers)
+    if devices is None:
+        return ("cpu",) * available_cores()
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return ("cpu",) * _check_count("devices as a number of CPU workers", devices)
+    if isinstance(devices, str) and devices.isdigit():
+        msg = (
+            f"devices={devices!r} could be CPU workers or accelerators; give n_workers={devices} for "
+            f"CPU workers, or the devices themselves, such as ['cuda:0', 'cuda:1']"
+        )
+        raise DeviceError(msg)
+    if devices == "cpu":
+        return ("cpu",)
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        if not devices:
+            msg = "devices is an empty sequence; give at least one, such as devices=['cpu']"
+            raise DeviceError(msg)
+        if all(device == "cpu" for device in devices if isinstance(device, str)) and all(
+            isinstance(device, str) for device in devices
+        ):
+            return tuple(devices)
+        if elsewhere:
+            import torch
+
+            return tuple(str(torch.device(device)) for device in devices)
+    from tp_core import resolve_devices
+
+    return tuple(str(device) for device in resolve_devices(devices))
+
+
+def _check_count(name: str, count: Any) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        msg = f"{name} must be a whole number of at least 1, got {count!r}"
+        raise DeviceError(msg)
+    return count
+
+
+def cores_of_workers(cpus: Any, n_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the cores that each worker is pinned to.
+
+    Args:
+        cpus: A number or a set of numbers for each worker; ``"split"`` for an even share of those that this
+            process may use: several each, or one that several workers share.
+        n_workers: How many workers there are.
+
+    Raises:
+        ConfigError: This is not such a value, the system pins nobody, or this process may not use a core.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        msg = f"cpus={cpus!r} pins workers to cores, which {sys.platform} has no call for; leave it out"
+        raise ConfigError(msg)
+    there = sorted(os.sched_getaffinity(0))
+    if cpus == "split":
+        first = [worker * len(there) // n_workers for worker in range(n_workers + 1)]
+        return tuple(tuple(there[start : max(end, start + 1)]) for start, end in itertools.pairwise(first))
+    if not isinstance(cpus, Sequence) or isinstance(cpus, str | bytes):
+        msg = f"cpus must be 'split', or cores for each worker such as [{{0, 1}}, {{2, 3}}], got {cpus!r}"
+        raise ConfigError(msg)
+    if len(cpus) != n_workers:
+        msg = f"cpus={cpus!r} has cores for {len(cpus)} workers, and there are {n_workers}; give each its own"
+        raise ConfigError(msg)
+    return tuple(_check_cores(worker, own, there) for worker, own in enumerate(cpus))
+
+
+def _check_cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
+    cores = tuple(own) if isinstance(own, Collection) and not isinstance(own, str | bytes) else (own,)
+    if not cores or not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
+        msg = f"cpus must have at least one core, by its number, for worker {worker}, got {own!r}"
+        raise ConfigError(msg)
+    for core in cores:
+        if core not in there:
+            known = ", ".join(map(str, there))
+            msg = f"cpus has core {core} for worker {worker}, and this process may use {known} alone"
+            raise ConfigError(msg)
+    return tuple(sorted(set(cores)))
+
+
+_ON_WINDOWS = (
+    "tp-runner's worker processes need Linux or macOS; on Windows give engine='thread', engine='inline' or "
+    "engine='ray', or work in WSL"
+)
+
+
+def warn_of_platform() -> None:
+    """Warn at import that this platform has no worker processes."""
+    if sys.platform == "win32":
+        warnings.warn(_ON_WINDOWS, RuntimeWarning, stacklevel=3)
+
+
+def require_processes() -> None:
+    """Refuse worker processes where there can be none.
+
+    Raises:
+        ConfigError: This is Windows.
+    """
+    if sys.platform == "win32":
+        raise ConfigError(_ON_WINDOWS)
+
+
+# -- Batches ------------------------------------------------------------------------------------
+
+NOT_AWAITED = (
+    "{name} is async: workers call it, and nobody awaits what it returns; give a function that runs it, such "
+    "as lambda item: asyncio.run({name}(item)), or with batch= one that gathers many at a time"
+)
+
+
+def refuse_async(function: Any) -> None:
+    """Refuse ``async def`` work by its name, on every engine.
+
+    Raises:
+        ConfigError: The function, or what a callable object calls, is asynchronous.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is not None and code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        raise ConfigError(NOT_AWAITED.format(name=code.co_qualname))
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """The size of a batch, and how its items are joined.
+
+    Attributes:
+        size: The most items of one batch; the last one may have fewer.
+        collate: Makes a batch of a list of items.
+    """
+
+    size: int
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            msg = f"batch must be a whole number of at least 1, got {self.size!r}"
+            raise ConfigError(msg)
+        if self.collate is not None and not callable(self.collate):
+            msg = f"collate must be a function of a list of items, got {self.collate!r}"
+            raise ConfigError(msg)
+        refuse_async(self.collate)
+
+    @classmethod
+    def of(cls, size: Any, collate: Any, max_wait_s: Any = None) -> Self | None:
+        """Return how items are put together, where they are.
+
+        Raises:
+            ConfigError: A value is wrong, or is about batches where there are none.
+        """
+        if size is not None:
+            return cls(size, collate)
+        for name, value in (("collate", collate), ("max_wait_s", max_wait_s)):
+            if value is not None:
+                msg = f"{name} is about batches; give batch= too, how many items make one"
+                raise ConfigError(msg)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.collate is None:
+            return Batching, (self.size,)
+        import cloudpickle
+
+        return Batching, (self.size, _PickledFunction(cloudpickle.dumps(self.collate)))
+
+    def join(self, items: list[Any]) -> Any:
+        """Make a batch of ``items``."""
+        return (self.collate or collate)(items)
+
+
+class _PickledFunction:
+    """A pickled function, loaded by its first call: so a failure to load it is an item's failure."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @functools.cached_property
+    def _function(self) -> Callable[[list[Any]], Any]:
+        function: Callable[[list[Any]], Any] = pickle.loads(self._data)
+        return function
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self._function(items)
+
+
+def collate(items: list[Any]) -> Any:
+    """Stack tensors or arrays of one shape along a new first axis; anything else stays a list."""
+    first = items[0]
+    module, name = type(first).__module__, type(first).__name__
+    if (module, name) in {("torch", "Tensor"), ("numpy", "ndarray")} and all(
+        type(item) is type(first) and item.shape == first.shape and item.dtype == first.dtype
+        for item in items
+    ):
+        return sys.modules[module].stack(items)
+    return items
+
+
+def separate(answer: Any, n_items: int) -> list[Any]:
+    """Split a sequence, tensor or array along its first axis; a mapping's values one by one.
+
+    Raises:
+        ValueError: The answer does not have one result for each item.
+        TypeError: The answer cannot be split.
+    """
+    if isinstance(answer, Mapping):
+        columns = {key: separate(value, n_items) for key, value in answer.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(n_items)]
+    if isinstance(answer, str | bytes) or not (
+        isinstance(answer, Sequence) or (hasattr(answer, "shape") and hasattr(answer, "__getitem__"))
+    ):
+        msg = (
+            f"work on a batch of {n_items} items must return a sequence, tensor, array or mapping "
+            f"with {n_items} results, got {type(answer).__name__}"
+        )
+        raise TypeError(msg)
+    n_results = len(answer) if not hasattr(answer, "shape") or answer.shape else 0
+    if n_results != n_items:
+        msg = f"work on a batch of {n_items} items returned {n_results} results; return one for each"
+        raise ValueError(msg)
+    return list(answer)
+
+
+# -- Options ------------------------------------------------------------------------------------
 
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from tp_core.errors import ConfigError
 from tp_core.internal import shows_progress
 
-from tp_runner._batching import Batching
 from tp_runner._engines import PoolFactory, worker_devices
-from tp_runner._options import RunnerOptions
+from tp_runner._options import Batching, RunnerOptions
 from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._scheduling._source import MapStyle, as_iterable
 from tp_runner._stats import StageStats

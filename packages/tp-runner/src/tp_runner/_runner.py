@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from tp_core.internal import shows_progress
 
-from tp_runner._cfg import copy_cfg
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
 from tp_runner._scheduling._source import MapStyle
 from tp_runner._stats import RunnerStats
 from tp_runner._stream import ResultStream
-from tp_runner._workers._work import ClassProgram
+from tp_runner._workers._work import ClassProgram, copy_cfg
 from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:

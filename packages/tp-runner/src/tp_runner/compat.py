@@ -5,7 +5,7 @@ from easycore.common.parallel import OrderedRunner, UnorderedRunner   from tp_ru
 from easycore.torch.parallel import OrderedRunner, UnorderedRunner    from tp_runner.compat import ...
 """
 
-from tp_runner._cfg import CfgNode
 from tp_runner._runner import OrderedRunner, UnorderedRunner
+from tp_runner._workers._work import CfgNode
 
 __all__ = ["CfgNode", "OrderedRunner", "UnorderedRunner"]

@@ -1,177 +1,383 @@
-"""The pool of running workers: streams, submitted items, pauses, the end.
+"""The pool of running workers: streams and submitted items take turns, pauses, the end.
 
-Any number of runs are open at a time: streams, asynchronous streams, and one for all submitted items.
-They take turns in :mod:`._scheduler`.
+Any number of runs are open at a time: streams, asynchronous streams, and one for all submitted items. The
+scheduler has no thread of its own. Of the threads that wait for results, which hand out chunks and take in
+answers, one sleeps on the workers' pipes, without the lock; the others sleep on a condition, until it
+notifies them.
 """
 
 import collections
 import contextlib
-import copy
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from tp_core.errors import ConfigError, TpError
 from tp_core.plugins import Pool
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._run import Run
-from tp_runner._scheduling._scheduler import Scheduler
-from tp_runner._scheduling._source import Source, open_source
+from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
+from tp_runner._scheduling._run import Assignments, Recycling, Run
+from tp_runner._scheduling._source import Source, Submissions, Ticket, open_source, settle
 from tp_runner._stats import RunnerStats, StatsCollector
-from tp_runner._stream import FORKED, OpenRun, ResultStream
-from tp_runner._workers._fleet import Fleet, watch
-from tp_runner.errors import RunCancelledError, RunnerClosedError, WorkerDiedError, rebuild_error
+from tp_runner._stream import FORKED, Interruption, OpenRun, ResultStream
+from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death, watch
+from tp_runner._workers._pickling import USERS_ERRORS
+from tp_runner.errors import RunCancelledError, RunnerClosedError
 
-# -- Submitted items and their futures --------------------------------------------------------
-
-
-class Ticket(NamedTuple):
-    """A future; with ``raise_original`` it raises the work's own error, with ours as its cause."""
-
-    future: "Future[Any]"
-    raise_original: bool = False
+# -- The turns of the runs ----------------------------------------------------------------------
 
 
-def settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
-    """Give a future its result, or its error."""
-    future = ticket.future
-    if error is not None and ticket.raise_original and error.__cause__ is not None:
-        original, error.__cause__ = error.__cause__, None
-        original.__cause__ = error  # its text has the chain of causes
-        future.set_exception(original)
-    elif error is not None:
-        fail(ticket, error)
-    else:
-        future.set_result(result)
-
-
-def fail(ticket: Ticket, error: BaseException) -> None:
-    """Give a future our own error; a death is also the error of ``concurrent.futures`` for it."""
-    if ticket.raise_original and isinstance(error, WorkerDiedError):
-        from concurrent.futures.process import BrokenProcessPool
-
-        error = rebuild_error(WorkerDiedError, BrokenProcessPool, error.args, error.__dict__)
-    ticket.future.set_exception(error)
-
-
-class Submissions(Source):
-    """The input of the run of submitted items, until somebody ends it.
-
-    Items are put in line and taken under the pool's lock.
-
-    Args:
-        lock: The pool's.
-        max_wait_s: How long an incomplete batch waits for more items; by default it goes at once.
+class Scheduler:
+    """Runs that take turns on a fleet of workers.
 
     Attributes:
-        is_finishing: Whether nothing more may be submitted.
-        on_end: Called in its thread when the last future is done.
-        hurry: Hands out resting items at once, before their delay is over.
+        lock: Guards everything here. One thread waits for the workers, without it.
+        runs: The open runs.
+        collector: The workers' statistics.
+        is_paused: Whether no more items are handed out.
     """
 
-    def __init__(self, lock: "threading.RLock", max_wait_s: float | None) -> None:
-        self._lock = lock
-        self._max_wait_s = max_wait_s or 0.0
-        self._pending: collections.deque[tuple[Any, Ticket]] = collections.deque()
-        self._open: dict[int, Ticket] = {}
-        self._n_taken = 0
-        self._oldest = 0.0
-        self._thread: threading.Thread | None = None
-        self.is_finishing = False
-        self.on_end: Callable[[], None] | None = None
-        self.hurry: Callable[[], None] = lambda: None
-
-    def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":
-        """Put an item in line."""
-        future: Future[Any] = Future()
-        if not self._pending:
-            self._oldest = time.monotonic()
-        self._pending.append((item, Ticket(future, raise_original)))
-        return future
-
-    def has_open(self) -> bool:
-        """Return whether a future that was given out is not done yet."""
-        return bool(self._pending or self._open)
-
-    def has_pending(self) -> bool:
-        """Return whether an item is still waiting to be handed out."""
-        return bool(self._pending)
-
-    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
-        n_there = min(len(self._pending), n_items)
-        if n_there % whole and not self.is_finishing and self.seconds_until_due():
-            n_there -= n_there % whole
-        items: list[Any] = []
-        while self._pending and len(items) < n_there:
-            item, ticket = self._pending.popleft()
-            if ticket.future.set_running_or_notify_cancel():
-                self._open[self._n_taken] = ticket
-                self._n_taken += 1
-                items.append(item)
-        if items:
-            self._oldest = time.monotonic()
-        self.exhausted = self.is_finishing and not self._pending
-        return items
-
-    def seconds_until_due(self) -> float | None:
-        if not self._pending or not self._max_wait_s:
-            return None
-        return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
-
-    def serve(self, steps: Iterator[list[Any]]) -> None:
-        """Settle futures in a thread of their own, by the results of a run over this input."""
-        self._thread = threading.Thread(
-            target=self._settle_all, args=(steps,), name="tp-runner-futures", daemon=True
-        )
-        self._thread.start()
-
-    def _settle_all(self, steps: Iterator[list[Any]]) -> None:
-        try:
-            for outcomes in steps:
-                outcomes.reverse()
-                while outcomes:  # one by one: no variable may keep a result that its receiver has dropped
-                    index, result, error = outcomes.pop()
-                    settle(self._open.pop(index), result, error)
-                    del result, error
-        except BaseException as error:  # noqa: BLE001 - the futures raise it
-            self.abandon(error)
+    def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.is_paused = False
+        self.collector = StatsCollector(fleet.devices, settings.timeline)
+        self.runs: collections.deque[Run] = collections.deque()
+        # Reentrant: a signal handler may close a stream in the thread that holds it.
+        self.lock = threading.RLock()
+        self._assignments = Assignments(fleet)
+        self._recycling = Recycling(fleet, settings)
+        self._restarts_left = settings.max_restarts
+        self._failed_starts: collections.Counter[int] = collections.Counter()  # of each worker, in a row
+        self._late: dict[int, float] = {}  # workers killed for a slow item, and when that one began
+        self._n_runs = 0
+        self._changed = threading.Condition(self.lock)
+        self._waiter: int | None = None
+        self._owner = os.getpid()
+        self._needs_start = False
+        if wait:
+            self._on_events(fleet.start(self._takes_restart))
         else:
-            self.abandon(RunnerClosedError("the runner was closed before this item was done"))
-        if self.on_end is not None:
-            self.on_end()
+            fleet.launch()
 
-    def abandon(self, error: BaseException) -> None:
-        """End; each open future gets a copy of ``error``, as raising an exception writes on it."""
-        # Not between a submit's look at is_finishing and its item, whose future nobody would settle. Below,
-        # without the lock: the futures' callbacks may wait for other threads.
-        with self._lock:
-            self.is_finishing = self.exhausted = True
-        while self._pending:
-            _, ticket = self._pending.popleft()
-            if ticket.future.set_running_or_notify_cancel():
-                fail(ticket, _copy_of(error))
-        while self._open:
-            _, ticket = self._open.popitem()
-            fail(ticket, _copy_of(error))
+    def new_run(
+        self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
+    ) -> Run:
+        """Open a run, with all workers started."""
+        with self.lock:
+            self._on_events(self.fleet.poll())
+            self._start_fleet()
+            self._n_runs += 1
+            run = Run(
+                source,
+                self.fleet,
+                self._assignments,
+                self.settings,
+                number=self._n_runs,
+                ordered=ordered,
+                numbered=numbered,
+                on_error=on_error or self.settings.on_error,
+            )
+            self.runs.append(run)
+            return run
 
-    def cancel_pending(self) -> None:
-        """Cancel the items that no worker has yet."""
-        for _, ticket in tuple(self._pending):  # abandon() may take them meanwhile
-            ticket.future.cancel()
+    def steps(self, open_one: Callable[[], Run]) -> Generator[list[Any], None, None]:
+        """Yield lists of neighboring results of a run, which is opened at the first request."""
+        run, clock = open_one(), time.monotonic
+        given: list[Any] = []
+        try:
+            while True:
+                step = self._step(run)
+                if step is None:
+                    return
+                given, error = step
+                step = None
+                if given:
+                    began = clock()
+                    yield given
+                    run.chunking.consumed(clock() - began)
+                if error is not None:
+                    raise error
+                given = []
+        except BaseException as error:
+            if isinstance(error, TpError | GeneratorExit) or error is run.source.error:
+                raise
+            # A signal handler has raised, perhaps between reading a message and acting on it: other runs send
+            # their items again (test_an_interrupt_of_one_stream_loses_nothing_of_another).
+            self.reset()
+            raise
+        finally:
+            given.clear()  # the receiver of a list reads no further after the end
+            if self._owner == os.getpid():  # a forked copy must not touch the lock and the pipes
+                self.end_run(run)
 
-    def join(self) -> None:
-        """Wait for the thread, unless this is the thread."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+    def end_run(self, run: Run, reason: TpError | None = None) -> None:
+        """Stop a run; its items at work become cancelled."""
+        with self.lock:
+            run.end(reason)
+            if run in self.runs:
+                self.runs.remove(run)
+            for worker in self._assignments.holders(run.number):
+                self.fleet.cancel(worker, run.number)
+            self.wake_all()
+
+    def kill_busy(self, runs: list[Run], kill_after_s: float) -> None:
+        """Wait until no worker is busy with items of ended runs; kill those that still are after the wait."""
+        numbers = {run.number for run in runs}
+        deadline = time.monotonic() + kill_after_s
+        with self.lock:
+            while busy := self._assignments.busy_with(numbers):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    for worker in busy.difference(self._late):
+                        started = self.fleet.started(worker)
+                        # As with a timeout: it takes none of max_restarts, and blames no item of another run.
+                        self._late[worker] = 0.0 if started is None else started[1]
+                        self.fleet.kill(worker)
+                interrupted = self._wait(left_s if left_s > 0 else None)
+                if interrupted is not None:
+                    raise interrupted
+
+    def _step(self, run: Run) -> tuple[list[Any], BaseException | None] | None:
+        """Return the next results of a run, and the error to raise after them; ``None`` at its end."""
+        with self.lock:
+            while True:
+                run.check()
+                if self._needs_start:
+                    self._start_fleet()
+                chunk = run.next_finished()
+                if chunk is not None:
+                    if not self.fleet.direct and not run.is_stopping:
+                        self._on_events(self.fleet.poll())
+                        self.dispatch()
+                    given, error = run.outcome(chunk)
+                    self.collector.delivered += len(given)
+                    return given, error
+                if run.is_over():
+                    return None
+                self.dispatch()
+                if not run.has_finished() and run.awaits_results():
+                    interrupted = self._wait()
+                    if interrupted is not None:
+                        return Interruption(interrupted), None
+
+    def _start_fleet(self) -> None:
+        """Start the workers that are not running."""
+        try:
+            events = self.fleet.start(self._takes_restart)
+        except BaseException:
+            # As a rule all workers were stopped, and with them what they did for other runs: each of those
+            # sends its items again, or raises what its own start raises.
+            if not self._assignments.any_alive():
+                self.reset()
+            raise
+        self._needs_start = False
+        self._on_events(events)
+
+    def dispatch(self) -> None:
+        """Hand out chunks, one of each run in turn, as long as workers take more."""
+        fleet, assignments, runs = self.fleet, self._assignments, self.runs
+        most = fleet.most_credits
+        idle = 0  # so many runs in a row had nothing to hand out
+        is_news = False  # a run changes here, and another thread may wait for it
+        while idle < len(runs) and not self.is_paused:
+            run = runs[0]
+            runs.rotate(-1)
+            idle += 1
+            if run.is_stopping:
+                continue
+            worker = assignments.idlest(run.number, min(run.credits(), most))
+            had_ended = run.source.exhausted
+            chunk = run.next_chunk(self._recycling.left(worker)) if worker is not None else None
+            is_news |= run.source.exhausted and not had_ended
+            if worker is None or chunk is None:
+                continue
+            idle = 0
+            before = chunk.nbytes
+            try:
+                assignments.send(worker, chunk)
+            except USERS_ERRORS as error:
+                run.on_pickling_error(chunk, error)
+                is_news = True
+            except BaseException:
+                run.again.append(chunk)  # an interrupt must not lose the chunk
+                raise
+            else:
+                run.on_sent(chunk, before)
+                self._recycling.on_sent(worker, len(chunk.items))
+        if is_news:
+            self.wake_all()
+
+    def _wait(self, most_s: float | None = None) -> Exception | None:
+        """Wait until something may have happened, with the lock open; at most ``most_s`` seconds.
+
+        Returns:
+            The error of a signal handler meanwhile, which has disturbed nothing.
+        """
+        timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
+        interrupted: BaseException | None = None
+        others, me = self._waiter, threading.get_ident()
+        held = (1, me)  # how often this thread holds the lock, as Condition keeps it
+        is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
+        try:
+            if is_waiter:
+                self._waiter = me
+                # All of it: a signal handler may be here on top of a frame that holds the lock, too.
+                held = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
+                self.fleet.wait(timeout_s)
+            else:
+                self._changed.wait(timeout_s)
+        except BaseException as error:  # noqa: BLE001 - a handler may raise anything
+            interrupted = error
+        # Handlers may raise here, and where Condition.wait takes the lock back. The callers' `with` blocks
+        # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills).
+        while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+            try:
+                self.lock._acquire_restore(held)  # type: ignore[attr-defined]  # as Condition does
+            except BaseException as error:  # noqa: BLE001 - as above
+                interrupted = error
+        if is_waiter:
+            self._waiter = others
+            self._changed.notify_all()
+            if others is not None:  # the interrupted wait of this thread must see the events of this one
+                self.fleet.wake()
+        if interrupted is not None:
+            # An interrupt ends the stream. Inline, the wait is the work, and was disturbed by any error.
+            if self.fleet.direct or not isinstance(interrupted, Exception):
+                raise interrupted
+            return interrupted
+        self._on_events(self.fleet.poll())
+        self._check_timeouts()
+        return None
+
+    def wake_all(self) -> None:
+        """Wake all waiting threads."""
+        self._changed.notify_all()
+        if self._waiter is not None:
+            self.fleet.wake()
+
+    def _on_events(self, events: list[Event]) -> None:
+        if not events:
+            return
+        runs = {run.number: run for run in self.runs}
+        for event in events:
+            if isinstance(event, Done):
+                chunk = self._assignments.take_finished(event)
+                if chunk is not None:
+                    self._recycling.on_done(event.worker)
+                    self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
+                    if chunk.run in runs:  # or the run has ended
+                        runs[chunk.run].on_done(chunk, event)
+            elif isinstance(event, Died):
+                self._on_death(event)
+        self.wake_all()
+
+    def _on_death(self, died: Died) -> None:
+        """Start a dead worker again, if that is allowed; hand its chunks to their runs."""
+        worker = died.worker
+        self._recycling.on_end(worker)
+        began = self._late.pop(worker, None)
+        if died.is_retired and died.failure is None:
+            self.fleet.revive(worker)
+            return
+        chunks = self._assignments.take_from(worker)
+        self.collector.died(worker)
+        if died.failure is not None:  # it was started again, and its start raised
+            for run in self.runs:
+                run.on_failed_start(_chunks_of(run, chunks), died, died.failure)
+            return
+        is_revived = began is not None or self._takes_restart(died)
+        if is_revived:
+            self.fleet.revive(worker)
+        # The late item may have ended just before the kill: then no item is to blame.
+        is_blameless = began is not None and died.began != began
+        death = Death(
+            died,
+            current=None if is_blameless else died.current,
+            is_timeout=began is not None,
+            is_revived=is_revived,
+            any_alive=is_revived or self._assignments.any_alive(),
+            held=(),
+        )
+        for run in self.runs:
+            run.on_worker_death(_chunks_of(run, chunks), death)
+            if not died.was_ready and death.any_alive and not self.settings.max_restarts:
+                # Perhaps it held nothing; but no run may lose a worker unnoticed.
+                run.on_failed_start([], died, failure_of_death(died))
+
+    def _takes_restart(self, died: Died) -> bool:
+        """Return whether a dead worker may be started again, and count the restart."""
+        worker = died.worker
+        self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
+        may = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
+        self._restarts_left -= may
+        return may
+
+    def _seconds_until_due(self) -> float | None:
+        """Return after how many seconds a wait must end, without any event."""
+        waits = [
+            wait
+            for run in self.runs
+            for wait in (run.source.seconds_until_due(), run.again.seconds_until_due())
+        ]
+        limit = self.settings.timeout_s
+        if limit is not None and (busy := self._assignments.busy()):
+            now = time.monotonic()
+            waits.append(limit)
+            for worker in busy:
+                started = self.fleet.started(worker)
+                if started is not None and worker not in self._late:
+                    waits.append(max(started[1] + limit - now, 0.001))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _check_timeouts(self) -> None:
+        """Kill workers with an item that has taken too long."""
+        limit = self.settings.timeout_s
+        if limit is None:
+            return
+        now = time.monotonic()
+        for worker in self._assignments.busy():
+            started = self.fleet.started(worker)
+            if started is not None and worker not in self._late and now - started[1] > limit:
+                self._late[worker] = started[1]
+                self.fleet.kill(worker)
+
+    def reset(self) -> None:
+        """Drop all chunks on their way; runs other than the interrupted one send theirs again."""
+        with self.lock:
+            self.fleet.reset()
+            self._late.clear()
+            chunks = self._assignments.take_all()
+            for run in self.runs:
+                for chunk in _chunks_of(run, chunks):
+                    run.again.append(chunk)
+            self._needs_start = True
+            self.wake_all()
+
+    def close(self, reason: Callable[[], TpError], *, timeout_s: float) -> None:
+        """End every run and the workers."""
+        with self.lock:
+            for run in [*self.runs]:
+                self.end_run(run, reason())
+            # Not under the feet of a thread that sleeps on the workers' pipes: they are closed below.
+            while self._waiter not in {None, threading.get_ident()}:
+                self.wake_all()
+                self._changed.wait(0.1)
+            self.wake_all()
+            self._assignments.take_all()  # a stream that is closed later has no worker to tell
+            self.fleet.close(timeout_s=timeout_s)
 
 
-def _copy_of(error: BaseException) -> BaseException:
-    return copy.copy(error) if isinstance(error, TpError) else error
+def _chunks_of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
+    return [chunk for chunk in chunks if chunk.run == run.number]
+
+
+# -- The pool -----------------------------------------------------------------------------------
 
 
 class RunnerPool(Pool):

@@ -1,21 +1,12 @@
-"""The retry policy for failed chunks, a pure function of facts; and the queue of retries."""
+"""The retry policy for failed chunks: a pure function of facts."""
 
-import collections
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
-from tp_runner._workers._failure import (
-    ITEM,
-    RAISED,
-    RESULT,
-    TIMEOUT,
-    Failure,
-    failure_to_error,
-)
+from tp_runner._workers._failure import ITEM, RAISED, RESULT, TIMEOUT, Failure
 from tp_runner._workers._fleet import Chunk, Died, failure_of_death
-from tp_runner._workers._pickling import explain_not_picklable, short_repr
+from tp_runner._workers._pickling import explain_not_picklable
 
 MOST_DEATHS = 3
 """After so many deaths of workers at work on it, an item is not tried again."""
@@ -162,37 +153,6 @@ def death_failure(death: Death) -> Failure:
     return failure
 
 
-def outcome_of(
-    chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
-) -> tuple[list[Any], BaseException | None]:
-    """Return the results of a finished chunk, and the error to raise after them.
-
-    Args:
-        chunk: The chunk.
-        devices: The workers' devices.
-        raises: Whether its first failure is raised, or each one given in its item's place.
-        numbered: Whether to give each result as the place of its item, the result and its error.
-    """
-    results, error = chunk.results, None
-    errors: dict[int, BaseException] = {}
-    for place, result in enumerate(results) if chunk.failed else ():
-        if isinstance(result, Failure):
-            problem = failure_to_error(
-                result,
-                index=chunk.start + place,
-                item=short_repr(chunk.items[place]),
-                device=devices[result.worker],
-                worker=result.worker,
-            )
-            if raises:
-                results, error = results[:place], problem
-                break
-            results[place] = errors[place] = problem
-    if numbered:
-        results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
-    return results, error
-
-
 def _singles(places: Sequence[int], attempts: int, delay_s: float = 0.0) -> list[Part]:
     return [Part(i, i + 1, attempts, delay_s=delay_s) for i in places]
 
@@ -200,43 +160,3 @@ def _singles(places: Sequence[int], attempts: int, delay_s: float = 0.0) -> list
 def _delay_s(chunk: Chunk, settings: Settings) -> float:
     """Return how long an item rests before its next attempt."""
     return settings.retry_delay_s * min(2.0**chunk.attempts, MOST_DELAYS)
-
-
-class RetryQueue:
-    """Chunks to hand out again: some at once, others after a rest.
-
-    Args:
-        clock: Returns the time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._ready: collections.deque[Chunk] = collections.deque()
-        self._resting: list[tuple[float, int, Chunk]] = []
-        self._is_hurried = False
-
-    def append(self, chunk: Chunk, delay_s: float = 0.0) -> None:
-        """Put a chunk in line, for when ``delay_s`` seconds have passed."""
-        if delay_s and not self._is_hurried:
-            heapq.heappush(self._resting, (self._clock() + delay_s, chunk.seq, chunk))
-        else:
-            self._ready.append(chunk)
-
-    def take(self) -> Chunk | None:
-        """Return the next chunk that is ready."""
-        while self._resting and (self._is_hurried or self._resting[0][0] <= self._clock()):
-            self._ready.append(heapq.heappop(self._resting)[2])
-        return self._ready.popleft() if self._ready else None
-
-    def seconds_until_due(self) -> float | None:
-        """Return in how many seconds the next chunk has rested; ``None`` if none rests."""
-        return max(0.0, self._resting[0][0] - self._clock()) if self._resting else None
-
-    def hurry(self) -> None:
-        """End all rests, and allow no more: a runner that closes does not wait for them."""
-        self._is_hurried = True
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._ready.clear()
-        self._resting.clear()

@@ -1,8 +1,9 @@
 """The run, one pass over an input: chunks of items, their workers, the order of their results."""
 
 import collections
+import heapq
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +15,16 @@ from tp_runner._scheduling._retries import (
     Decision,
     Finish,
     Part,
-    RetryQueue,
     Split,
     after_death,
     after_failures,
     after_pickling_error,
     death_failure,
-    outcome_of,
 )
 from tp_runner._scheduling._source import Source
 from tp_runner._workers._failure import Failure, failure_to_error
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet
+from tp_runner._workers._pickling import short_repr
 
 # -- Sizes of chunks, and bounds of what is on its way ----------------------------------------
 
@@ -205,6 +205,44 @@ class Bounds:
         return n_items if n_items >= self.whole else 0
 
 
+# -- Chunks that are tried again ----------------------------------------------------------------
+
+
+class RetryQueue:
+    """Chunks to hand out again: some at once, others after a rest."""
+
+    def __init__(self) -> None:
+        self._ready: collections.deque[Chunk] = collections.deque()
+        self._resting: list[tuple[float, int, Chunk]] = []
+        self._is_hurried = False
+
+    def append(self, chunk: Chunk, delay_s: float = 0.0) -> None:
+        """Put a chunk in line, for when ``delay_s`` seconds have passed."""
+        if delay_s and not self._is_hurried:
+            heapq.heappush(self._resting, (time.monotonic() + delay_s, chunk.seq, chunk))
+        else:
+            self._ready.append(chunk)
+
+    def take(self) -> Chunk | None:
+        """Return the next chunk that is ready."""
+        while self._resting and (self._is_hurried or self._resting[0][0] <= time.monotonic()):
+            self._ready.append(heapq.heappop(self._resting)[2])
+        return self._ready.popleft() if self._ready else None
+
+    def seconds_until_due(self) -> float | None:
+        """Return in how many seconds the next chunk has rested; ``None`` if none rests."""
+        return max(0.0, self._resting[0][0] - time.monotonic()) if self._resting else None
+
+    def hurry(self) -> None:
+        """End all rests, and allow no more: a runner that closes does not wait for them."""
+        self._is_hurried = True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ready.clear()
+        self._resting.clear()
+
+
 # -- Chunks with the workers ------------------------------------------------------------------
 
 LATE_S = 0.01
@@ -363,6 +401,37 @@ class Recycling:
         self._n_items[worker] = 0
 
 
+def outcome_of(
+    chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
+) -> tuple[list[Any], BaseException | None]:
+    """Return the results of a finished chunk, and the error to raise after them.
+
+    Args:
+        chunk: The chunk.
+        devices: The workers' devices.
+        raises: Whether its first failure is raised, or each one given in its item's place.
+        numbered: Whether to give each result as the place of its item, the result and its error.
+    """
+    results, error = chunk.results, None
+    errors: dict[int, BaseException] = {}
+    for place, result in enumerate(results) if chunk.failed else ():
+        if isinstance(result, Failure):
+            problem = failure_to_error(
+                result,
+                index=chunk.start + place,
+                item=short_repr(chunk.items[place]),
+                device=devices[result.worker],
+                worker=result.worker,
+            )
+            if raises:
+                results, error = results[:place], problem
+                break
+            results[place] = errors[place] = problem
+    if numbered:
+        results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
+    return results, error
+
+
 class Run:
     """The state of one pass. It waits for nothing and locks nothing: the scheduler does both.
 
@@ -403,7 +472,7 @@ class Run:
         self._ordered = ordered
         self._numbered = numbered
         self._on_error = on_error
-        self.again = RetryQueue(time.monotonic)
+        self.again = RetryQueue()
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
         self._bounds = Bounds(settings, fleet)

@@ -1,13 +1,22 @@
-"""The input: read in the caller's thread where reading cannot block, in a thread of its own elsewhere."""
+"""The input: read in the caller's thread where reading cannot block, in a thread of its own elsewhere.
+
+Submitted items are an input, too, with a future for each.
+"""
 
 import abc
 import collections
 import contextvars
+import copy
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tp_core.errors import TpError
+
+from tp_runner.errors import RunnerClosedError, WorkerDiedError, rebuild_error
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -245,3 +254,150 @@ def length_of(items: Any) -> int | None:
         return len(items)
     except (TypeError, NotImplementedError):
         return None
+
+
+# -- Submitted items and their futures --------------------------------------------------------
+
+
+class Ticket(NamedTuple):
+    """A future; with ``raise_original`` it raises the work's own error, with ours as its cause."""
+
+    future: "Future[Any]"
+    raise_original: bool = False
+
+
+def settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
+    """Give a future its result, or its error."""
+    future = ticket.future
+    if error is not None and ticket.raise_original and error.__cause__ is not None:
+        original, error.__cause__ = error.__cause__, None
+        original.__cause__ = error  # its text has the chain of causes
+        future.set_exception(original)
+    elif error is not None:
+        fail(ticket, error)
+    else:
+        future.set_result(result)
+
+
+def fail(ticket: Ticket, error: BaseException) -> None:
+    """Give a future our own error; a death is also the error of ``concurrent.futures`` for it."""
+    if ticket.raise_original and isinstance(error, WorkerDiedError):
+        from concurrent.futures.process import BrokenProcessPool
+
+        error = rebuild_error(WorkerDiedError, BrokenProcessPool, error.args, error.__dict__)
+    ticket.future.set_exception(error)
+
+
+class Submissions(Source):
+    """The input of the run of submitted items, until somebody ends it.
+
+    Items are put in line and taken under the pool's lock.
+
+    Args:
+        lock: The pool's.
+        max_wait_s: How long an incomplete batch waits for more items; by default it goes at once.
+
+    Attributes:
+        is_finishing: Whether nothing more may be submitted.
+        on_end: Called in its thread when the last future is done.
+        hurry: Hands out resting items at once, before their delay is over.
+    """
+
+    def __init__(self, lock: "threading.RLock", max_wait_s: float | None) -> None:
+        self._lock = lock
+        self._max_wait_s = max_wait_s or 0.0
+        self._pending: collections.deque[tuple[Any, Ticket]] = collections.deque()
+        self._open: dict[int, Ticket] = {}
+        self._n_taken = 0
+        self._oldest = 0.0
+        self._thread: threading.Thread | None = None
+        self.is_finishing = False
+        self.on_end: Callable[[], None] | None = None
+        self.hurry: Callable[[], None] = lambda: None
+
+    def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":
+        """Put an item in line."""
+        future: Future[Any] = Future()
+        if not self._pending:
+            self._oldest = time.monotonic()
+        self._pending.append((item, Ticket(future, raise_original)))
+        return future
+
+    def has_open(self) -> bool:
+        """Return whether a future that was given out is not done yet."""
+        return bool(self._pending or self._open)
+
+    def has_pending(self) -> bool:
+        """Return whether an item is still waiting to be handed out."""
+        return bool(self._pending)
+
+    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+        n_there = min(len(self._pending), n_items)
+        if n_there % whole and not self.is_finishing and self.seconds_until_due():
+            n_there -= n_there % whole
+        items: list[Any] = []
+        while self._pending and len(items) < n_there:
+            item, ticket = self._pending.popleft()
+            if ticket.future.set_running_or_notify_cancel():
+                self._open[self._n_taken] = ticket
+                self._n_taken += 1
+                items.append(item)
+        if items:
+            self._oldest = time.monotonic()
+        self.exhausted = self.is_finishing and not self._pending
+        return items
+
+    def seconds_until_due(self) -> float | None:
+        if not self._pending or not self._max_wait_s:
+            return None
+        return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
+
+    def serve(self, steps: Iterator[list[Any]]) -> None:
+        """Settle futures in a thread of their own, by the results of a run over this input."""
+        self._thread = threading.Thread(
+            target=self._settle_all, args=(steps,), name="tp-runner-futures", daemon=True
+        )
+        self._thread.start()
+
+    def _settle_all(self, steps: Iterator[list[Any]]) -> None:
+        try:
+            for outcomes in steps:
+                outcomes.reverse()
+                while outcomes:  # one by one: no variable may keep a result that its receiver has dropped
+                    index, result, error = outcomes.pop()
+                    settle(self._open.pop(index), result, error)
+                    del result, error
+        except BaseException as error:  # noqa: BLE001 - the futures raise it
+            self.abandon(error)
+        else:
+            self.abandon(RunnerClosedError("the runner was closed before this item was done"))
+        if self.on_end is not None:
+            self.on_end()
+
+    def abandon(self, error: BaseException) -> None:
+        """End; each open future gets a copy of ``error``, as raising an exception writes on it."""
+        # Not between a submit's look at is_finishing and its item, whose future nobody would settle. Below,
+        # without the lock: the futures' callbacks may wait for other threads.
+        with self._lock:
+            self.is_finishing = self.exhausted = True
+        while self._pending:
+            _, ticket = self._pending.popleft()
+            if ticket.future.set_running_or_notify_cancel():
+                fail(ticket, _copy_of(error))
+        while self._open:
+            _, ticket = self._open.popitem()
+            fail(ticket, _copy_of(error))
+
+    def cancel_pending(self) -> None:
+        """Cancel the items that no worker has yet."""
+        for _, ticket in tuple(self._pending):  # abandon() may take them meanwhile
+            ticket.future.cancel()
+
+    def join(self) -> None:
+        """Wait for the thread, unless this is the thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    return copy.copy(error) if isinstance(error, TpError) else error

@@ -27,15 +27,15 @@ from tp_runner._workers._fleet import (
     loads_exit_result,
 )
 from tp_runner._workers._pickling import USERS_ERRORS
-from tp_runner._workers._process import _spawn, _wire
-from tp_runner._workers._process._codec import HELD, Codec
+from tp_runner._workers._process import _start, _wire
 from tp_runner._workers._process._shared_memory import Block, Heartbeats, SharedMemoryPool, pack_program
-from tp_runner._workers._process._spawn import (
+from tp_runner._workers._process._start import (
     OomKills,
     Process,
     bootstrap,
     check_start,
     fork,
+    fork_by_server,
     private_memory,
     spawn,
 )
@@ -81,7 +81,7 @@ class WorkerHandle:
         self._passed = passed
         # A pipe for its life alone, not shared by workers: the signal of its end (F_SETSIG) is a property of
         # the open pipe, and the next worker would overwrite it (test_workers_end_with_their_parent).
-        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _spawn.open_pipes(3)
+        (theirs_in, self._requests), (self.replies, theirs_out), (life, self._life) = _start.open_pipes(3)
         descriptors = Descriptors(theirs_in, theirs_out, life, memory.fd, heartbeats)
         try:
             self.process = self._start(setup, descriptors, memory)
@@ -92,7 +92,7 @@ class WorkerHandle:
             raise
         finally:
             # Or the end of the worker would not be the end of its pipes.
-            _spawn.close_descriptors(theirs_in, theirs_out, life)
+            _start.close_descriptors(theirs_in, theirs_out, life)
         os.set_blocking(self.replies, False)
 
     def _start(self, setup: Setup, descriptors: Descriptors, memory: SharedMemoryPool) -> Process:
@@ -103,15 +103,13 @@ class WorkerHandle:
                 die_with_parent(descriptors.life)
                 WorkerProcess(descriptors, setup).run()
 
-            with _spawn.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
+            with _start.inherit_descriptors(descriptors.requests, descriptors.replies, descriptors.life):
                 return fork(child)
         self._send_setup(setup.pickled(), memory)
         fds = (*dataclasses.astuple(descriptors), *self._passed)
         if settings.start_method == "spawn":
             return spawn(bootstrap(main.__module__, main.__name__, *fds), fds, settings.env)
-        from tp_runner._workers._process._forkserver import fork_by_server  # the others need not wait for it
-
-        return fork_by_server(settings.preload, settings.env, fds)
+        return fork_by_server(main, settings.preload, settings.env, fds)
 
     def _send_setup(self, data: bytes, memory: SharedMemoryPool) -> None:
         """Send the setup, before the process starts: the pipe holds it, or the place of a long one."""
@@ -170,7 +168,7 @@ class WorkerHandle:
 
     def close(self) -> None:
         """Close the pipes."""
-        _spawn.close_descriptors(self._requests, self.replies, self._life)
+        _start.close_descriptors(self._requests, self.replies, self._life)
 
 
 _SETUP = 0  # among the held blocks, beside the numbers of chunks, which begin with 1
@@ -208,7 +206,7 @@ class ProcessFleet(Fleet):
         self._program = packed.stored_in(self._memory)
         self._heartbeats = Heartbeats(len(devices))
         # Other threads, and signal handlers, end a wait in the poller by a byte in this pipe.
-        self._wake = _spawn.open_pipe()
+        self._wake = _start.open_pipe()
         for fd in self._wake:  # a full pipe must not block the writer, nor an empty one the reader
             os.set_blocking(fd, False)
         # Where there is no epoll, poll does; it counts in milliseconds.
@@ -217,7 +215,7 @@ class ProcessFleet(Fleet):
         self._poller.register(self._wake[0], select.POLLIN)
         self._handles: dict[int, WorkerHandle] = {}
         self._by_fd: dict[int, int] = {}
-        self._codec = Codec(
+        self._codec = _wire.Codec(
             self._memory,
             same_main=settings.start_method == "fork",
             lease_at_most=settings.max_bytes // 2,
@@ -333,7 +331,7 @@ class ProcessFleet(Fleet):
             for fd in self._passed:
                 os.close(fd)
             self._passed.clear()
-            _spawn.close_descriptors(*self._wake)
+            _start.close_descriptors(*self._wake)
             if hasattr(self._poller, "close"):
                 self._poller.close()
         for worker, failure in failures:
@@ -489,7 +487,7 @@ class ProcessFleet(Fleet):
         results, failed, nbytes, leased = self._codec.decode(block, reply, blob)
         if failed:  # perhaps to unpickle definitions: send them again with the next chunk
             self._codec.forget(handle.worker)
-        if reply.flags & HELD:
+        if reply.flags & _wire.HELD:
             handle.held[reply.seq] = block
         elif not leased:
             self._memory.free(block)

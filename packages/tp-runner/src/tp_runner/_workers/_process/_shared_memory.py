@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from tp_runner._options import Settings
 from tp_runner._workers._pickling import LARGE, dump_program
-from tp_runner._workers._process._spawn import collect_descriptors
-from tp_runner._workers._process._wire import align
+from tp_runner._workers._process._start import collect_descriptors
 from tp_runner._workers._work import IDLE
 
 SMALLEST = 64 << 10
@@ -125,6 +124,11 @@ def _round_size(nbytes: int) -> int:
     """Round up to a block's size: a multiple of an eighth of the power of two below it."""
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return -(-nbytes // step) * step
+
+
+def align(offset: int) -> int:
+    """Round up to where a buffer may begin: a cache line."""
+    return (offset + 63) & ~63
 
 
 def unnamed_file() -> int:

@@ -15,8 +15,7 @@ from typing import Any
 from tp_runner._workers._failure import END, INIT, ITEM, Failure
 from tp_runner._workers._fleet import Timing, dumps_exit_result
 from tp_runner._workers._item import Task, become_worker, set_current_task
-from tp_runner._workers._process import _spawn, _wire
-from tp_runner._workers._process._codec import ReplyWriter
+from tp_runner._workers._process import _start, _wire
 from tp_runner._workers._process._shared_memory import (
     FIRST_CANCELLED,
     WORDS,
@@ -25,8 +24,8 @@ from tp_runner._workers._process._shared_memory import (
     StoredProgram,
     load_program,
 )
-from tp_runner._workers._process._spawn import adopt_descriptors
-from tp_runner._workers._process._wire import remember_program
+from tp_runner._workers._process._start import adopt_descriptors
+from tp_runner._workers._process._wire import ReplyWriter, remember_program
 from tp_runner._workers._setup import Setup, limit_torch, prepare_process
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
 
@@ -105,7 +104,7 @@ class WorkerProcess:
         # A process that the user's code forks or starts must not hide the worker's death from the parent
         # (test_programs_that_workers_start_do_not_hide_their_death).
         private = descriptors.requests, descriptors.replies, descriptors.life
-        _spawn.make_private(*private)
+        _start.make_private(*private)
         for fd in (*private, descriptors.memory, descriptors.heartbeats):
             os.set_inheritable(fd, False)
         self._in = descriptors.requests
