@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import ALONE, Group
-from tp_shard.nn._kinds import computes_linear
+from tp_shard.nn._convert import computes_linear
 
 d = ts.distributed
 Column, Row, Vocab, Sequence = ts.Column, ts.Row, ts.Vocab, ts.Sequence

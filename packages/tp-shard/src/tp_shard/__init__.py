@@ -18,8 +18,8 @@ The steps from a finished model to a split and trained one, and the files of eac
     parallelize                   _plans/: the modules of a plan, their splits and their new layers (_maker);
         |                         modules of users get a mixin or hooks (_local, _hooks)
         v
-    layers with shards            nn/: _linear, _embedding, and with shared heads or sequences _planned;
-        |                         each is a ParallelLayer (_shards/_layer), with marks on its parameters
+    layers with shards            nn/: _layers, and with shared heads or sequences _planned; each is a
+        |                         ParallelLayer (_shards), with marks on its parameters
         |   groups                distributed, _groups/: the ranks of one copy, and the copies of a shard;
         |                         _guards: while there are groups, torch handles shards or refuses them
         v
@@ -29,7 +29,7 @@ The steps from a finished model to a split and trained one, and the files of eac
         v
     clip_grad_norm_, GradScaler   _training: norms from the parts of all ranks
         v
-    save_sharded, export          _state/; the place of a shard in the whole tensor: _shards/_slices
+    save_sharded, export          _state/; the place of a shard in the whole tensor: _shards
 
 The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is already split.
 """
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from tp_shard._plans._summary import LayerSummary as LayerSummary
     from tp_shard._plans._summary import Summary as Summary
     from tp_shard._plans._summary import summary as summary
-    from tp_shard._shards._attributes import get_parallel_dim as get_parallel_dim
-    from tp_shard._shards._attributes import register_parallel_attribute as register_parallel_attribute
-    from tp_shard._shards._attributes import register_parallel_dim as register_parallel_dim
+    from tp_shard._shards import get_parallel_dim as get_parallel_dim
+    from tp_shard._shards import register_parallel_attribute as register_parallel_attribute
+    from tp_shard._shards import register_parallel_dim as register_parallel_dim
     from tp_shard._state._checkpoint import load_sharded as load_sharded
     from tp_shard._state._checkpoint import save_sharded as save_sharded
-    from tp_shard._state._pretrained import load_pretrained as load_pretrained
     from tp_shard._state._safetensors import export as export
+    from tp_shard._state._safetensors import load_pretrained as load_pretrained
     from tp_shard._state._state_dict import collect_optimizer_state_dict as collect_optimizer_state_dict
     from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
     from tp_shard._state._state_dict import (
@@ -108,14 +108,13 @@ else:
                 "Vocab",
             ],
             "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
-            "tp_shard._shards._attributes": [
+            "tp_shard._shards": [
                 "get_parallel_dim",
                 "register_parallel_attribute",
                 "register_parallel_dim",
             ],
             "tp_shard._state._checkpoint": ["load_sharded", "save_sharded"],
-            "tp_shard._state._pretrained": ["load_pretrained"],
-            "tp_shard._state._safetensors": ["export"],
+            "tp_shard._state._safetensors": ["export", "load_pretrained"],
             "tp_shard._state._state_dict": [
                 "collect_optimizer_state_dict",
                 "collect_state_dict",

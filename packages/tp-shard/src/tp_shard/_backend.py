@@ -200,6 +200,6 @@ def _is_fully_sharded(model: "nn.Module | None") -> bool:
     """Return whether a model has DTensors that are shards of ours, as after an earlier preparation."""
     from tp_core.internal import is_dtensor
 
-    from tp_shard._shards._attributes import holds_shard
+    from tp_shard._shards import holds_shard
 
     return model is not None and any(is_dtensor(p) and holds_shard(p) for p in model.parameters())

@@ -21,8 +21,7 @@ from tp_core.internal import is_zero_redundancy, whole_matrix_optimizer
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, current_data_group, current_group
-from tp_shard._shards._attributes import get_parallel_dim, holds_shard
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer, get_parallel_dim, holds_shard
 
 # -- DistributedDataParallel beside parallel layers -----------------------------------------------
 # DDP averages gradients over its ranks, and starts with a broadcast of rank 0's parameters. Among ranks that

@@ -15,10 +15,15 @@ from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import get_state
-from tp_shard._shards._attributes import get_split, holds_shard
-from tp_shard._shards._dtensors import local, part_of, sharded_over
-from tp_shard._shards._layer import ParallelLayer
-from tp_shard._shards._slices import parts_of_whole
+from tp_shard._shards import (
+    ParallelLayer,
+    get_split,
+    holds_shard,
+    local,
+    part_of,
+    parts_of_whole,
+    sharded_over,
+)
 
 # -- Clipping by the norm of the whole gradient ---------------------------------------------------
 

@@ -6,7 +6,7 @@ handles shards while there are groups.
 """
 
 from tp_shard._guards import register_ddp_parameters_to_ignore
-from tp_shard._shards._attributes import ORDER_TYPE, PARALLEL_DIM
+from tp_shard._shards import ORDER_TYPE, PARALLEL_DIM
 from tp_shard._split import slice
 
 __all__ = ["register_ddp_parameters_to_ignore", "slice"]

@@ -13,9 +13,9 @@ from tp_core.errors import ModelError, TpError
 from tp_shard._groups._collectives import copy
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer
 from tp_shard.nn._convert import Mixin, mix_in
-from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._layers import ParallelLinear
 from tp_shard.nn._planned import SequenceMixin
 from tp_shard.nn._sequence import SequenceState, gather_sequence, join_sequence, scatter_sequence
 

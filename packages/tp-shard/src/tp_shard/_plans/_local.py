@@ -10,8 +10,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._group import Group
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Style
-from tp_shard._shards._attributes import mark_parameter
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer, mark_parameter
 from tp_shard._split import Split
 from tp_shard.nn._convert import Conversion, Mixin, mix_in
 from tp_shard.nn._heads import Heads, section_ranges

@@ -21,20 +21,20 @@ from tp_shard._plans._styles import (
     Style,
     Vocab,
 )
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer
 from tp_shard._split import Ranges, Split
-from tp_shard.nn._convert import Conversion, mix_in
-from tp_shard.nn._heads import Heads, Holds, section_ranges
-from tp_shard.nn._kinds import (
+from tp_shard.nn._convert import (
+    Conversion,
     computes_linear,
     is_linear,
     is_transposed,
+    mix_in,
     parallel_class,
     why_not_split,
     widths,
 )
-from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
-from tp_shard.nn._region import ParallelDropout
+from tp_shard.nn._heads import Heads, Holds, section_ranges
+from tp_shard.nn._planned import ParallelDropout, PlannedEmbedding, PlannedLinear, SequenceMixin
 from tp_shard.nn._sequence import SequenceState
 
 

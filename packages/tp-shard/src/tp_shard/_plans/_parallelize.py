@@ -12,11 +12,9 @@ from tp_shard._plans._hooks import guard_forward
 from tp_shard._plans._local import ExpertsMixin, check_parts, count_local_groups
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
-from tp_shard.nn._convert import leave_fast_path, leave_nested_tensors
+from tp_shard.nn._convert import is_linear, leave_fast_path, leave_nested_tensors
 from tp_shard.nn._draws import BlockDraws, SplitDraws
-from tp_shard.nn._kinds import is_linear
-from tp_shard.nn._planned import PlannedLinear, SequenceMixin
-from tp_shard.nn._region import remember_names
+from tp_shard.nn._planned import PlannedLinear, SequenceMixin, remember_names
 from tp_shard.nn._sequence import SequenceState, SummedGradients
 
 _SMALL = 0.01  # of the weights: below it are norms and biases, which get no line

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tp_shard._shards._layer import ParallelLayer
-from tp_shard.nn._linear import ParallelLinear
+from tp_shard._shards import ParallelLayer
+from tp_shard.nn._layers import ParallelLinear
 from tp_shard.nn._loss import MarginCrossEntropy
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
 

@@ -25,7 +25,7 @@ from tp_shard._verify._examples import (
 )
 from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tolerance_of
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
-from tp_shard.nn._kinds import widths
+from tp_shard.nn._convert import widths
 
 T = TypeVar("T")
 

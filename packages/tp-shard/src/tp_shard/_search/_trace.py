@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tp_shard._groups._collectives import apply
 from tp_shard._verify._examples import Call, fresh, tensors_of
-from tp_shard.nn._kinds import is_linear
+from tp_shard.nn._convert import is_linear
 
 _FEW = 3  # names in a message
 _MIXING = ("Bmm", "Baddbmm", "ScaledDotProduct", "Softmax")

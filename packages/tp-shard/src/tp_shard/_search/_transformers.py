@@ -7,7 +7,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
 from tp_shard._search._prove import Proof
-from tp_shard.nn._kinds import is_linear
+from tp_shard.nn._convert import is_linear
 
 _SPLIT = ("colwise", "rowwise", "moe_tp_experts")
 _VOCABULARY = ("embedding_rowwise", "embedding_colwise")

@@ -23,9 +23,8 @@ from tp_shard._plans._styles import (
 )
 from tp_shard._search._trace import Region, ancestors, innermost_around
 from tp_shard._verify._examples import Call, tensors_of
-from tp_shard.nn._convert import Conversion
-from tp_shard.nn._heads import Heads
-from tp_shard.nn._kinds import (
+from tp_shard.nn._convert import (
+    Conversion,
     computes_linear,
     is_linear,
     is_transposed,
@@ -33,6 +32,7 @@ from tp_shard.nn._kinds import (
     why_not_split,
     widths,
 )
+from tp_shard.nn._heads import Heads
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
 
 _FEW_CLASSES = 1024

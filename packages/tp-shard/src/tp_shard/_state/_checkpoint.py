@@ -25,8 +25,7 @@ from tp_core.state import (
     write_tensors,
 )
 
-from tp_shard._shards._dtensors import reshard
-from tp_shard._shards._slices import shard_spec, unwrap
+from tp_shard._shards import reshard, shard_spec, unwrap
 
 T = TypeVar("T")
 

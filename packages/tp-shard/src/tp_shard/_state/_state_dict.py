@@ -14,8 +14,7 @@ from tp_core.state import Place, fill_from_whole, optimizer_names, whole
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import current_mesh, ranks_of_model
-from tp_shard._shards._dtensors import reshard
-from tp_shard._shards._slices import Shard, ShardTable, slice_of
+from tp_shard._shards import Shard, ShardTable, reshard, slice_of
 
 Destination = Literal["all", "rank0"]
 

@@ -17,7 +17,7 @@ from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose
 from tp_shard._plans._parallelize import words
 from tp_shard._plans._styles import Plan
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
 from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, probe_copy
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached

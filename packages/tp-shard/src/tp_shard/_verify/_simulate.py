@@ -25,10 +25,10 @@ from tp_shard._groups._group import ALONE, Group
 from tp_shard._plans._maker import choose
 from tp_shard._plans._parallelize import parallelize
 from tp_shard._plans._styles import Plan, Row
-from tp_shard._shards._slices import ShardTable
+from tp_shard._shards import ShardTable
 from tp_shard._split import Split
 from tp_shard._verify._examples import Call, copied, fresh, loss_of, mapped, tensors_of
-from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._layers import ParallelLinear
 
 T = TypeVar("T")
 

@@ -2,11 +2,9 @@
 
 import tp_shard._guards  # noqa: F401 - registers the replacements in torch while there are groups
 from tp_shard.nn import functional, init
-from tp_shard.nn._blocks import ParallelAttention, ParallelSwiGLU
-from tp_shard.nn._embedding import ParallelEmbedding
-from tp_shard.nn._linear import ParallelLinear
+from tp_shard.nn._layers import ParallelEmbedding, ParallelLinear
 from tp_shard.nn._loss import MarginCrossEntropy, ParallelCrossEntropyLoss
-from tp_shard.nn._region import ParallelDropout, RegisterParallelDim
+from tp_shard.nn._planned import ParallelAttention, ParallelDropout, ParallelSwiGLU, RegisterParallelDim
 
 __all__ = [
     "MarginCrossEntropy",

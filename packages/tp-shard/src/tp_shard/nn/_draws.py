@@ -28,7 +28,7 @@ from tp_core.internal import is_random_op
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state
-from tp_shard._shards._attributes import holds_shard
+from tp_shard._shards import holds_shard
 
 _SPLIT = "_is_split"
 """The attribute that marks a tensor in a watched block as split, or as the same on all ranks."""

@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import gather, scatter
 from tp_shard._groups._group import Group, GroupLike, as_group
-from tp_shard._shards._attributes import PARALLEL_DIM, PARALLEL_SIZE, check_dim
+from tp_shard._shards import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._split import bounds
 from tp_shard.nn._heads import parallel_attention
 from tp_shard.nn._loss import (

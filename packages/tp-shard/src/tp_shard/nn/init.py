@@ -14,7 +14,7 @@ from torch import Tensor
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, Group, current_data_group, current_group
 from tp_shard._groups._random import get_state, set_state
-from tp_shard._shards._attributes import get_split
+from tp_shard._shards import get_split
 from tp_shard._split import Split
 
 __all__ = ["init_shard_", "shard_init_helper_"]

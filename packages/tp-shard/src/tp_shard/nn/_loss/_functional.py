@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import ALONE, Group, GroupLike, as_group
-from tp_shard._shards._attributes import get_parallel_dim, get_parallel_size
+from tp_shard._shards import get_parallel_dim, get_parallel_size
 from tp_shard._split import bounds, shard_sizes
-from tp_shard.nn._loss._cross_entropy import cross_entropy
 from tp_shard.nn._loss._fused import LinearKind, fused_cross_entropy
-from tp_shard.nn._loss._softmax import LossOptions, computed_in
+from tp_shard.nn._loss._softmax import LossOptions, computed_in, cross_entropy
 from tp_shard.nn._split_products import autocast
 
 # -- Arguments of a loss: their meaning, and their checks -----------------------------------------

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tp_shard._groups._collectives import apply, start_all_reduce_
-from tp_shard.nn._loss._cross_entropy import SECOND_BACKWARD
 from tp_shard.nn._loss._softmax import (
+    SECOND_BACKWARD,
     LossOptions,
     Merged,
     Rows,

@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 
 from tp_shard._groups._collectives import gather_sizes
 from tp_shard._groups._group import GroupLike, as_group
-from tp_shard._shards._layer import ParallelLayer
+from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split, bounds
 from tp_shard.nn._loss._functional import (
     check_class_indices,
