@@ -35,7 +35,7 @@ PUBLIC = {
     """,
     tp_core.internal: """
         DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container Envelope FullyShardedSession
-        NotebookOutput Ownership PerType Progress SampleRows Sharding Units atomic_part
+        NotebookOutput Ownership PerModule PerType Progress SampleRows Sharding Units atomic_part
         available_cores call_builder cat_rows check_above_zero check_backend_name check_initialized
         check_offload check_process_count containers describe_presharded device_of_rank
         device_rng_state did_you_mean file_meant find_units free_nbytes has_exited in_notebook
