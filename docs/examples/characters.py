@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, SchedulerOptions, Trainer
 
 LENGTH, HEADS, HEAD_DIM = 64, 4, 16
 
@@ -114,10 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train,
             step=step,
             epochs=args.epochs,
-            steps_per_epoch=steps,
-            val_loader=DataLoader(TensorDataset(windows[-held_out:][:99]), batch_size=32),
-            scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, args.epochs * -(-steps // 2)),
-            scheduler_every="step",
+            limits=Limits(steps_per_epoch=steps),
+            validation=DataLoader(TensorDataset(windows[-held_out:][:99]), batch_size=32),
+            scheduler=SchedulerOptions(
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, args.epochs * -(-steps // 2)),
+                every="step",
+            ),
             clip_norm=1.0,
             checkpoint=Checkpoints(args.out / "checkpoints", every_steps=10, best="val_loss"),
             resume="auto",

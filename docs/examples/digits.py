@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
             DataLoader(train, batch_size=64, shuffle=True),
             step=step,
             epochs=args.epochs,
-            val_loader=DataLoader(test, batch_size=256),
+            validation=DataLoader(test, batch_size=256),
             scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs),
-            save_to=args.out / "digits.pt",
         )
+        trainer.export(model, args.out / "digits.safetensors")
         accuracy = history[-1].val["accuracy"]
         if trainer.is_main:
             draw_curves(history, args.out / "digits.png")

@@ -1,6 +1,6 @@
 """Read all scans of handwritten digits with a trained model, on one worker for each device.
 
-First train the model: ``python digits.py`` leaves ``out/digits.pt``. This program loads it in each
+First train the model: ``python digits.py`` leaves ``out/digits.safetensors``. This program loads it in each
 worker, reads the 1,797 scans in batches, shows a progress bar, tells how many it got right, and
 draws when each worker did what.
 """
@@ -67,7 +67,7 @@ def draw_timeline(trace: Path, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("out/digits.pt"))
+    parser.add_argument("--model", type=Path, default=Path("out/digits.safetensors"))
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the timeline")
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     args = parser.parse_args(arguments)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, SchedulerOptions, Trainer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 END, IGNORED = 0, -100
@@ -77,9 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
             loader,
             step=step,
             epochs=options.epochs,
-            val_loader=val_loader,
-            scheduler=warmup,
-            scheduler_every="step",
+            validation=val_loader,
+            scheduler=SchedulerOptions(warmup, every="step"),
             clip_norm=1.0,
             checkpoint=Checkpoints(options.folder / "checkpoints", best="val_loss"),
             resume="auto",

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 from tp_runner import OrderedRunner, WorkerError
 
-WEIGHTS = Path("reader.pt")
+WEIGHTS = Path("reader.safetensors")
 
 
 def make_model() -> nn.Module:
@@ -32,7 +33,7 @@ class Reader(OrderedRunner):
     @staticmethod
     def producer_init(device: str, cfg: Any) -> None:
         model = make_model()
-        model.load_state_dict(torch.load(WEIGHTS, weights_only=True))
+        model.load_state_dict(load_file(WEIGHTS))
         cfg.model = model.to(device).eval()
 
     @staticmethod
@@ -62,7 +63,8 @@ def make_pictures(folder: Path) -> None:
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         loader = DataLoader(scans, batch_size=64, shuffle=True)
-        trainer.fit(model, optimizer, loader, step=step, epochs=10, save_to=WEIGHTS)
+        trainer.fit(model, optimizer, loader, step=step, epochs=10)
+        trainer.export(model, WEIGHTS)
 
 
 def read(folder: Path, output: Path, devices: str | int) -> None:

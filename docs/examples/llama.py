@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LENGTH = 64
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train,
             step=step,
             epochs=args.epochs,
-            steps_per_epoch=args.steps or len(train),
-            val_loader=DataLoader(TensorDataset(windows[-held_out:][:99]), batch_size=32),
+            limits=Limits(steps_per_epoch=args.steps or len(train)),
+            validation=DataLoader(TensorDataset(windows[-held_out:][:99]), batch_size=32),
             clip_norm=1.0,
             checkpoint=Checkpoints(args.out / "checkpoints", every_steps=2),
             resume="auto",

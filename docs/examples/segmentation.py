@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Trainer
+from tp_trainer import Trainer, Validation
 
 CLASSES, IGNORED = 3, -100
 
@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             DataLoader(train, batch_size=64, shuffle=True),
             step=step,
             epochs=options.epochs,
-            val_loader=DataLoader(test, batch_size=64),
-            metrics={"iou": IntersectionOverUnion()},
+            validation=Validation(DataLoader(test, batch_size=64), metrics={"iou": IntersectionOverUnion()}),
         )
         if trainer.is_main:
             print(f"backend={trainer.selection.chosen.name} IoU={history[-1].val['iou']:.3f}")

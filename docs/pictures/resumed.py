@@ -23,7 +23,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
-from tp_trainer import Callback, Checkpoints, RunView, Trainer
+from tp_trainer import Callback, Checkpoints, RunView, Trainer, Validation
 
 STEPS, BATCH = 240, 16
 SIGNALLED_AT = 70
@@ -61,8 +61,7 @@ def train(folder: Path, *, interrupted: bool) -> None:
             DataLoader(train_scans, batch_size=BATCH, shuffle=True),
             step=step,
             max_steps=STEPS,
-            val_loader=DataLoader(test_scans, batch_size=128),
-            val_every_steps=VALIDATED_EVERY,
+            validation=Validation(DataLoader(test_scans, batch_size=128), every_steps=VALIDATED_EVERY),
             checkpoint=Checkpoints(folder),
             resume="auto",
             callbacks=callbacks,

@@ -93,7 +93,7 @@ def main() -> None:
             DataLoader(data, batch_size=8, shuffle=True, num_workers=2),
             step=doom.step,
             epochs=args.epochs,
-            val_loader=DataLoader(data, batch_size=16, num_workers=1, persistent_workers=True),
+            validation=DataLoader(data, batch_size=16, num_workers=1, persistent_workers=True),
             checkpoint=Checkpoints(args.folder / "run", every_steps=2),
             resume="auto",
         )

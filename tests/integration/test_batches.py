@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from tp_core.errors import ConfigError, StepError
 from tp_core.testing import RankPool
-from tp_trainer import DdpOptions, Trainer
+from tp_trainer import DdpOptions, Limits, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor")
 
@@ -333,8 +333,8 @@ def trained(case, backend, *, data=Samples, devices=("cpu", "cpu"), workers=0):
     where = {"devices": "cpu"} if backend == "single" else {"devices": list(devices), "backend": backend}
     with Trainer(progress=False, seed=0, **where) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        steps = {"steps_per_epoch": 3} if data is Stream else {}
-        history = trainer.fit(model, optimizer, loader, step=case.step, epochs=2, **steps)
+        limits = Limits(steps_per_epoch=3) if data is Stream else None
+        history = trainer.fit(model, optimizer, loader, step=case.step, epochs=2, limits=limits)
         return [h.metrics["loss"] for h in history], model.state_dict()
 
 

@@ -48,12 +48,11 @@ def train_save_and_load(way, folder, **kwargs):
     model = WAYS[way](plain_model())
     with Trainer(seed=0, progress=False, **kwargs) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        files = {"save_to": folder / "saved.pt", "checkpoint": folder / "run"}
-        trainer.fit(model, optimizer, loader(), step=step, **files)
+        trainer.fit(model, optimizer, loader(), step=step, checkpoint=folder / "run")
         trainer.save_model(model, folder / "model.pt")
         trainer.export(model, folder / "model.safetensors")
         trained = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
-        found = [sorted(torch.load(folder / f, weights_only=True)) for f in ("saved.pt", "model.pt")]
+        found = [sorted(torch.load(folder / "model.pt", weights_only=True))]
         found.append(sorted(load_file(folder / "model.safetensors")))
         same = []
         for fresh in (plain_model(1), WAYS[way](plain_model(2))):
@@ -76,7 +75,7 @@ PLACES = {
 def test_names_are_plain_in_every_file(tmp_path, way, backend):
     name, names, same = train_save_and_load(way, tmp_path, **PLACES[backend])
     assert name == backend
-    assert names == [NAMES] * 4
+    assert names == [NAMES] * 3
     assert same == [True, True]
 
 
@@ -86,7 +85,7 @@ def test_names_are_plain_on_ranks(tmp_path):
         functools.partial(train_save_and_load, "torch.compile", devices="cpu"), 2, tmp_path
     ):
         assert name == "ddp"
-        assert names == [NAMES] * 4
+        assert names == [NAMES] * 3
         assert same == [True, True]
 
 

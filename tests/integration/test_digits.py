@@ -24,7 +24,7 @@ def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_pe
     assert "backend=single device=cpu accuracy=0.9" in shown.out
     assert "epoch 3/3" in shown.err
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "digits.pt").stat().st_size > 10_000
+    assert (tmp_path / "digits.safetensors").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -58,5 +58,5 @@ def test_the_digits_are_read_by_whichever_backend_fits(command, backend, asked, 
     assert float(found[2]) >= 0.97
     assert f"backend '{backend}' ({asked})" in done.stdout
     assert (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "out" / "digits.pt").stat().st_size > 10_000
+    assert (tmp_path / "out" / "digits.safetensors").stat().st_size > 10_000
     assert "epoch 12/12" in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -29,11 +30,11 @@ def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
         digits.step(model, batch)["loss"].backward()
         optimizer.step()
     torch.set_num_threads(threads)
-    torch.save(model.state_dict(), tmp_path / "digits.pt")
+    save_file(model.state_dict(), tmp_path / "digits.safetensors")
 
     program = EXAMPLES / "digits_inference.py"
     done = subprocess.run(
-        [sys.executable, program, "--model", tmp_path / "digits.pt", "--out", tmp_path],
+        [sys.executable, program, "--model", tmp_path / "digits.safetensors", "--out", tmp_path],
         capture_output=True,
         text=True,
         timeout=800,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import PluginRegistry
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, GradientRules, Trainer
 
 
 def load_example():
@@ -178,7 +178,7 @@ def fit_evaluate_and_fit(folder):
                 "epochs": epochs,
                 "checkpoint": folder,
                 "resume": "auto",
-                "val_loader": make_loader(),
+                "validation": make_loader(),
             }
             trainer.fit(model, optimizer, make_loader(), step=step, **arguments)
             trainer.evaluate(model, make_loader(), step=step)
@@ -193,8 +193,8 @@ def test_an_evaluation_between_two_runs_changes_nothing(tmp_path):
 
 WAYS = {
     "clip_norm": ({}, {"clip_norm": 0.05}),
-    "clip_value": ({}, {"clip_value": 0.01}),
-    "skip": ({}, {"nonfinite": "skip"}),
+    "clip_value": ({}, {"gradients": GradientRules(clip_value=0.01)}),
+    "skip": ({}, {"gradients": GradientRules(nonfinite="skip")}),
     "accumulate": ({"accumulate": 2}, {}),
 }
 

@@ -47,7 +47,7 @@ def plain(loader):
 def fit(trainer, loader):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    trainer.fit(model, optimizer, loader, step=step, epochs=2, val_loader=loader)
+    trainer.fit(model, optimizer, loader, step=step, epochs=2, validation=loader)
 
 
 def own_loop(trainer, loader):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tp_core.testing import RankPool
-from tp_trainer import Checkpoints, FunctionMetric, Trainer
+from tp_trainer import Checkpoints, FunctionMetric, SchedulerOptions, Trainer, Validation
 from tp_trainer.callbacks import EarlyStopping, ExponentialMovingAverage
 
 EPOCHS = 3
@@ -90,10 +90,11 @@ def text_job(where, *, folder=None, max_steps=None, workers=0):
             loader_of(texts(35), workers, shuffle=True),
             step=classify,
             epochs=EPOCHS,
-            val_loader=loader_of(texts(33, 1)),
-            metrics={"f1": FunctionMetric(f1_score), "auroc": FunctionMetric(roc_auc_score)},
-            scheduler=warmup,
-            scheduler_every="step",
+            validation=Validation(
+                loader_of(texts(33, 1)),
+                metrics={"f1": FunctionMetric(f1_score), "auroc": FunctionMetric(roc_auc_score)},
+            ),
+            scheduler=SchedulerOptions(warmup, every="step"),
             clip_norm=0.5,
             max_steps=max_steps,
             checkpoint=folder and Checkpoints(folder, every_steps=2, best="val_f1", mode="max"),
@@ -209,9 +210,8 @@ def picture_job(where, *, folder=None, max_steps=None, workers=0):
             loader_of(pictures(37), workers, shuffle=True),
             step=mixed_step,
             epochs=EPOCHS,
-            val_loader=loader_of(pictures(17, 1)),
-            scheduler=cycle,
-            scheduler_every="step",
+            validation=loader_of(pictures(17, 1)),
+            scheduler=SchedulerOptions(cycle, every="step"),
             max_steps=max_steps,
             callbacks=[average, EarlyStopping("val_loss", patience=1)],
             checkpoint=folder and Checkpoints(folder, every_steps=3, best="val_loss"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer
 
 EPOCHS, N, BATCH = 2, 22, 8  # the last batch of an epoch has 6
 IN_ONE_PROCESS = {
@@ -244,7 +244,7 @@ def text_job(where, *, folder=None, max_steps=None, workers=0):
             epochs=EPOCHS,
             max_steps=max_steps,
             state={"model": model, "optimizer": optimizer},
-            validate=lambda: trainer.evaluate(model, few, step=predict_next),
+            validation=lambda: trainer.evaluate(model, few, step=predict_next),
             checkpoint=folder and Checkpoints(folder, every_steps=2, best="val_loss"),
             resume=folder and "auto",
         ) as loop:
@@ -370,7 +370,7 @@ def stream_job(where, *, folder=None, max_steps=None):
             DataLoader(Rows(), batch_size=BATCH),
             step=step,
             epochs=3,
-            steps_per_epoch=3,
+            limits=Limits(steps_per_epoch=3),
             max_steps=max_steps,
             checkpoint=folder and Checkpoints(folder, every_steps=2),
             resume=folder and "auto",

@@ -60,7 +60,7 @@ def fit(average, *, group_size=None, folder=None, stop_at=None):
             DataLoader(data(), batch_size=6, shuffle=True),
             step=step,
             epochs=2,
-            val_loader=DataLoader(data(), batch_size=12),
+            validation=DataLoader(data(), batch_size=12),
             callbacks=[average, Stop()],
             checkpoint=None if folder is None else Checkpoints(folder, every_steps=1),
             resume=None if folder is None else "auto",

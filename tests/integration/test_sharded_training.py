@@ -54,7 +54,7 @@ def train(folder, group_size, split=True):
             return model, torch.optim.Adam(model.parameters(), lr=0.02)
 
         model, optimizer = build()
-        trainer.fit(model, optimizer, data(), step=step, epochs=3, val_loader=data(), clip_norm=0.5)
+        trainer.fit(model, optimizer, data(), step=step, epochs=3, validation=data(), clip_norm=0.5)
         file = Path(folder, "model.pt")
         trainer.save_model(model, file)
         weights = Path(folder, "model.safetensors")

@@ -96,7 +96,7 @@ def train(step, accumulate, backend="auto", devices="cpu"):
             model,
             ADAMW(model.parameters()),
             DataLoader(Texts(), batch_size=BATCH_SIZE),
-            val_loader=DataLoader(Texts(), batch_size=8),
+            validation=DataLoader(Texts(), batch_size=8),
             step=step,
             epochs=EPOCHS,
         )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, SelectionError
 from tp_core.plugins import FullyShardOptions
 from tp_core.testing import RankPool, run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, GradientRules, Trainer
 
 ts = pytest.importorskip("tp_shard")
 
@@ -103,7 +103,7 @@ def fit(options=None, groups=None, trainer=None, net=Net, **arguments):
         kwargs = {"options": options, "seed": 2, "progress": False, "devices": "cpu", **(trainer or {})}
         with Trainer(**kwargs) as it:
             history = it.fit(
-                model, optimizer, loader(), step=step, **{"epochs": 2, "val_loader": loader(5), **arguments}
+                model, optimizer, loader(), step=step, **{"epochs": 2, "validation": loader(5), **arguments}
             )
             kinds = {type(s["exp_avg"]).__name__ for s in optimizer.state.values()}
             state = {n: t.clone() for n, t in it.session.model_state(model).items()}
@@ -221,7 +221,7 @@ def test_eight_ranks_in_three_dimensions():
 
 @pytest.mark.slow
 def test_accumulated_batches_and_clipped_values(pool):
-    ways = {"trainer": {"accumulate": 3}, "clip_value": 0.01}
+    ways = {"trainer": {"accumulate": 3}, "gradients": GradientRules(clip_value=0.01)}
     expected = fit(**ways)
     for found in pool.run(functools.partial(fit, FSDP, 2, **ways)):
         assert_close(found, expected)

@@ -29,7 +29,7 @@ def train(loader: DataLoader[tuple[Tensor, Tensor]], net: Net, optimizer: SGD) -
     assert_type(prepared, tuple[Net, SGD, DataLoader[tuple[Tensor, Tensor]]])
     assert_type(trainer.prepare(net), Net)
     assert_type(trainer.fit(net, optimizer, loader, step=step), History)
-    trainer.fit(net, optimizer, loader, step=named, val_loader={"a": loader})
+    trainer.fit(net, optimizer, loader, step=named, validation={"a": loader})
     trainer.evaluate(net, loader, step=named)
     one: Step = step
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
-from tp_trainer import Trainer
+from tp_trainer import LogOptions, Trainer
 from tp_trainer._checkpoint._folder import verify
 from tp_trainer._launch._jobs._store import create_job, damaged_jobs, list_jobs
 from tp_trainer._launch._plan import LaunchRequest
@@ -142,11 +142,10 @@ def check_saved(folder, ended):
     assert path.is_file() or not ended
 
 
-def fit(folder, tag, *, log=None, save_to=None, background=False, checkpoints=True):
+def fit(folder, tag, *, log=None, background=False, checkpoints=True):
     small_run.train(
         folder / "run" if checkpoints else None,
         before=lambda _: time.sleep(0.005),
-        save_to=save_to and folder / save_to,
         **({"background": background} if checkpoints else {}),
     )
 
@@ -156,12 +155,6 @@ def check_fit(folder, ended):
     for path in (folder / "run").glob("step-*"):
         verify(path)
     assert small_run.same(small_run.train(folder / "run"), small_run.train(None))
-
-
-def check_readable(folder, ended):
-    path = folder / "m.pt"
-    assert not path.is_file() or len(torch.load(path)) == 4
-    assert path.is_file() or not ended
 
 
 def start_job(folder, tag):
@@ -384,8 +377,6 @@ WRITERS = {
     ),
     "checkpoints": (fit, check_fit),
     "checkpoints in the background": (lambda f, t: fit(f, t, background=True), check_fit),
-    "checkpoints and save_to": (lambda f, t: fit(f, t, save_to="m.pt"), check_fit),
-    "save_to": (lambda f, t: fit(f, t, save_to="m.pt", checkpoints=False), check_readable),
     "report and pictures": (report, check_report),
     "convert": (convert, check_export),
     "convert to several": (lambda f, t: convert(f, t, most="20KB"), check_export),
@@ -625,8 +616,7 @@ def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeyp
             step=lambda model, batch: model(batch).square().mean(),
             checkpoint=place / "run",
             epochs=1,
-            log=loggers,
-            log_every_steps=1,
+            log=LogOptions(loggers, every_steps=1),
         )
     assert read_run(place).status == "finished"
     assert "finished" in write_report([place], place / "page.html").read_text()

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, LogOptions, SchedulerOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger
 
@@ -81,18 +82,16 @@ def train(folder, kind, max_steps=None):
             loader,
             step=step,
             epochs=2,
-            val_loader=DataLoader(data, batch_size=4),
-            steps_per_epoch=5,
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2) if rich else None,
-            scheduler_every="step" if rich else "epoch",
+            validation=DataLoader(data, batch_size=4),
+            limits=Limits(steps_per_epoch=5),
+            scheduler=SchedulerOptions(StepLR(optimizer, 2), every="step") if rich else None,
             callbacks=[average] if rich else [],
             state=counts if rich else None,
             clip_norm=1.0,
             max_steps=max_steps,
             checkpoint=Checkpoints(folder, every_steps=STOP, every_epochs=None, keep=1),
             resume="auto",
-            log=[JsonLinesLogger(folder), CsvLogger(folder)],
-            log_every_steps=2,
+            log=LogOptions([JsonLinesLogger(folder), CsvLogger(folder)], every_steps=2),
         )
         weights = {name: t.tolist() for name, t in trainer.session.model_state(model).items()}
         if max_steps:

@@ -61,7 +61,7 @@ def train(
     """Train and return the model and the history; with ``folder`` saved in each step, and resumed."""
     model = network() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05) if optimizer is None else optimizer
-    options = {"step": step, "val_loader": DataLoader(data(7), batch_size=4)} | options
+    options = {"step": step, "validation": DataLoader(data(7), batch_size=4)} | options
     if folder is not None:
         options |= {"checkpoint": Checkpoints(folder, every_steps=1), "resume": "auto"}
     with Trainer(**BACKENDS[backend], seed=3, accumulate=accumulate, progress=False) as trainer:

@@ -12,7 +12,7 @@ class StoppedError(Exception):
     """What ends a run in its middle."""
 
 
-def train(folder, *, resume="auto", stop_at=0, before=None, epochs=2, loader=None, save_to=None, **settings):
+def train(folder, *, resume="auto", stop_at=0, before=None, epochs=2, loader=None, **settings):
     """Return the weights after training; with ``stop_at``, raise in that step.
 
     ``before(n)`` is called in the n-th step of this call, from 1.
@@ -42,7 +42,6 @@ def train(folder, *, resume="auto", stop_at=0, before=None, epochs=2, loader=Non
             epochs=epochs,
             checkpoint=None if folder is None else Checkpoints(folder, **{"every_steps": 1} | settings),
             resume=None if folder is None else resume,
-            save_to=save_to,
         )
     return [p.detach().clone() for p in model.parameters()]
 

@@ -52,7 +52,7 @@ def steps(folder: Path, results: Results) -> None:
                 arguments["checkpoint"] = Checkpoints(new, every_steps=EVERY, every_epochs=None, **options)
             with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
                 began = time.perf_counter()
-                trainer.fit(model, optimizer, batches, step=step, shard=False, **arguments)
+                trainer.fit(model, optimizer, batches, step=step, **arguments)
                 return (time.perf_counter() - began) / EVERY
 
         return way

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from torchmetrics.classification import BinaryAccuracy
-from tp_trainer import Trainer
+from tp_trainer import LogOptions, Trainer, Validation
 from tp_trainer.callbacks import EarlyStopping, GradientNorm, LearningRateMonitor
 from tp_trainer.loggers import CsvLogger, TensorBoardLogger
 
@@ -142,13 +142,9 @@ def tp(base: Path) -> Way:
             optimizer,
             train,
             step=step,
-            val_loader=val,
-            val_step=val_step,
-            metrics={"accuracy": BinaryAccuracy()},
+            validation=Validation(val, step=val_step, metrics={"accuracy": BinaryAccuracy()}),
             callbacks=[LearningRateMonitor(), GradientNorm(), EarlyStopping("val_loss", patience=3)],
-            log=[CsvLogger(place), TensorBoardLogger(place)],
-            log_every_steps=EVERY,
-            shard=False,
+            log=LogOptions([CsvLogger(place), TensorBoardLogger(place)], every_steps=EVERY),
         )
 
     return lambda: timed(run)

@@ -82,11 +82,11 @@ def by_hand(batches: list, size: tuple[int, int]) -> Way:
 def tp(backend: str, batches: list, size: tuple[int, int], *, options: FsdpOptions | None = None) -> Way:
     trainer = Trainer(backend=backend, devices="cpu", options=options)
     model = make(size)
-    optimizer = adam(model)
+    model, optimizer, loader = trainer.prepare(model, adam(model), batches, shard=False)
 
     def way() -> float:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
-            history = trainer.fit(model, optimizer, batches, step=step, shard=False)
+            history = trainer.fit(model, optimizer, loader, step=step)
         return history[0].seconds / len(batches)
 
     return way

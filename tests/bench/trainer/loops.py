@@ -68,11 +68,11 @@ def tp_loop(trainer: Trainer, batches: Iterable, steps: int) -> Way:
 
 
 def tp_fit(trainer: Trainer, batches: Iterable, steps: int) -> Way:
-    model, optimizer = make()
+    model, optimizer, loader = trainer.prepare(*make(), batches, shard=False)
 
     def way() -> float:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress is on, as by default
-            history = trainer.fit(model, optimizer, batches, step=step, shard=False)
+            history = trainer.fit(model, optimizer, loader, step=step)
         return history[0].seconds / steps
 
     return way

@@ -57,7 +57,7 @@ def share_of_asking() -> float:
         for _ in range(SLEEPS):
             time.sleep(1)
         asleep = time.process_time() - began
-        with trainer.loop(range(SLEEPS), shard=False, epochs=1) as loop:
+        with trainer.loop(trainer.prepare(range(SLEEPS), shard=False)) as loop:
             began = time.process_time()
             for _ in loop:
                 time.sleep(1)

@@ -63,7 +63,7 @@ def fit(backend="fsdp", *, options=None, trainer=None, dtype=torch.float64, run=
     model = Net(dtype)
     kwargs = {"devices": "cpu", "seed": 2, "progress": False, "options": options, **(trainer or {})}
     with Trainer(backend=backend, **kwargs) as it:
-        arguments = {"epochs": 2, "val_loader": loader(5, dtype), **arguments}
+        arguments = {"epochs": 2, "validation": loader(5, dtype), **arguments}
         history = it.fit(model, adam(model), loader(dtype=dtype), step=run, **arguments)
         state = {n: t.clone() for n, t in it.session.model_state(model).items()}
         return [(r.train["loss"], r.val["loss"]) for r in history], state
@@ -132,7 +132,7 @@ def averaged(backend="fsdp", folder=None, epochs=3, swa=False):
             loader(),
             step=step,
             epochs=epochs,
-            val_loader=loader(5),
+            validation=loader(5),
             callbacks=[average],
             **resumed,
         )

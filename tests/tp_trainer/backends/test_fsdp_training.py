@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.testing import RankPool, run_ranks
-from tp_trainer import Callback, FsdpOptions, Trainer
+from tp_trainer import Callback, FsdpOptions, GradientRules, Trainer
 
 
 class Block(nn.Module):
@@ -91,7 +91,7 @@ def fit(backend="fsdp", *, options=None, run=step, make=adam, trainer=None, **ar
     """Return the losses and the whole state after training."""
     model = Net()
     with trainer_of(backend, options=options, **(trainer or {})) as it:
-        history = it.fit(model, make(model), loader(), step=run, epochs=2, val_loader=loader(5), **arguments)
+        history = it.fit(model, make(model), loader(), step=run, epochs=2, validation=loader(5), **arguments)
         state = {n: t.clone() for n, t in it.session.model_state(model).items()}
         return [(r.train, r.val) for r in history], state
 
@@ -150,7 +150,9 @@ def test_optimizers_that_treat_each_element_by_itself_do_what_they_do_on_one_dev
 
 @pytest.mark.slow
 def test_accumulation_and_clipping_together(pool):
-    assert_as_on_one_device(pool, trainer={"accumulate": 3}, clip_norm=0.3, clip_value=0.1)
+    assert_as_on_one_device(
+        pool, trainer={"accumulate": 3}, clip_norm=0.3, gradients=GradientRules(clip_value=0.1)
+    )
 
 
 @pytest.mark.slow

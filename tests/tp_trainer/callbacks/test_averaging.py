@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import Callback, Interrupted, Trainer
+from tp_trainer import Callback, Interrupted, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
 from tests.tp_trainer import callback_run
@@ -167,7 +167,7 @@ def test_a_validation_that_fails_leaves_the_model_its_weights():
     average = ExponentialMovingAverage(DECAY)
     model = network()
     with pytest.raises(RuntimeError, match="on purpose"):
-        train([average], model=model, val_step=fails)
+        train([average], model=model, validation=Validation(DataLoader(data(7), batch_size=4), step=fails))
     plain = network()
     train([], model=plain, epochs=1)
     assert same(model, plain)
@@ -180,7 +180,11 @@ def test_a_signal_in_a_validation_saves_the_models_own_weights(tmp_path):
 
     whole, again = ExponentialMovingAverage(DECAY), ExponentialMovingAverage(DECAY)
     with pytest.raises(Interrupted):
-        train([ExponentialMovingAverage(DECAY)], folder=tmp_path, val_step=interrupted)
+        train(
+            [ExponentialMovingAverage(DECAY)],
+            folder=tmp_path,
+            validation=Validation(DataLoader(data(7), batch_size=4), step=interrupted),
+        )
     model, _ = train([whole])
     resumed, _ = train([again], folder=tmp_path)
     assert same(resumed, model)

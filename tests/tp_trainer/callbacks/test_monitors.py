@@ -117,7 +117,7 @@ def traced_steps(path):
     ],
 )
 def test_a_trace_has_the_steps_that_were_chosen(tmp_path, first, steps, name, traced):
-    train([Profiler(tmp_path / "traces", first_step=first, steps=steps)], val_loader=None)
+    train([Profiler(tmp_path / "traces", first_step=first, steps=steps)], validation=None)
     assert [path.name for path in (tmp_path / "traces").iterdir()] == [name]
     assert traced_steps(tmp_path / "traces" / name) == traced
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer, Validation
 from tp_trainer._checkpoint import _checkpointer as writer_module
 from tp_trainer._checkpoint import _folder as folders
 
@@ -96,7 +96,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, rule):
     loader = DataLoader(make_data(), batch_size=40)
     val = DataLoader(make_data(4), batch_size=4)
     settings = Checkpoints(tmp_path, keep=1, best="val_loss", **rule)
-    fit(settings, loader=loader, epochs=4, val_loader=val, val_step=val_step)
+    fit(settings, loader=loader, epochs=4, validation=Validation(val, step=val_step))
     assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
 
 
@@ -106,8 +106,9 @@ def test_a_metric_that_does_not_come_is_named_after_the_first_epoch(tmp_path):
     ):
         fit(
             Checkpoints(tmp_path, best="val_los"),
-            val_loader=DataLoader(make_data(4), batch_size=4),
-            val_step=lambda model, batch: model(batch[0]).mean(),
+            validation=Validation(
+                DataLoader(make_data(4), batch_size=4), step=lambda model, batch: model(batch[0]).mean()
+            ),
         )
     assert names(tmp_path) == ["step-0000000005"]
 
@@ -499,7 +500,7 @@ def stream_loader(dataset):
 
 @pytest.mark.parametrize("stop_at", [3, 5, 6, 8])
 def test_a_stream_that_knows_its_position_is_carried(tmp_path, stop_at):
-    arguments = {"steps_per_epoch": 5}
+    arguments = {"limits": Limits(steps_per_epoch=5)}
     expected = fit(None, loader=stream_loader(StatefulStream()), **arguments)
     settings = Checkpoints(tmp_path, every_steps=1)
     with pytest.raises(StoppedError):
@@ -509,7 +510,7 @@ def test_a_stream_that_knows_its_position_is_carried(tmp_path, stop_at):
 
 
 def test_a_stream_that_does_not_is_refused_unless_it_may_be_replayed(tmp_path):
-    arguments = {"steps_per_epoch": 5}
+    arguments = {"limits": Limits(steps_per_epoch=5)}
     expected = fit(None, loader=stream_loader(Stream()), **arguments)
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), loader=stream_loader(Stream()), stop_at=4, **arguments)
@@ -522,9 +523,9 @@ def test_a_stream_that_does_not_is_refused_unless_it_may_be_replayed(tmp_path):
 def test_a_stream_with_its_position_in_workers_is_refused_before_the_first_step(tmp_path):
     loader = DataLoader(StatefulStream(), batch_size=8, num_workers=1)
     with pytest.raises(LoaderError, match=r"StatefulStream.*in the 1 workers.*replay=True"):
-        fit(Checkpoints(tmp_path), loader=loader, steps_per_epoch=5)
+        fit(Checkpoints(tmp_path), loader=loader, limits=Limits(steps_per_epoch=5))
     assert not [*tmp_path.glob("step-*")]
-    fit(Checkpoints(tmp_path, replay=True), loader=loader, steps_per_epoch=5)
+    fit(Checkpoints(tmp_path, replay=True), loader=loader, limits=Limits(steps_per_epoch=5))
 
 
 def test_a_list_of_batches_needs_no_replay(tmp_path):

@@ -317,9 +317,9 @@ def test_a_relative_folder_is_taken_from_where_fit_begins(tmp_path, monkeypatch,
         if n == 4:
             os.chdir(away)
 
-    leave("run", 6, before=leave_home, background=asynchronous, save_to="model.pt")
+    leave("run", 6, before=leave_home, background=asynchronous)
     assert names(away) == []
-    assert names(home) == ["model.pt", "run"]
+    assert names(home) == ["run"]
     os.chdir(home)
     (found,) = [train("run", before=leave_home, background=asynchronous, keep=1)]
     assert same(found, train(None))

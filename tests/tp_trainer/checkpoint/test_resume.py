@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from tp_core.errors import LoaderError
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, SchedulerOptions, Trainer
 
 
 class StoppedError(Exception):
@@ -73,9 +73,8 @@ def train(folder, *, stop_at=0, resume=None, new_loader=make_loader, make_schedu
             new_loader(),
             step=Counted(stop_at),
             epochs=3,
-            val_loader=DataLoader(make_data(9), batch_size=4),
-            scheduler=make_scheduler(optimizer),
-            scheduler_every="step",
+            validation=DataLoader(make_data(9), batch_size=4),
+            scheduler=SchedulerOptions(make_scheduler(optimizer), every="step"),
             checkpoint=None if folder is None else Checkpoints(folder, every_steps=every),
             resume=resume,
             **kwargs,

@@ -25,7 +25,7 @@ from tp_core.errors import (
 from tp_core.internal import rendezvous_store
 from tp_core.plugins import Backend, PluginRegistry, Verdict, hookimpl
 from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer, Validation
 
 
 def make_loader(n=6, batch_size=2):
@@ -94,7 +94,7 @@ def test_a_step_that_returns_no_usable_loss_is_told_so(returned, words):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_saves_nothing(tmp_path, value):
-    model, path, steps = nn.Linear(1, 1), tmp_path / "model.pt", []
+    model, steps = nn.Linear(1, 1), []
 
     def step(model, batch):
         steps.append(1)
@@ -102,9 +102,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_saves_nothing(tmp_pat
         return loss * value if len(steps) == 5 else loss
 
     with pytest.raises(NonFiniteLossError, match=r"at training step 5 \(rank 0\)"):
-        fit(model=model, step=step, epochs=3, save_to=path)
-    saved = torch.load(path, weights_only=True)
-    assert all(torch.isfinite(t).all() for t in saved.values())
+        fit(model=model, step=step, epochs=3, checkpoint=tmp_path)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000003"]
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -113,14 +112,14 @@ def test_a_validation_loss_that_is_not_finite_says_so():
         return good_step(model, batch) * float("nan")
 
     with pytest.raises(NonFiniteLossError, match="at validation step 1"):
-        fit(val_loader=make_loader(), val_step=nan_step)
+        fit(validation=Validation(make_loader(), step=nan_step))
 
 
 @pytest.mark.parametrize("empty", [[], DataLoader([], batch_size=4), {"a": [1], "b": []}])
 def test_a_validation_of_nothing_is_refused_before_the_first_step(empty):
     steps = []
-    with pytest.raises(ConfigError, match="nothing to validate on: val_loader has no batch"):
-        fit(step=lambda model, batch: steps.append(1), val_loader=empty)
+    with pytest.raises(ConfigError, match="nothing to validate on: validation has no batch"):
+        fit(step=lambda model, batch: steps.append(1), validation=empty)
     assert not steps
 
 
@@ -144,7 +143,7 @@ def test_a_loader_without_length_says_what_to_give():
 
 def test_a_loader_that_ends_early_says_how_many_there_were():
     with pytest.raises(LoaderError, match="ended after 3 of 9 batches"):
-        fit(steps_per_epoch=9)
+        fit(limits=Limits(steps_per_epoch=9))
 
 
 def test_a_wrapped_model_is_refused():
@@ -170,15 +169,12 @@ def test_an_optimizer_of_another_model_is_refused():
     [
         ({"epochs": 0}, "epochs must be a whole number from 1, got 0"),
         ({"epochs": 1.5}, "epochs must be a whole number from 1, got 1.5"),
-        ({"steps_per_epoch": -1}, "steps_per_epoch must be"),
-        ({"scheduler_every": "day"}, "'epoch' or 'step', got 'day'"),
         ({"clip_norm": 0}, "clip_norm must be None or a number greater than 0"),
         ({"loader": []}, "the number of batches in the loader must be"),
         ({"scheduler": object()}, r"scheduler must have a method step\(\), got object"),
-        ({"step_timeout_s": "5"}, "step_timeout_s must be None or a number of seconds above 0, got '5'"),
         ({"checkpoint": 3}, r"checkpoint must be a folder or Checkpoints\(folder, ...\), got 3"),
         ({"checkpoint": "run", "resume": True}, "resume must be 'auto' or the path of a checkpoint"),
-        ({"checkpoint": Checkpoints("run", best="val_loss")}, "there is none: give val_loader"),
+        ({"checkpoint": Checkpoints("run", best="val_loss")}, "there is none: give validation="),
     ],
 )
 def test_wrong_arguments_are_named(kwargs, words):
@@ -367,7 +363,7 @@ def different_arguments_of_fit(folder):
 
 def test_ranks_that_mean_to_train_differently_are_told(tmp_path):
     for epochs, clip, checkpoint in run_ranks(different_arguments_of_fit, 2, tmp_path):
-        assert "ranks disagree on the number of epochs: rank 0 has 1, rank 1 has 2" in epochs
+        assert "ranks disagree on the epochs: rank 0 has 1, rank 1 has 2" in epochs
         assert "ranks disagree on the clip_norm: rank 0 has None, rank 1 has 1.0" in clip
         assert "ranks disagree on the checkpoint: rank 0 has None, rank 1 has Checkpoints(" in checkpoint
 

@@ -51,7 +51,7 @@ def _one_evaluates_and_one_trains():
 def _one_validates():
     def calls(trainer, model, optimizer, loader):
         val_loader = loader if rank() else None
-        trainer.fit(model, optimizer, loader, step=step, epochs=1, val_loader=val_loader)
+        trainer.fit(model, optimizer, loader, step=step, epochs=1, validation=val_loader)
 
     return told(calls)
 
@@ -109,7 +109,7 @@ def test_the_lines_of_the_program_are_named(ranks):
 def test_a_validation_on_one_rank_is_told(ranks):
     for message in ranks.run(_one_validates):
         assert "ranks are at different places" in message
-        assert "val_loader=val_loader" in message
+        assert "validation=val_loader" in message
 
 
 def test_what_ranks_compare_is_named(ranks):
@@ -119,4 +119,4 @@ def test_what_ranks_compare_is_named(ranks):
 
 def test_code_of_others_may_exchange_objects_wherever_it_is(ranks):
     for message in ranks.run(_own_exchanges_at_two_places):
-        assert "ranks disagree on the number of epochs" in message
+        assert "ranks disagree on the epochs" in message

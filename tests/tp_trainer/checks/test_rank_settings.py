@@ -130,7 +130,7 @@ def in_own_places(option, root):
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("checkpoint", "the checkpoints' folder"), ("save_to", "the save_to"), ("resume", "the resume")],
+    [("checkpoint", "the checkpoints' folder"), ("resume", "the resume")],
 )
 def test_a_path_made_from_the_rank_is_an_error_before_the_first_step(ranks, tmp_path, option, words):
     for message, steps, left in ranks.run(in_own_places, option, tmp_path):

@@ -5,11 +5,19 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import FunctionMetric, Trainer
+from tp_trainer import (
+    FunctionMetric,
+    GradientRules,
+    Limits,
+    LogOptions,
+    SchedulerOptions,
+    Trainer,
+    Validation,
+)
 
 
 def make_data():
@@ -79,19 +87,18 @@ WRONG = {
     ),
     "a tensor": ({"train_loader": torch.ones(4, 1)}, "train_loader must be a DataLoader .* got Tensor"),
     "validation loaders in a list": (
-        {"val_loader": [make_loader(), make_loader()]},
-        r"val_loader must be one loader, got a list of 2 \(DataLoader\); give several by name",
+        {"validation": [make_loader(), make_loader()]},
+        r"validation must be one loader, got a list of 2 \(DataLoader\); give several by name",
     ),
     "validation loaders without names": (
-        {"val_loader": {1: make_loader()}},
-        r"val_loader must be a loader, or a dict of loaders by names without '/', got the names \[1\]",
+        {"validation": {1: make_loader()}},
+        r"validation must be a loader, or a dict of loaders by names without '/', got the names \[1\]",
     ),
-    "metrics without a validation": (
-        {"metrics": {"f1": FunctionMetric(max)}},
-        "metrics= are those of a validation, and there is none: give val_loader",
+    "a function for a loader": (
+        {"validation": dict},
+        "validation must be a DataLoader or another iterable of batches, got type: <class 'dict'>",
     ),
-    "a metric for no scheduler": ({"monitor": "val_f1"}, "is what ReduceLROnPlateau looks at"),
-    "validation on a dataset": ({"val_loader": make_data()}, "val_loader must yield batches, got a dataset"),
+    "validation on a dataset": ({"validation": make_data()}, "validation must yield batches, got a dataset"),
     "no step": (
         {"step": None},
         r"step must be a function step\(model, batch\) that returns the loss, got NoneType",
@@ -103,10 +110,6 @@ WRONG = {
     "a step that takes a batch's number, too": (
         {"step": lambda model, batch, batch_idx: None},
         "cannot be called with these two: missing a required argument: 'batch_idx'",
-    ),
-    "a wrong val_step": (
-        {"val_step": 3, "val_loader": make_loader()},
-        r"val_step must be a function val_step\(model",
     ),
     "schedulers in a list": (
         {"scheduler": [StepLR(OPTIMIZER, 1), StepLR(OPTIMIZER, 2)]},
@@ -122,16 +125,24 @@ WRONG = {
         r"the scheduler, StepLR, moves another optimizer, a SGD, than the one that is given",
     ),
     "text for a limit": ({"clip_norm": "1"}, "clip_norm must be None or a number greater than 0, got '1'"),
-    "a truth for a limit": (
-        {"clip_value": True},
-        "clip_value must be None or a number greater than 0, got True",
+    "two norms": (
+        {"clip_norm": 1.0, "gradients": GradientRules(clip_norm=2.0)},
+        r"clip_norm=1.0 and gradients=GradientRules\(clip_norm=2.0\) are given; give one",
     ),
+    "two numbers of epochs": (
+        {"epochs": 1, "limits": Limits(epochs=1)},
+        r"epochs=1 and limits=Limits\(epochs=1\) are given; give one",
+    ),
+    "two numbers of steps": (
+        {"max_steps": 1, "limits": Limits(max_steps=2)},
+        r"max_steps=1 and limits=Limits\(max_steps=2\) are given; give one",
+    ),
+    "limits in a dict": ({"limits": {"epochs": 1}}, r"limits must be Limits\(...\), got dict: {'epochs': 1}"),
+    "rules in a dict": ({"gradients": {}}, r"gradients must be GradientRules\(...\), got dict: {}"),
     "no number for a limit": (
         {"clip_norm": float("nan")},
         "clip_norm must be None or a number greater than 0, got nan",
     ),
-    "half a skipped step": ({"max_skipped": 0.5}, "max_skipped must be a whole number from 0, got 0.5"),
-    "a file that is a number": ({"save_to": 3}, "save_to must be the path of a file, got int: 3"),
 }
 
 
@@ -142,14 +153,72 @@ def test_it_is_told_before_the_first_step(case):
         fit(**arguments)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"save_to=.*model\.pt', but no file can be made in .*no: No such"
-    ):
-        fit(save_to=tmp_path / "no" / "model.pt")
-    with pytest.raises(IsADirectoryError, match=r"is a folder; save_to names a file"):
-        fit(save_to=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+WRONG_OPTIONS = {
+    "a step that is none": (
+        lambda: Validation(make_loader(), step=3),
+        r"step must be a function step\(model, batch\) that returns the loss, got int: 3",
+    ),
+    "a step of a function": (
+        lambda: Validation(dict, step=never),
+        r"Validation\(step=..., metrics=...\) go with a loader; a function makes its own results",
+    ),
+    "metrics in a list": (
+        lambda: Validation(make_loader(), metrics=[FunctionMetric(max)]),
+        "metrics must be a dict of metrics by name",
+    ),
+    "no steps between validations": (
+        lambda: Validation(make_loader(), every_steps=0),
+        r"Validation\(every_steps=...\) must be a whole number from 1, got 0",
+    ),
+    "a truth for batches": (
+        lambda: Validation(make_loader(), sanity_batches=True),
+        r"Validation\(sanity_batches=...\) must be a whole number from 0, got True",
+    ),
+    "a model to validate on": (lambda: Validation(MODEL), "validation must be a DataLoader .*, got Linear"),
+    "a metric for no scheduler": (
+        lambda: SchedulerOptions(StepLR(OPTIMIZER, 1), monitor="val_f1"),
+        "monitor='val_f1' is what ReduceLROnPlateau looks at, and the scheduler is none",
+    ),
+    "a metric at every step": (
+        lambda: SchedulerOptions(ReduceLROnPlateau(OPTIMIZER), every="step"),
+        "ReduceLROnPlateau looks at a metric of an epoch, so it is stepped with every='epoch'",
+    ),
+    "a day": (
+        lambda: SchedulerOptions(StepLR(OPTIMIZER, 1), every="day"),
+        r"SchedulerOptions\(every=...\) must be 'epoch' or 'step', got 'day'",
+    ),
+    "a truth for a limit": (
+        lambda: GradientRules(clip_value=True),
+        "clip_value must be None or a number greater than 0, got True",
+    ),
+    "half a skipped step": (
+        lambda: GradientRules(max_skipped=0.5),
+        "max_skipped must be a whole number from 0, got 0.5",
+    ),
+    "an epoch of less than nothing": (
+        lambda: Limits(steps_per_epoch=-1),
+        "steps_per_epoch must be a whole number from 1, got -1",
+    ),
+    "few batches": (
+        lambda: Limits(overfit_batches=0),
+        "overfit_batches must be a whole number from 1, got 0",
+    ),
+    "text for seconds": (
+        lambda: Limits(step_timeout_s="5"),
+        "step_timeout_s must be None or a number of seconds above 0, got '5'",
+    ),
+    "no steps between rows": (
+        lambda: LogOptions("csv", every_steps=0),
+        r"LogOptions\(every_steps=...\) must be a whole number from 1, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIONS)
+def test_options_check_their_values(case):
+    make, words = WRONG_OPTIONS[case]
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 def test_a_file_in_the_place_of_a_folder_for_checkpoints_is_told_before_the_first_step(tmp_path):
@@ -170,7 +239,7 @@ def test_what_only_looks_wrong_goes_on():
     first, second = StepLR(OPTIMIZER, 1), StepLR(OPTIMIZER, 2)
     scheduler = SequentialLR(OPTIMIZER, [first, second], milestones=[1])
     fit(step=good_step, train_loader=[(x, x)] * 2, clip_norm=np.float32(1.0), scheduler=scheduler, epochs=2)
-    fit(step=good_step, train_loader=iter([(x, x)]), steps_per_epoch=1)
+    fit(step=good_step, train_loader=iter([(x, x)]), limits=Limits(steps_per_epoch=1))
 
 
 PREPARED = {
@@ -314,8 +383,7 @@ def test_a_schedule_over_batches_that_is_moved_once_per_epoch_is_told(caplog, ma
             make_loader(),
             step=step,
             epochs=2,
-            scheduler=make(optimizer),
-            scheduler_every=every,
+            scheduler=SchedulerOptions(make(optimizer), every=every),
         )
     said = [record.getMessage() for record in caplog.records if "per epoch" in record.getMessage()]
     assert len(said) == bool(warned)

@@ -143,11 +143,6 @@ def test_what_is_no_number_is_refused_by_name(value, words):
         LogBuffer([Listed()]).add({"m": value}, step=1, epoch=1)
 
 
-def test_an_interval_must_be_a_whole_number():
-    with pytest.raises(ConfigError, match="log_every_steps"):
-        LogBuffer([], every_steps=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_adding_numbers_of_a_gpu_does_not_wait_for_it():

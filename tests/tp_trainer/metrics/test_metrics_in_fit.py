@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, FunctionMetric
+from tp_trainer import Checkpoints, FunctionMetric, SchedulerOptions, Validation
 from tp_trainer.callbacks import EarlyStopping
 
 from tests.tp_trainer import callback_run
@@ -32,8 +32,9 @@ def metrics():
     return {"auroc": FunctionMetric(auroc), "rows": FunctionMetric(lambda x: x)}
 
 
-def fit(backend="single", **options):
-    return train([], step=step, metrics=metrics(), backend=backend, **options)
+def fit(backend="single", loaders=None, **options):
+    loaders = DataLoader(data(7), batch_size=4) if loaders is None else loaders
+    return train([], step=step, validation=Validation(loaders, metrics=metrics()), backend=backend, **options)
 
 
 def expected(model, samples=7):
@@ -64,8 +65,8 @@ def several():
     return {"few": DataLoader(data(7), batch_size=4), "many": DataLoader(data(19), batch_size=4)}
 
 
-def test_several_loaders_are_in_the_history_by_name(tmp_path):
-    model, history = fit(val_loader=several(), save_to=tmp_path / "model.pt")
+def test_several_loaders_are_in_the_history_by_name():
+    model, history = fit(loaders=several())
     assert sorted(history[-1].val) == ["few/auroc", "few/loss", "many/auroc", "many/loss"]
     assert history[-1].val["few/auroc"] == pytest.approx(expected(model))
     assert history[-1].val["many/auroc"] == pytest.approx(expected(model, 19))
@@ -75,7 +76,7 @@ def test_the_best_checkpoint_and_early_stopping_look_at_a_metric(tmp_path):
     best = Checkpoints(tmp_path, best="val_many/auroc", mode="max")
     stopping = EarlyStopping("val_many/auroc", mode="max", patience=2)
     _, history = train(
-        [stopping], step=step, metrics=metrics(), val_loader=several(), epochs=12, checkpoint=best
+        [stopping], step=step, validation=Validation(several(), metrics=metrics()), epochs=12, checkpoint=best
     )
     values = [record.val["many/auroc"] for record in history]
     assert stopping.best == max(values)
@@ -106,7 +107,7 @@ def test_a_scheduler_looks_at_what_was_named(monitor, value):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = Told(optimizer)
-    _, history = fit(model=model, optimizer=optimizer, scheduler=scheduler, monitor=monitor)
+    _, history = fit(model=model, optimizer=optimizer, scheduler=SchedulerOptions(scheduler, monitor=monitor))
     assert scheduler.values == [value(record) for record in history]
 
 
@@ -114,7 +115,7 @@ def test_a_scheduler_that_looks_at_nothing_says_so():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="the scheduler looks at 'val_loss', which is none of the metrics"):
-        fit(model=model, optimizer=optimizer, scheduler=Told(optimizer), val_loader=several())
+        fit(model=model, optimizer=optimizer, scheduler=Told(optimizer), loaders=several())
 
 
 def test_a_resumed_run_has_the_same_metrics(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
-from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler, without_metrics
+from tp_trainer._metrics._evaluation import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._metrics._metric import GatherInterruptedError, OrderedGather
 from tp_trainer._opening._boundaries import StepBoundaries
 
@@ -35,10 +35,12 @@ def validation():
             for name, part in (("small", x[:6]), ("large", x))
         }
         metrics = {"largest": FunctionMetric(lambda x: x.max()), "rows": FunctionMetric(lambda x: x)}
-        validation = Validation(run=trainer.session.run, step=step, loaders=loaders, metrics=metrics)
+        evaluator = Evaluator(run=lambda _: trainer.session.run, step=step, loaders=loaders, metrics=metrics)
 
         def evaluate(run=trainer.session.run, **options):
-            return replace(validation, run=run).evaluate(trainer.session, nn.Linear(1, 1), epoch=0, **options)
+            return replace(evaluator, run=lambda _: run).evaluate(
+                trainer.session, nn.Linear(1, 1), epoch=0, **options
+            )
 
         evaluate.session = trainer.session
         yield evaluate

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
 from tp_core.testing import run_ranks
-from tp_trainer import Callback, Checkpoints, Interrupted, Trainer
+from tp_trainer import Callback, Checkpoints, Interrupted, Limits, Trainer, Validation
 from tp_trainer._running._settings import seconds_of
 
 X = torch.arange(20.0).reshape(20, 1) / 20
@@ -86,7 +87,7 @@ class Told(Callback):
 
 def test_events_come_in_the_order_of_the_run(tmp_path):
     told = Told()
-    fit(callbacks=[told], val_loader=loader(8), checkpoint=tmp_path)
+    fit(callbacks=[told], validation=loader(8), checkpoint=tmp_path)
     steps = [word for n in range(1, 6) for word in ("b", "o", f"s{n}")]
     after = ["val", ["loss"], ["loss", "val_loss"], "saved 5", "end"]
     assert told.words == ["start", "epoch 1", *steps, *after]
@@ -104,8 +105,8 @@ def test_an_error_of_the_step_is_an_event():
 
 
 def test_a_run_with_callbacks_is_the_run_without():
-    plain, _ = fit(epochs=2, val_loader=loader())
-    told, _ = fit(epochs=2, val_loader=loader(), callbacks=[Told()])
+    plain, _ = fit(epochs=2, validation=loader())
+    told, _ = fit(epochs=2, validation=loader(), callbacks=[Told()])
     assert torch.equal(plain[0].weight, told[0].weight)
 
 
@@ -240,7 +241,7 @@ def test_a_callback_with_state_on_one_rank_alone_is_saved_and_no_rank_waits(tmp_
 
 
 def test_max_steps_ends_a_run_within_an_epoch():
-    _, history = fit(max_steps=7, val_loader=loader())
+    _, history = fit(max_steps=7, validation=loader())
     assert [(record.epoch, record.steps, list(record.val)) for record in history] == [
         (1, 5, ["loss"]),
         (2, 7, ["loss"]),
@@ -248,22 +249,22 @@ def test_max_steps_ends_a_run_within_an_epoch():
 
 
 def test_a_run_of_more_steps_goes_on_from_one_of_fewer(tmp_path):
-    whole, _ = fit(max_steps=12, val_loader=loader())
-    fit(max_steps=7, checkpoint=tmp_path, val_loader=loader())
-    resumed, history = fit(max_steps=12, checkpoint=tmp_path, resume="auto", val_loader=loader())
+    whole, _ = fit(max_steps=12, validation=loader())
+    fit(max_steps=7, checkpoint=tmp_path, validation=loader())
+    resumed, history = fit(max_steps=12, checkpoint=tmp_path, resume="auto", validation=loader())
     assert torch.equal(resumed[0].weight, whole[0].weight)
     assert [record.steps for record in history] == [5, 10, 12]
-    _, again = fit(max_steps=12, checkpoint=tmp_path, resume="auto", val_loader=loader())
+    _, again = fit(max_steps=12, checkpoint=tmp_path, resume="auto", validation=loader())
     assert [record.steps for record in again] == [5, 10]
 
 
 def test_max_time_ends_a_run():
-    _, history = fit(max_time="0.01s", epochs=None)
+    _, history = fit(limits=Limits(max_time="0.01s"), epochs=None)
     assert history[-1].steps >= 1
 
 
 def test_a_run_of_many_short_epochs_and_a_long_limit_ends_by_its_epochs():
-    _, history = fit(max_time="1h", epochs=400, overfit_batches=1)
+    _, history = fit(limits=Limits(max_time="1h", overfit_batches=1), epochs=400)
     assert history[-1].steps == 400
 
 
@@ -283,14 +284,14 @@ def test_other_times_are_refused(bad):
 
 def test_validations_between_steps():
     told = Told()
-    fit(epochs=2, val_loader=loader(8), val_every_steps=3, callbacks=[told])
+    fit(epochs=2, validation=Validation(loader(8), every_steps=3), callbacks=[told])
     at = [told.words[i - 1] for i, word in enumerate(told.words) if word == "val"]
     assert at == ["s3", "s5", "s6", "s9", "s10"]
 
 
 @pytest.mark.parametrize("at", [3, 6, 8])
 def test_validations_between_steps_leave_a_resumed_run_alone(tmp_path, at):
-    arguments = {"epochs": 2, "val_loader": loader(8), "val_every_steps": 3}
+    arguments = {"epochs": 2, "validation": Validation(loader(8), every_steps=3)}
     whole, one = fit(**arguments)
     fit(**arguments, checkpoint=tmp_path, callbacks=[StopAt(at)])
     resumed, other = fit(**arguments, checkpoint=tmp_path, resume="auto")
@@ -305,8 +306,8 @@ def test_a_validation_is_tried_before_the_first_step():
         seen.append(model.training)
         return step(model, batch)
 
-    plain, _ = fit(val_loader=loader())
-    tried, _ = fit(val_loader=loader(), val_step=validating, sanity_val_batches=2)
+    plain, _ = fit(validation=loader())
+    tried, _ = fit(validation=Validation(loader(), step=validating, sanity_batches=2))
     assert torch.equal(plain[0].weight, tried[0].weight)
     assert seen == [False] * 7  # two, and then those of the epoch
 
@@ -318,7 +319,7 @@ def test_overfitting_meets_the_same_batches_in_every_epoch():
         met.append(batch[0].flatten().tolist())
         return step(model, batch)
 
-    fit(epochs=3, overfit_batches=2, step=noting)
+    fit(epochs=3, limits=Limits(overfit_batches=2), step=noting)
     assert len(met) == 6
     assert met[:2] == met[2:4] == met[4:]
 
@@ -326,12 +327,8 @@ def test_overfitting_meets_the_same_batches_in_every_epoch():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"val_step": step}, ConfigError, "val_step is for a validation"),
-        ({"val_every_steps": 2}, ConfigError, "val_every_steps needs a validation"),
-        ({"sanity_val_batches": 2}, ConfigError, "sanity_val_batches needs a validation"),
-        ({"steps_per_epoch": 6}, LoaderError, "steps_per_epoch=6 is more than the loader has"),
+        ({"limits": Limits(steps_per_epoch=6)}, LoaderError, "steps_per_epoch=6 is more than the loader has"),
         ({"max_steps": 0}, ConfigError, "max_steps must be"),
-        ({"overfit_batches": -1}, ConfigError, "overfit_batches must be"),
         ({"state": {"model": 1}}, ConfigError, r"fit\(\) keeps its own model"),
     ],
 )
@@ -356,13 +353,13 @@ def test_a_signal_is_noticed_within_a_validation(tmp_path):
         return step(model, batch)
 
     told = Told()
-    whole, one = fit(epochs=2, val_loader=loader())
-    arguments = {"epochs": 2, "val_loader": loader(), "checkpoint": tmp_path}
+    whole, one = fit(epochs=2, validation=loader())
+    arguments = {"epochs": 2, "checkpoint": tmp_path}
     with pytest.raises(Interrupted):
-        fit(**arguments, val_step=validating, callbacks=[told])
+        fit(**arguments, validation=Validation(loader(), step=validating), callbacks=[told])
     assert len(seen) == 2, "the rest of the validation is not waited for"
     assert told.words[-2:] == ["saved 5", f"signal {int(signal.SIGUSR1)}"]
-    resumed, other = fit(**arguments, resume="auto")
+    resumed, other = fit(**arguments, validation=loader(), resume="auto")
     assert torch.equal(resumed[0].weight, whole[0].weight)
     assert [r.val for r in one] == [r.val for r in other]
 
@@ -379,11 +376,11 @@ def _signalled_in_a_validation(folder, to_rank, at):
         return step(model, batch)
 
     many = DataLoader(TensorDataset(X.repeat(8, 1), 2 * X.repeat(8, 1)), batch_size=4)  # 40 batches
-    arguments = {"epochs": 2, "val_loader": many, "val_every_steps": 3}
-    whole, one = fit(**arguments)
+    often = Validation(many, every_steps=3)
+    whole, one = fit(epochs=2, validation=often)
     with pytest.raises(Interrupted):
-        fit(**arguments, checkpoint=folder, val_step=validating)
-    resumed, other = fit(**arguments, checkpoint=folder, resume="auto")
+        fit(epochs=2, validation=replace(often, step=validating), checkpoint=folder)
+    resumed, other = fit(epochs=2, validation=often, checkpoint=folder, resume="auto")
     is_same = torch.equal(resumed[0].weight, whole[0].weight)
     return len(seen), is_same and [(r.val, r.train, r.samples) for r in one] == [
         (r.val, r.train, r.samples) for r in other

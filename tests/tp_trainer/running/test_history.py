@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_trainer import EpochRecord, History, Trainer
+from tp_trainer import EpochRecord, History, LogOptions, Trainer
 
 HISTORY = History(
     (
@@ -79,7 +79,7 @@ def test_it_draws_no_numbers_that_are_not_there(history, names, words):
 
 
 def test_the_page_of_a_run_that_logged_its_steps_is_that_of_its_folder(tmp_path):
-    history = fit(epochs=2, checkpoint=tmp_path / "run", log="jsonl", log_every_steps=1)
+    history = fit(epochs=2, checkpoint=tmp_path / "run", log=LogOptions("jsonl", every_steps=1))
     page = history.report()
     assert page == tmp_path / "run" / "report.html"
     assert "finished" in page.read_text()

@@ -231,7 +231,7 @@ def own_validation(folder, by, *, signal_at=0, to_rank=0):
             loader,
             epochs=2,
             state={"model": model, "optimizer": optimizer},
-            validate=validate,
+            validation=validate,
             checkpoint=folder,
             resume=folder and "auto",
         ) as loop:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from tp_core.errors import LoaderError, StepError
-from tp_trainer import Callback, Trainer
+from tp_trainer import Callback, Limits, Trainer, Validation
 
 DATA = torch.arange(20.0).reshape(20, 1)
 
@@ -99,8 +99,8 @@ def test_a_loader_that_says_what_it_has_is_not_told(kind, caplog):
 
 @pytest.mark.parametrize("kind", ["an iterable", "a stream"])
 def test_epochs_that_the_user_has_cut_are_not_told(kind, caplog):
-    train(loaders(3)[kind], steps_per_epoch=2)
-    train(loaders(3)[kind], overfit_batches=2)
+    train(loaders(3)[kind], limits=Limits(steps_per_epoch=2))
+    train(loaders(3)[kind], limits=Limits(overfit_batches=2))
     assert not warnings(caplog)
 
 
@@ -111,7 +111,8 @@ def test_a_custom_loop_is_told(caplog):
 
 
 def test_a_loader_of_fewer_batches_is_an_error():
-    with pytest.raises(LoaderError, match="ended after 5 of 7 batches; give steps_per_epoch=5, or a loader"):
+    words = r"ended after 5 of 7 batches; give Limits\(steps_per_epoch=5\), or a loader"
+    with pytest.raises(LoaderError, match=words):
         train(Batches(7))
 
 
@@ -155,7 +156,7 @@ class Asks(Callback):
     "options",
     [
         {"step": asks_too_much},
-        {"val_loader": Batches(5), "val_step": asks_too_much},
+        {"validation": Validation(Batches(5), step=asks_too_much)},
         *(
             {"callbacks": [Asks(f"on_{event}")]}
             for event in ("fit_start", "step_end", "epoch_end", "fit_end")
@@ -236,10 +237,10 @@ def test_samples_that_collate_leaves_out_are_told_once(caplog):
 
 def test_what_can_be_gone_through_once_is_an_error_where_it_has_ended(caplog):
     with pytest.raises(LoaderError, match="after 0 of 5 batches; an iterator, such as a generator, is gone"):
-        train((batch for batch in DATA.split(4)), steps_per_epoch=5, epochs=2)
+        train((batch for batch in DATA.split(4)), limits=Limits(steps_per_epoch=5), epochs=2)
     loaders = {"a": Batches(5), "b": (batch for batch in DATA.split(4))}
     with pytest.raises(LoaderError, match="the validation's loader 'b' has yielded no sample"):
-        train(Batches(5), val_loader=loaders, epochs=2)
+        train(Batches(5), validation=loaders, epochs=2)
     assert not warnings(caplog)
     with Trainer(progress=False, devices="cpu") as trainer:
         assert trainer.evaluate(nn.Linear(1, 1), iter([]), step=lambda m, b: m(b).mean()) == {}

@@ -10,13 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Interrupted, Trainer
+from tp_trainer import Checkpoints, Interrupted, LogOptions, Trainer
 from tp_trainer.loggers import JsonLinesLogger, read_run
 
 STEPS = 10  # of two epochs
 
 
-def train(folder, *, log="jsonl", stop_at=0, signal_at=0, checkpoint=True, **settings):
+def train(
+    folder, *, log="jsonl", every=1, hyperparameters=None, stop_at=0, signal_at=0, checkpoint=True, **settings
+):
     calls, losses = 0, []
 
     def step(model, batch):
@@ -43,14 +45,14 @@ def train(folder, *, log="jsonl", stop_at=0, signal_at=0, checkpoint=True, **set
             epochs=2,
             checkpoint=Checkpoints(folder, every_steps=2) if checkpoint else None,
             resume="auto" if checkpoint else None,
-            log=log,
-            **{"log_every_steps": 1} | settings,
+            log=LogOptions(log, every_steps=every, hyperparameters=hyperparameters),
+            **settings,
         )
     return losses, history
 
 
 def test_the_loss_of_every_interval_and_the_means_of_epochs_are_logged(tmp_path):
-    losses, history = train(tmp_path, log_every_steps=2)
+    losses, history = train(tmp_path, every=2)
     run = read_run(tmp_path)
     # Intervals begin with each epoch of five steps, and end with it.
     intervals = ((0, 2), (2, 4), (4, 5), (5, 6), (6, 8), (8, 10))
@@ -79,11 +81,11 @@ def test_the_record_says_what_the_run_was(tmp_path):
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [*range(1, STEPS + 1)]), (4, [4, 5, 8, 10])])
 def test_a_run_that_failed_and_was_resumed_has_every_step_once_and_the_same_numbers(tmp_path, every, steps):
-    train(tmp_path / "whole", log_every_steps=every)
+    train(tmp_path / "whole", every=every)
     with pytest.raises(RuntimeError, match="stopped"):
-        train(tmp_path / "cut", stop_at=8, log_every_steps=every)
+        train(tmp_path / "cut", stop_at=8, every=every)
     assert read_run(tmp_path / "cut").status == "failed"
-    train(tmp_path / "cut", log_every_steps=every)
+    train(tmp_path / "cut", every=every)
     whole, cut = read_run(tmp_path / "whole"), read_run(tmp_path / "cut")
     assert cut.series("loss") == whole.series("loss")
     assert cut.series("loss")[0] == steps
@@ -93,9 +95,9 @@ def test_a_run_that_failed_and_was_resumed_has_every_step_once_and_the_same_numb
 
 
 def test_a_run_that_a_limit_cuts_short_logs_its_last_steps_and_goes_on_in_the_interval(tmp_path):
-    losses, _ = train(tmp_path, max_steps=3, log_every_steps=4)
+    losses, _ = train(tmp_path, max_steps=3, every=4)
     assert read_run(tmp_path).series("loss") == ([3], [pytest.approx(sum(losses) / 3, rel=1e-6)])
-    more, _ = train(tmp_path, log_every_steps=4)
+    more, _ = train(tmp_path, every=4)
     steps, values = read_run(tmp_path).series("loss")
     assert steps[-3:] == [5, 8, 10]
     assert values[steps.index(4)] == pytest.approx((sum(losses) + more[0]) / 4, rel=1e-6)
@@ -118,7 +120,9 @@ def test_numbers_of_an_own_loop_are_logged(tmp_path):
             model, optimizer, DataLoader(TensorDataset(torch.ones(8, 1)), 2)
         )
         state = {"model": model, "optimizer": optimizer}
-        with trainer.loop(loader, state=state, log=JsonLinesLogger(tmp_path), log_every_steps=3) as loop:
+        with trainer.loop(
+            loader, state=state, log=LogOptions(JsonLinesLogger(tmp_path), every_steps=3)
+        ) as loop:
             for n, (x,) in enumerate(loop, start=1):
                 loss = trainer.run(lambda m, b: m(b).mean(), model, x)
                 trainer.backward(loss)
@@ -131,8 +135,8 @@ def test_numbers_of_an_own_loop_are_logged(tmp_path):
 def test_a_wrong_name_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
         train(tmp_path, log="tensorbord", stop_at=1)
-    with pytest.raises(ConfigError, match="log_every_steps"):
-        train(tmp_path, log_every_steps=0, stop_at=1)
+    with pytest.raises(ConfigError, match="every_steps"):
+        train(tmp_path, every=0, stop_at=1)
 
 
 def test_a_log_without_a_place_is_refused_before_the_first_step(tmp_path):
@@ -171,8 +175,7 @@ def _train_on_a_rank(folder, log):
                 epochs=epochs,
                 checkpoint=folder,
                 resume="auto",
-                log=log,
-                log_every_steps=1,
+                log=LogOptions(log, every_steps=1),
             )
 
 

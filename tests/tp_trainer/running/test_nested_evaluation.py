@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from tp_trainer import Callback, Trainer
+from tp_trainer import Callback, Limits, Trainer
 
 
 class Evaluates(Callback):
@@ -60,7 +60,15 @@ def test_a_stream_that_is_trained_on_is_evaluated_whole_and_goes_on(workers):
             trainer.evaluate(model, batches, step=numbers)["mean"]
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        trainer.fit(model, optimizer, batches, step=step, steps_per_epoch=3, epochs=2, callbacks=[callback])
+        trainer.fit(
+            model,
+            optimizer,
+            batches,
+            step=step,
+            limits=Limits(steps_per_epoch=3),
+            epochs=2,
+            callbacks=[callback],
+        )
         found.append(trainer.evaluate(model, batches, step=numbers)["mean"])
         assert torch.equal(torch.cat(list(trainer.predict(model, batches, lambda _, b: b))), torch.arange(22))
     assert seen == list(range(22))

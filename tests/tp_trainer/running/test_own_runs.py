@@ -405,7 +405,8 @@ def test_a_loop_over_numbers_trains_on_loaders_of_its_own_on_every_backend():
                 model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
             )
             rounds = []
-            with trainer.loop(range(3), shard=False, state={"model": model, "optimizer": optimizer}) as loop:
+            numbers = trainer.prepare(range(3), shard=False)
+            with trainer.loop(numbers, state={"model": model, "optimizer": optimizer}) as loop:
                 for number in loop:
                     rounds.append(number)
                     for batch in batches:

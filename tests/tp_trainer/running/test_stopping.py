@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import Callback
 from tp_core.testing import rank_outcomes, run_ranks
-from tp_trainer import Checkpoints, Interrupted, Trainer
+from tp_trainer import Checkpoints, Interrupted, Limits, Trainer, Validation
 
 FAST = 30
 DATA = TensorDataset(torch.ones(4 * 2000, 2))
@@ -42,11 +42,13 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(step, folder, *, backend="auto", loader=None, devices="cpu", **options):
+def fit(step, folder, *, backend="auto", loader=None, devices="cpu", shard=True, **options):
     with Trainer(seed=0, progress=False, devices=devices, backend=backend) as trainer:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loader = DataLoader(DATA, batch_size=4) if loader is None else loader
+        if not shard:
+            model, optimizer, loader = trainer.prepare(model, optimizer, loader, shard=False)
         return trainer.fit(model, optimizer, loader, step=step, checkpoint=folder, **options)
 
 
@@ -132,7 +134,7 @@ def test_no_step_begins_after_the_time_of_a_run(tmp_path):
             time.sleep(0.1)
         return loss_of(model, batch)
 
-    fit(step, None, max_time=0.3, epochs=None, callbacks=[Clock()])
+    fit(step, None, limits=Limits(max_time=0.3), epochs=None, callbacks=[Clock()])
     # One may begin later that was found to be in time: whatever the machine does between the two looks.
     assert sum(at > begun[0] + 0.3 for at in begun) <= 1
 
@@ -179,9 +181,9 @@ def test_no_cycle_keeps_the_workers_that_a_loader_has_for_all_epochs(tmp_path):
         train, val = (
             DataLoader(DATA, batch_size=size, num_workers=1, persistent_workers=True) for size in (4, 4000)
         )
-        validation = {"val_loader": val, "val_step": loss_of, "val_every_steps": 20}
+        validation = Validation(val, step=loss_of, every_steps=20)
         with pytest.raises(Interrupted):
-            fit(Steps(act=terminate), tmp_path, loader=train, **validation)
+            fit(Steps(act=terminate), tmp_path, loader=train, validation=validation)
 
     before = {process.pid for process in multiprocessing.active_children()}
     gc.disable()
@@ -288,7 +290,7 @@ def _every_s(folder):
             times.append(run.step)
 
     settings = Checkpoints(folder, every_s=0.5, every_epochs=None)
-    fit(Steps(0.2), settings, backend="ddp", callbacks=[Saved()], epochs=None, max_time="6s")
+    fit(Steps(0.2), settings, backend="ddp", callbacks=[Saved()], epochs=None, limits=Limits(max_time="6s"))
     return times
 
 
@@ -322,9 +324,7 @@ def _validating(folder):
                 loss_of,
                 folder / str(case),
                 backend="ddp",
-                val_loader=val_loader,
-                val_step=look,
-                val_every_steps=20,
+                validation=Validation(val_loader, step=look, every_steps=20),
             )
         found.append((looked_at - at if at < 30 else 0, ended.value.checkpoint.name))
     return found

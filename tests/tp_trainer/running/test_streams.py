@@ -1,6 +1,7 @@
 """Streams in runs: epochs that go on in them, interrupted and resumed, on one device and on ranks."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from tp_core.errors import LoaderError
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer
 
 
 class Rows(IterableDataset):
@@ -45,7 +46,7 @@ class PlacedRows(Rows):
         self.done = self.first = state["done"]
 
 
-def fit(dataset, *, folder=None, replay=False, calls=1, **arguments):
+def fit(dataset, *, folder=None, replay=False, calls=1, limits=None, **arguments):
     """Return the weight, and which rows were seen."""
     seen = []
 
@@ -57,7 +58,8 @@ def fit(dataset, *, folder=None, replay=False, calls=1, **arguments):
     nn.init.ones_(model.weight)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     checkpoint = None if folder is None else Checkpoints(folder, every_steps=2, replay=replay)
-    arguments = {"epochs": 3, "steps_per_epoch": 4} | arguments
+    arguments = {"epochs": 3} | arguments
+    limits = Limits(steps_per_epoch=4) if limits is None else replace(limits, steps_per_epoch=4)
     loader = DataLoader(dataset, batch_size=4)
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         for _ in range(calls):
@@ -66,6 +68,7 @@ def fit(dataset, *, folder=None, replay=False, calls=1, **arguments):
                 optimizer,
                 loader,
                 step=step,
+                limits=limits,
                 checkpoint=checkpoint,
                 resume=None if folder is None else "auto",
                 **arguments,
@@ -75,8 +78,8 @@ def fit(dataset, *, folder=None, replay=False, calls=1, **arguments):
 
 def test_an_epoch_goes_on_in_the_stream_unless_it_is_to_restart():
     assert fit(Rows())[1] == [*range(40), *range(8)]
-    assert fit(Rows(), restart_stream=True)[1] == [*range(16)] * 3
-    assert fit(Rows(), overfit_batches=1, max_steps=2)[1] == [*range(4)] * 2
+    assert fit(Rows(), limits=Limits(restart_stream=True))[1] == [*range(16)] * 3
+    assert fit(Rows(), limits=Limits(overfit_batches=1), max_steps=2)[1] == [*range(4)] * 2
 
 
 def test_calls_of_one_epoch_see_what_one_call_sees():
@@ -87,10 +90,10 @@ def test_calls_of_one_epoch_see_what_one_call_sees():
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("kind", [Rows, PlacedRows])
 def test_a_stream_is_resumed_where_it_stood(tmp_path, kind, restart, stop):
-    whole = fit(kind(), restart_stream=restart)
+    whole = fit(kind(), limits=Limits(restart_stream=restart))
     replay = kind is Rows
-    fit(kind(), folder=tmp_path, max_steps=stop, restart_stream=restart)
-    found = fit(kind(), folder=tmp_path, replay=replay, restart_stream=restart)
+    fit(kind(), folder=tmp_path, max_steps=stop, limits=Limits(restart_stream=restart))
+    found = fit(kind(), folder=tmp_path, replay=replay, limits=Limits(restart_stream=restart))
     assert found[0] == whole[0]
     assert found[1] == whole[1][stop * 4 :] or replay
 

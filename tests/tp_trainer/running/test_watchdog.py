@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import Trainer
+from tp_trainer import Limits, Trainer
 
 from tests.own_words import own_words
 
@@ -22,7 +22,7 @@ _HEAD = """
 import ctypes, os, sys, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Trainer
+from tp_trainer import Limits, Trainer
 
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 rank = int(os.environ.get("RANK", 0))
@@ -40,7 +40,8 @@ import torch._dynamo  # the first step of an optimizer does so, which takes long
 trainer = Trainer(seed=0, devices="cpu", progress=False)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-trainer.fit(model, optimizer, DataLoader(data, batch_size=8), step=hangs_in_third_step, step_timeout_s=20)
+limits = Limits(step_timeout_s=20)
+trainer.fit(model, optimizer, DataLoader(data, batch_size=8), step=hangs_in_third_step, limits=limits)
 print("done", flush=True)
 """
 
@@ -131,29 +132,20 @@ def test_what_is_done_between_epochs_does_not_count(monkeypatch):
         step=lambda model, batch: model(batch[0]).square().mean(),
         epochs=2,
         scheduler=slow,
-        step_timeout_s=100.0,
+        limits=Limits(step_timeout_s=100.0),
     )
     assert len(history) == 2
 
 
-def test_a_limit_that_is_no_time_is_refused():
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ConfigError, match="step_timeout_s must be None or a number of seconds above 0, got 0"
-    ):
-        Trainer(progress=False).fit(model, optimizer, [], step=lambda m, b: m(b), step_timeout_s=0)
-
-
 def _call_after_a_loop_that_failed_on_rank_1():
-    rank = int(os.environ["RANK"])
+    rank, limits = int(os.environ["RANK"]), Limits(step_timeout_s=600.0)
     data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4)
     with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
         _, data = trainer.prepare(nn.Linear(2, 1), data)
         if rank == 1:
-            with pytest.raises(ConfigError, match="hyperparameters"):
-                trainer.loop(data, step_timeout_s=600.0, hyperparameters=3)
-        with trainer.loop(data, step_timeout_s=600.0) as loop:
+            with pytest.raises(ConfigError, match="there is no logger"):
+                trainer.loop(data, limits=limits, log="none")
+        with trainer.loop(data, limits=limits) as loop:
             for _ in loop:
                 # Private: a rank that is called by a watchdog ends its process.
                 store = loop._watchdog._store

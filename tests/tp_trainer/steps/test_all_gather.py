@@ -49,7 +49,7 @@ def train(weighted=False, n=17, **where):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         step = functools.partial(contrast, trainer, weighted=weighted)
         loader, few = DataLoader(pairs(n), batch_size=8), DataLoader(pairs(7), batch_size=3)
-        history = trainer.fit(model, optimizer, loader, step=step, epochs=2, val_loader=few)
+        history = trainer.fit(model, optimizer, loader, step=step, epochs=2, validation=few)
         losses = [(r.train["loss"], r.val["loss"]) for r in history]
         found = {name: p.detach() for name, p in model.named_parameters()}
         return losses, {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()}

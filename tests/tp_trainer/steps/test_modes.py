@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
-from tp_trainer import Callback, Trainer
+from tp_trainer import Callback, Trainer, Validation
 
 
 def step(model, batch):
@@ -17,11 +17,19 @@ class Freeze(Callback):
         run.model[1].eval()
 
 
-def train(model, **options):
+def train(model, *, val_step=step, **options):
     loader = DataLoader(TensorDataset(torch.arange(24.0).reshape(12, 2) / 24), batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Trainer(progress=False, backend="single") as trainer:
-        trainer.fit(model, optimizer, loader, step=step, val_loader=loader, epochs=2, **options)
+        trainer.fit(
+            model,
+            optimizer,
+            loader,
+            step=step,
+            validation=Validation(loader, step=val_step),
+            epochs=2,
+            **options,
+        )
 
 
 def modes(model):

@@ -102,7 +102,7 @@ def test_means_over_nothing_are_nan():
     def nothing(model, batch):
         return {"loss": model(batch[0]).mean(), "weight": 0, "other": 3.0}
 
-    weight, history = fit(nothing, val_loader=loader())
+    weight, history = fit(nothing, validation=loader())
     assert weight == 1.0
     for means in (history[0].train, history[0].val):
         assert sorted(means) == ["loss", "other"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from tp_core.errors import ConfigError
-from tp_trainer import Trainer
+from tp_trainer import Checkpoints, GradientRules, Limits, Trainer
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ def train(folder: Path, lr: float = 0.1, steps: int = 3, log: list[str] | None =
             model, optimizer, data, step=lambda model, batch: model(batch).square().mean(),
             max_steps=steps, checkpoint=folder, log=log, resume=resume,
         )
+
+
+def with_objects(
+    limits: Limits = Limits(max_steps=9),
+    rules: GradientRules | None = None,
+    save: Checkpoints = Checkpoints("a"),
+):
+    print(limits, rules, save, sep="\\n")
 
 
 def fails(kind: str = "tp"):
@@ -100,6 +108,21 @@ def test_values_of_a_file_yield_to_later_options(tmp_path):
     assert tp_train("main", "--config", "run.yaml", "--optim.lr", "9") == 0
     width, _, lr, *_, name = json.loads((tmp_path / "out.json").read_text())
     assert (width, lr, name) == (7, 9.0, "a")
+
+
+def test_objects_of_fit_are_groups_of_options(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("limits:\n  max_time: 1h30m\nsave:\n  folder: run\n  keep: 2\n")
+    assert (
+        tp_train("with_objects", "--config", "run.yaml", "--limits.epochs", "3", "--rules.clip_norm", "1")
+        == 0
+    )
+    limits, rules, save = capsys.readouterr().out.splitlines()
+    assert limits.startswith("Limits(epochs=3, max_steps=9, max_time='1h30m', steps_per_epoch=None")
+    assert rules.startswith("GradientRules(clip_norm=1.0, clip_value=None, nonfinite='raise'")
+    assert save.startswith("Checkpoints(folder='run', every_steps=None")
+    assert "keep=2" in save
+    assert tp_train("with_objects", "--limits.max_time", "soon") == 2
+    assert "max_time must be a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_a_module_of_this_folder_is_found(tmp_path):

@@ -357,7 +357,7 @@ def _orders(*, epochs, calls, prepared=False, evaluates=False, checkpoint=None):
         for call in range(calls):
             few = loader_of(5, 2, shuffle=True)
             more = {} if checkpoint is None else {"checkpoint": f"{checkpoint}/{call}"}
-            trainer.fit(model, optimizer, given, step=noting, epochs=epochs, val_loader=few, **more)
+            trainer.fit(model, optimizer, given, step=noting, epochs=epochs, validation=few, **more)
             if evaluates:
                 trainer.evaluate(model, given, step=noting)
         return met, model.weight.item()
@@ -404,7 +404,7 @@ def test_a_second_fit_is_resumed_exactly(tmp_path):
                 more = {"checkpoint": tmp_path / str(call)} if stop or resume else {}
                 if resume:
                     more["resume"] = "auto"
-                trainer.fit(model, optimizer, loader, step=noting, epochs=2, val_loader=few, **more)
+                trainer.fit(model, optimizer, loader, step=noting, epochs=2, validation=few, **more)
         return met, model.weight.item()
 
     whole, weight = run([0, 1])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.plugins import Session
 from tp_core.testing import run_ranks
-from tp_trainer import History, Trainer
+from tp_trainer import History, Limits, SchedulerOptions, Trainer
 
 
 def make_model():
@@ -41,7 +41,7 @@ def fit(trainer, **kwargs):
     defaults = {
         "step": step,
         "epochs": 3,
-        "val_loader": DataLoader(make_data(7), batch_size=3),
+        "validation": DataLoader(make_data(7), batch_size=3),
     }
     loader = kwargs.pop("loader", None)
     if loader is None:
@@ -196,7 +196,7 @@ def test_a_scheduler_moves_every_epoch_or_every_step(every, expected):
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         loader = DataLoader(make_data(), batch_size=5)
         history = trainer.fit(
-            model, optimizer, loader, step=step, epochs=3, scheduler=scheduler, scheduler_every=every
+            model, optimizer, loader, step=step, epochs=3, scheduler=SchedulerOptions(scheduler, every=every)
         )
     assert history[-1].learning_rate == pytest.approx(expected)
 
@@ -218,7 +218,9 @@ class Stream(IterableDataset):
 
 def test_a_loader_without_length_works_with_steps_per_epoch():
     with Trainer(progress=False) as trainer:
-        _, history = fit(trainer, loader=DataLoader(Stream(), batch_size=10), steps_per_epoch=3, epochs=2)
+        _, history = fit(
+            trainer, loader=DataLoader(Stream(), batch_size=10), limits=Limits(steps_per_epoch=3), epochs=2
+        )
     assert (history[0].samples, history[1].steps) == (30, 6)
 
 

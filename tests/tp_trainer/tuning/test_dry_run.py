@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from tp_core.errors import StateError
 from tp_core.testing import run_ranks
-from tp_trainer import Trainer
+from tp_trainer import SchedulerOptions, Trainer
 from tp_trainer.tuning import dry_run
 
 from tests.tp_trainer.tuning.test_tuning import BACKENDS, adam, loader, network, step
@@ -24,9 +24,8 @@ def history_after(backend, *, dry, folder=None):
         train = loader()
         arguments = {
             "step": step,
-            "val_loader": {"a": loader(), "b": loader(8)},
-            "scheduler": scheduler,
-            "scheduler_every": "step",
+            "validation": {"a": loader(), "b": loader(8)},
+            "scheduler": SchedulerOptions(scheduler, every="step"),
             "state": counts,
             "clip_norm": 1.0,
         }
@@ -71,7 +70,7 @@ def test_what_would_fail_at_the_first_validation_fails_now(tmp_path):
         model = network()
         with pytest.raises(KeyError) as caught:
             dry_run(
-                trainer, model, adam(model), loader(), step=bad_step, val_loader=loader(), folder=tmp_path
+                trainer, model, adam(model), loader(), step=bad_step, validation=loader(), folder=tmp_path
             )
     assert caught.value.__notes__ == ["in the dry run, in its part: train, validate and save"]
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ with Trainer(seed=0) as trainer:
         train_loader,
         step=step,
         epochs=EPOCHS,
-        val_loader=val_loader,
+        validation=val_loader,
         clip_norm=0.5,
         checkpoint=Checkpoints("run", every_steps=2, best="val_loss"),
         resume="auto",

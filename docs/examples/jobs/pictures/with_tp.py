@@ -1,5 +1,5 @@
 from job import EPOCHS, loaders, make, mixed_loss, report
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, SchedulerOptions, Trainer
 from tp_trainer.callbacks import EarlyStopping, ExponentialMovingAverage
 
 average = ExponentialMovingAverage(0.5)
@@ -12,9 +12,8 @@ with Trainer(seed=0) as trainer:
         train_loader,
         step=mixed_loss,
         epochs=EPOCHS,
-        val_loader=val_loader,
-        scheduler=cycle,
-        scheduler_every="step",
+        validation=val_loader,
+        scheduler=SchedulerOptions(cycle, every="step"),
         callbacks=[average, EarlyStopping("val_loss", patience=5)],
         checkpoint=Checkpoints("run", every_steps=3, best="val_loss"),
         resume="auto",

@@ -1,6 +1,6 @@
 from job import BATCH, EPOCHS, STEPS, Rows, line_loss, make, report
 from torch.utils.data import DataLoader
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Limits, Trainer
 
 with Trainer(seed=0) as trainer:
     model, optimizer = make()
@@ -10,7 +10,7 @@ with Trainer(seed=0) as trainer:
         DataLoader(Rows(), BATCH),
         step=line_loss,
         epochs=EPOCHS,
-        steps_per_epoch=STEPS,
+        limits=Limits(steps_per_epoch=STEPS),
         checkpoint=Checkpoints("run", every_steps=2),
         resume="auto",
     )

@@ -1,6 +1,6 @@
 from job import EPOCHS, loaders, make, report
 from sklearn.metrics import f1_score, roc_auc_score
-from tp_trainer import Checkpoints, FunctionMetric, Trainer
+from tp_trainer import Checkpoints, FunctionMetric, SchedulerOptions, Trainer, Validation
 
 
 def step(model, batch):
@@ -19,10 +19,10 @@ with Trainer(seed=0, accumulate=2) as trainer:
         train_loader,
         step=step,
         epochs=EPOCHS,
-        val_loader=val_loader,
-        metrics={"f1": FunctionMetric(f1_score), "auroc": FunctionMetric(roc_auc_score)},
-        scheduler=warmup,
-        scheduler_every="step",
+        validation=Validation(
+            val_loader, metrics={"f1": FunctionMetric(f1_score), "auroc": FunctionMetric(roc_auc_score)}
+        ),
+        scheduler=SchedulerOptions(warmup, every="step"),
         clip_norm=0.5,
         checkpoint=Checkpoints("run", every_steps=2, best="val_f1", mode="max"),
         resume="auto",

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
     from tp_trainer._running._loop import Loop as Loop
+    from tp_trainer._running._settings import Limits as Limits
+    from tp_trainer._running._settings import LogOptions as LogOptions
+    from tp_trainer._running._settings import SchedulerOptions as SchedulerOptions
+    from tp_trainer._running._settings import Validation as Validation
     from tp_trainer._running._signals import Interrupted as Interrupted
+    from tp_trainer._steps._optimizer_step import GradientRules as GradientRules
     from tp_trainer._steps._step import Step as Step
     from tp_trainer._trainer import Trainer as Trainer
     from tp_trainer.compat import Parallel_Trainer as Parallel_Trainer
@@ -47,7 +52,9 @@ else:
             "tp_trainer._metrics._metric": ["FunctionMetric", "Metric"],
             "tp_trainer._running._history": ["EpochRecord", "History"],
             "tp_trainer._running._loop": ["Loop"],
+            "tp_trainer._running._settings": ["Limits", "LogOptions", "SchedulerOptions", "Validation"],
             "tp_trainer._running._signals": ["Interrupted"],
+            "tp_trainer._steps._optimizer_step": ["GradientRules"],
             "tp_trainer._steps._step": ["Step"],
             "tp_trainer._trainer": ["Trainer"],
             "tp_trainer.compat": ["Parallel_Trainer", "ParallelTrainer"],

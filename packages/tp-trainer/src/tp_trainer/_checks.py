@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Real
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -113,21 +112,6 @@ def check_callable(what: str, value: object) -> None:
         raise ConfigError(msg) from None
 
 
-def as_hyperparameters(value: object) -> Mapping[str, Any]:
-    """Return the hyperparameters for the loggers; an empty mapping for ``None``.
-
-    Raises:
-        ConfigError: ``value`` is no mapping.
-    """
-    if value is not None and not isinstance(value, Mapping):
-        msg = (
-            "hyperparameters must be a mapping, such as vars(arguments) or dataclasses.asdict(config), got "
-            f"{type(value).__name__}"
-        )
-        raise ConfigError(msg)
-    return value or {}
-
-
 def as_checkpoints(
     checkpoint: Checkpoints | str | os.PathLike[str] | None, resume: object, *, validates: bool
 ) -> Checkpoints | None:
@@ -153,7 +137,7 @@ def as_checkpoints(
         msg = f"resume={resume!r} needs to know where the checkpoints are: checkpoint=folder"
         raise ConfigError(msg)
     if checkpoint is not None and (checkpoint.best or "").startswith("val_") and not validates:
-        msg = f"best={checkpoint.best!r} comes from a validation, and there is none: give val_loader"
+        msg = f"best={checkpoint.best!r} comes from a validation, and there is none: give validation="
         raise ConfigError(msg)
     return checkpoint
 
@@ -251,8 +235,8 @@ def check_loader(what: str, loader: object) -> None:
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
         how = (
-            "give several by name: val_loader={'name': loader, ...}"
-            if what == "val_loader"
+            "give several by name: validation={'name': loader, ...}"
+            if what == "validation"
             else "join the datasets (ConcatDataset), or zip prepared loaders in a loop of your own"
         )
         msg = f"{what} must be one loader, got {_described(loader)}; {how}"
@@ -355,20 +339,12 @@ def _parameters_of(model: nn.Module) -> set[int]:
     return {id(p) for p in model.parameters()}
 
 
-def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epochs: int | None) -> None:
-    """Make sure that a scheduler has a ``step()``, belongs to this optimizer, and that ``every`` is valid.
-
-    A schedule over batches that is longer than the number of epochs gets only a warning if stepped per epoch:
-    ``fit`` may be called many times with it.
+def check_scheduler(scheduler: object) -> None:
+    """Make sure that one scheduler was given.
 
     Raises:
-        ConfigError: The scheduler has no ``step()``, is for another optimizer, or ``every`` is invalid.
+        ConfigError: ``scheduler`` is something else, or several.
     """
-    if every not in {"epoch", "step"}:
-        msg = f"scheduler_every must be 'epoch' or 'step', got {every!r}"
-        raise ConfigError(msg)
-    if scheduler is None:
-        return
     if isinstance(scheduler, _SEVERAL):
         msg = (
             f"scheduler must be one scheduler, got {_described(scheduler)}; join several with "
@@ -383,6 +359,17 @@ def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epoc
         if isinstance(scheduler, Optimizer):
             msg = f"scheduler must move a learning rate, got an optimizer, {type(scheduler).__name__}"
         raise ConfigError(msg)
+
+
+def check_schedule(scheduler: object, every: str, optimizer: Optimizer, *, epochs: int | None) -> None:
+    """Make sure that a scheduler belongs to this optimizer.
+
+    A schedule over batches that is longer than the number of epochs gets only a warning if stepped per epoch:
+    ``fit`` may be called many times with it.
+
+    Raises:
+        ConfigError: The scheduler is for another optimizer.
+    """
     moved = getattr(scheduler, "optimizer", None)
     if isinstance(moved, Optimizer):
         groups = {id(group) for group in optimizer.param_groups}
@@ -395,8 +382,8 @@ def check_scheduler(scheduler: object, every: str, optimizer: Optimizer, *, epoc
     length = _batches_of(scheduler)
     if every == "epoch" and length is not None and length > (epochs or 0):
         log.warning(
-            "%s goes over %d batches, and is moved once per epoch; to move it with every optimizer step say "
-            "scheduler_every='step'",
+            "%s goes over %d batches, and is moved once per epoch; to move it with every optimizer step give "
+            "SchedulerOptions(scheduler, every='step')",
             type(scheduler).__name__,
             length,
         )

@@ -105,7 +105,7 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
             DataLoader(_data(_SAMPLES, dtype), batch_size=_BATCH),
             step=_step,
             epochs=_EPOCHS,
-            val_loader=few,
+            validation=few,
             clip_norm=_CLIP,
         )
         losses = [means["loss"] for record in history for means in (record.train, record.val)]

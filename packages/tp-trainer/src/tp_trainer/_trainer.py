@@ -4,9 +4,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
@@ -31,7 +30,7 @@ from tp_core.plugins import (
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
-    as_hyperparameters,
+    as_checkpoints,
     check_callable,
     check_known,
     check_loader,
@@ -43,12 +42,12 @@ from tp_trainer._checks import (
     check_owner,
     check_positive,
     check_preparable,
-    check_scheduler,
+    check_schedule,
     check_seed,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients
-from tp_trainer._steps._optimizer_step import GradientRules, NonFinite, OptimizerStep, add_whole, total_weight
+from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep, add_whole, total_weight
 from tp_trainer._steps._step import (
     LossScaler,
     RunStep,
@@ -66,16 +65,22 @@ if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
     from tp_trainer._memory._requirements import MemoryTable, Work
-    from tp_trainer._metrics._evaluation import Predictions, Validation
+    from tp_trainer._metrics._evaluation import Predictions
     from tp_trainer._metrics._metric import Metric
     from tp_trainer._opening._boundaries import StepBoundaries
-    from tp_trainer._running._callbacks import Events
     from tp_trainer._running._custom_loop import ManualStepEvents
-    from tp_trainer._running._fit import Scheduler
     from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
-    from tp_trainer._running._loop import Loop
-    from tp_trainer._running._settings import FitSettings, LoopSettings
+    from tp_trainer._running._loop import Loop, LoopHooks
+    from tp_trainer._running._settings import (
+        FitSettings,
+        Limits,
+        LogOptions,
+        LoopSettings,
+        Scheduler,
+        SchedulerOptions,
+        Validation,
+    )
     from tp_trainer._running._watchdog import Watchdog
     from tp_trainer.loggers._named import LogSpec
 
@@ -419,33 +424,17 @@ class Trainer:
         *,
         step: Step,
         epochs: int | None = None,
-        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
-        val_step: Step | None = None,
-        metrics: "Mapping[str, Metric] | None" = None,
-        scheduler: "Scheduler | None" = None,
-        scheduler_every: str = "epoch",
-        monitor: str | None = None,
-        steps_per_epoch: int | None = None,
+        max_steps: int | None = None,
+        limits: "Limits | None" = None,
+        validation: "Validation | Iterable[Any] | Mapping[str, Iterable[Any]] | None" = None,
+        scheduler: "SchedulerOptions | Scheduler | None" = None,
         clip_norm: float | None = None,
-        clip_value: float | None = None,
-        nonfinite: NonFinite = "raise",
-        max_skipped: int = 10,
-        step_timeout_s: float | None = None,
-        save_to: str | os.PathLike[str] | None = None,
+        gradients: GradientRules | None = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
-        max_steps: int | None = None,
-        max_time: float | str | None = None,
-        val_every_steps: int | None = None,
-        sanity_val_batches: int = 0,
-        overfit_batches: int | None = None,
-        restart_stream: bool = False,
         callbacks: Iterable["Callback | str"] = (),
-        log: "LogSpec" = None,
-        log_every_steps: int = 50,
-        hyperparameters: Mapping[str, Any] | None = None,
+        log: "LogOptions | LogSpec" = None,
         state: dict[str, Any] | None = None,
-        shard: bool = True,
     ) -> "History":
         """Train ``model``, in place.
 
@@ -453,114 +442,66 @@ class Trainer:
             model: The plain model, or one that :meth:`prepare` returned.
             optimizer: An optimizer over its parameters.
             train_loader: Yields the batches. The batch size is the whole job's: each data rank gets its
-                share of every batch.
+                share of every batch. If each rank's loader has its own samples already, give what
+                ``prepare(loader, shard=False)`` returns.
             step: ``step(model, batch)`` returns the loss, or a dict with "loss" and further
                 numbers to be averaged and logged. If they are not means over samples, the dict has
                 their number of units as "weight"; a metric may be a pair ``(mean, weight)``.
             epochs: The number of passes through the loader; by default one, or until another limit.
-            val_loader: Evaluated after every epoch. For a dict of loaders, results are named "name/...".
-            val_step: The step for the validation; ``step`` by default.
-            metrics: Metrics of the whole validation set, as in :meth:`evaluate`; scalar results are among
-                the validation's. In training, the step's values under their names are ignored.
-            scheduler: A learning-rate scheduler.
-            scheduler_every: Whether to step the scheduler every "epoch" or every "step".
-            monitor: The metric for ``ReduceLROnPlateau``: "val_f1", "loss" and so on; by default the
-                validation loss, or without a validation the training loss.
-            steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
+            max_steps: The total number of optimizer steps, those before a resume included.
+            limits: Further limits: of time, of an epoch, of a step.
+            validation: Evaluated after every epoch: a loader, a dict of loaders, whose results are named
+                "name/...", or a `Validation` with metrics, a step and times of its own.
+            scheduler: A learning-rate scheduler, stepped every epoch, or `SchedulerOptions`.
             clip_norm: The largest global norm of the gradients.
-            clip_value: The largest magnitude of an element of the gradients.
-            nonfinite: Whether a NaN or infinite loss or gradient should "raise", or "skip" the optimizer
-                step, on all ranks.
-            max_skipped: How many steps in a row may be skipped.
-            step_timeout_s: After a step of so many seconds every rank writes its Python stack to
-                stderr, and the job ends with status 124. Waiting for a batch counts; writing a
-                checkpoint does not. The first step may have to compile.
-            save_to: A file to write the model's state to after every epoch.
+            gradients: Further rules for the gradients: the largest elements, NaN and infinite ones.
             checkpoint: Where and when to save the state of the run; a folder alone means after every
                 epoch. SIGTERM, SIGUSR1 and Ctrl-C then end the run after a step, with a checkpoint.
             resume: "auto" resumes from the newest whole checkpoint in the folder, if there is one; a path
                 resumes from that checkpoint.
-            max_steps: The total number of optimizer steps, those before a resume included.
-            max_time: How long this call trains: seconds, or text such as "1h30m".
-            val_every_steps: Evaluate ``val_loader`` after every so many optimizer steps, too.
-            sanity_val_batches: How many batches to validate on before the first step.
-            overfit_batches: Train on the first so many batches alone, the same in every epoch.
-            restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the
-                stream.
             callbacks: Callbacks, or names of installed ones.
-            log: Loggers of :mod:`tp_trainer.loggers`, or their names ("csv", "jsonl", "tensorboard",
-                "wandb", "mlflow", "aim"). With ``checkpoint`` the folder also gets a log for
-                ``tp report``.
-            log_every_steps: How many optimizer steps lie between two rows of the log; callbacks' tensors
-                are read from the device at these steps.
-            hyperparameters: Further values for the loggers, beside the trainer's own.
+            log: A logger, its name, several of them, or `LogOptions`. With ``checkpoint`` the folder also
+                gets a log for ``tp report``.
             state: Further objects to save and restore, by name: anything with ``state_dict`` and
                 ``load_state_dict``, and plain values, lists and dicts, which are put back into this dict.
-            shard: Whether to split the loaders over the data ranks.
 
         Returns:
             The record of each epoch.
 
         Raises:
-            ConfigError: An argument has a wrong value, or the folder has checkpoints of later steps
-                than the run's first, or another run writes there.
+            ConfigError: An argument has a wrong value, or is given twice; or the folder has checkpoints of
+                later steps than the run's first, or another run writes there.
             ModelError: The model is wrapped already.
             LoaderError: A loader has no length, ended early, or cannot be split over the ranks; or it
                 does not fit the checkpoint's position.
             StepError: The step returned no usable loss, weight or metric.
             DisagreementError: Ranks got different arguments, or only some steps return a weight.
-            NonFiniteLossError: The loss or the gradients are NaN or infinite; ``save_to`` and
-                ``checkpoint`` keep the last good state.
+            NonFiniteLossError: The loss or the gradients are NaN or infinite; ``checkpoint`` keeps the last
+                good state.
             StateError: The checkpoint to resume from is damaged or does not fit.
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
-        from tp_trainer._metrics._metric import check_metrics
-        from tp_trainer._running._settings import FitSettings, Limits, check_state
+        from tp_trainer._running._settings import FitSettings, SchedulerOptions, limits_of, with_shortcuts
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
         check_loader("train_loader", train_loader)
+        if scheduler is not None and not isinstance(scheduler, SchedulerOptions):
+            scheduler = SchedulerOptions(scheduler)
+        limits = limits_of(limits, epochs=epochs, max_steps=max_steps)
         settings = FitSettings(
-            limits=Limits(
-                epochs=epochs,
-                steps_per_epoch=steps_per_epoch,
-                max_steps=max_steps,
-                max_time=max_time,
-                val_every_steps=val_every_steps,
-                sanity_val_batches=sanity_val_batches,
-                overfit_batches=overfit_batches,
-                restart_stream=restart_stream,
-            ),
-            validates=val_loader is not None,
-            step_timeout_s=step_timeout_s,
-            checkpoint=checkpoint,
-            resume=resume,
-            state=check_state(state),
-            events=self._events(callbacks),
-            log=log,
-            log_every_steps=log_every_steps,
-            hyperparameters=hyperparameters,
-            accumulate=self._accumulate,
-            progress=self.progress,
+            loop=self._loop_settings(limits, validation, checkpoint, resume, callbacks, log, state),
             step=step,
-            val_loader=val_loader,
-            val_step=val_step,
-            metrics=check_metrics(metrics),
-            monitor=monitor,
             scheduler=scheduler,
-            scheduler_every=scheduler_every,
-            gradients=GradientRules(
-                clip_norm=clip_norm, clip_value=clip_value, nonfinite=nonfinite, max_skipped=max_skipped
-            ),
-            save_to=save_to,
-            shard=shard,
+            gradients=with_shortcuts("gradients", gradients, GradientRules, clip_norm=clip_norm),
         )
-        check_scheduler(scheduler, scheduler_every, optimizer, epochs=epochs)
+        if scheduler is not None:
+            check_schedule(scheduler.scheduler, scheduler.every, optimizer, epochs=limits.epochs)
         warn_evaluation_mode(model)
         try:
-            with guard_stop_iteration(), ExitStack() as owned:
-                return self._fit(model, optimizer, train_loader, settings, owned)
+            with guard_stop_iteration():
+                return self._fit(model, optimizer, train_loader, settings)
         except (RuntimeError, MemoryError) as error:
             from tp_trainer._memory._requirements import explain_out_of_memory
 
@@ -568,27 +509,21 @@ class Trainer:
             raise
 
     def _fit(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        train_loader: Iterable[Any],
-        settings: "FitSettings",
-        owned: ExitStack,
+        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
     ) -> "History":
-        """Prepare the objects of a run, and train; ``owned`` releases the run's resources at its end."""
+        """Prepare the objects of a run, and train."""
         from tp_trainer._memory._requirements import Work
+        from tp_trainer._metrics._evaluation import Evaluator
         from tp_trainer._running._fit import FitHooks, train
-        from tp_trainer._running._loop import build_loop, classify_state
         from tp_trainer._running._watchdog import Watchdog
 
         session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
-        logs = self._plan_log(settings, [optimizer])
+        logs = self._plan_log(settings.loop, [optimizer])
         check_owner(optimizer, [model])
         if session.world_size > 1:
             check_no_others(optimizer, model, "its gradients would differ between the ranks")
-        if settings.checkpoints() is not None:
+        if settings.loop.checkpoint is not None:
             check_no_others(optimizer, model, "its value would be in no checkpoint")
-        save = owned.enter_context(self._saving(model, settings.save_to))
         model = self._prepare_model(model)
         optimizer_step = OptimizerStep(
             session,
@@ -598,35 +533,29 @@ class Trainer:
             accumulate=self._accumulate,
             scaler=self._scaler,
         )
-        loader = self._loader(train_loader, shard=settings.shard)
+        loader = self._loader(train_loader)
         self._epochs.go_on(train_loader, loader)
-        watchdog = Watchdog(self.environment, settings.step_timeout_s)
-        hooks = FitHooks(
-            settings,
-            optimizer_step,
-            self._run_step(loader),
-            self._validation(settings, watchdog),
-            train=loader,
-            after_epoch=save,
+        watchdog = Watchdog(self.environment, settings.loop.limits.step_timeout_s)
+        validation = settings.loop.validation
+        evaluator = Evaluator(
+            run=lambda batches: watchdog.watch(self._run_step(batches)),
+            step=(validation and validation.step) or settings.step,
+            loaders={
+                name: self._loader(loader, training=False) for name, loader in settings.val_loaders().items()
+            },
+            metrics=settings.val_metrics(),
         )
-        targets = classify_state(
-            session,
-            settings.state,
-            prepared=self._prepared.get,
-            scaler=self._scaler,
+        hooks = FitHooks(settings, optimizer_step, self._run_step(loader), evaluator, loader)
+        loop = self._build_loop(
+            settings.loop,
+            loader,
+            hooks,
+            watchdog,
+            logs,
+            optimizer_step,
             models={"model": model},
             optimizers={"optimizer": optimizer_step.optimizer},
-            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler},
-        )
-        loop = build_loop(
-            session,
-            replace(settings, backend=self.selection.chosen.name),
-            targets,
-            loader,
-            hooks=hooks,
-            watchdog=watchdog,
-            logs=logs,
-            optimizer_step=optimizer_step,
+            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler},
         )
         self._may_step = True
         try:
@@ -635,97 +564,43 @@ class Trainer:
             self._may_step = False
             self._epochs.note(train_loader, loader)
 
-    def _validation(self, settings: "FitSettings", watchdog: "Watchdog") -> "Validation | None":
-        from tp_trainer._metrics._evaluation import Validation
-
-        loaders = {
-            name: self._loader(loader, shard=settings.shard, training=False)
-            for name, loader in settings.val_loaders().items()
-        }
-        if not loaders:
-            return None
-        return Validation(
-            run=lambda batches: watchdog.watch(self._run_step(batches)),
-            step=settings.val_step or settings.step,
-            loaders=loaders,
-            metrics=settings.metrics,
-        )
-
-    @contextmanager
-    def _saving(self, model: nn.Module, path: str | os.PathLike[str] | None) -> Iterator[Callable[[], None]]:
-        """Yield the function that saves the model after every epoch.
-
-        Raises:
-            ConfigError: ``path`` is not a path, or another run writes there.
-            OSError: No file can be written there; on every rank.
-
-        Collectives: one broadcast, if there is a path.
-        """
-        if path is None:
-            yield lambda: None
-            return
-        from tp_trainer._checkpoint._model_files import own_place, save_model
-
-        with own_place(self.session, path):
-            place = Path(path).absolute()  # now: the process may change its working folder
-            yield lambda: save_model(self.session, self._prepare_model(model), place)
-
     def loop(
         self,
         batches: Iterable[Any],
         *,
         epochs: int | None = None,
-        state: dict[str, Any] | None = None,
-        validate: Callable[[], Mapping[str, float]] | None = None,
-        steps_per_epoch: int | None = None,
         max_steps: int | None = None,
-        max_time: float | str | None = None,
-        val_every_steps: int | None = None,
-        sanity_val_batches: int = 0,
-        overfit_batches: int | None = None,
-        restart_stream: bool = False,
-        step_timeout_s: float | None = None,
+        limits: "Limits | None" = None,
+        validation: "Validation | Callable[[], Mapping[str, float]] | None" = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
         callbacks: Iterable["Callback | str"] = (),
-        log: "LogSpec" = None,
-        log_every_steps: int = 50,
-        hyperparameters: Mapping[str, Any] | None = None,
-        shard: bool = True,
+        log: "LogOptions | LogSpec" = None,
+        state: dict[str, Any] | None = None,
     ) -> "Loop":
         """Return the loop that :meth:`fit` is built on, for custom training.
 
         Args:
             batches: The loader, prepared or not.
-            epochs: The number of passes through the loader; by default one, or until another limit.
+            epochs: As in :meth:`fit`.
+            max_steps: As in :meth:`fit`.
+            limits: As in :meth:`fit`.
+            validation: A function that returns the results of a validation, as :meth:`evaluate` does; called
+                after every epoch. Checkpoints and callbacks get its scalar results as ``"val_..."``. Or a
+                `Validation` of that function, with further times.
+            checkpoint: As in :meth:`fit`; it saves ``state`` and the position of the run.
+            resume: As in :meth:`fit`.
+            callbacks: As in :meth:`fit`.
+            log: As in :meth:`fit`; the loggers get the numbers of ``loop.log(...)``.
             state: The objects to save and restore, by name: prepared models, their optimizers and schedulers,
                 anything with ``state_dict`` and ``load_state_dict``, and plain values, lists and dicts, which
                 are put back into this dict.
-            validate: Returns the results of a validation, as :meth:`evaluate` does; called after every epoch.
-                Checkpoints and callbacks get its scalar results as ``"val_..."``.
-            steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
-            max_steps: The total number of optimizer steps, those before a resume included. A step is as many
-                batches as the trainer accumulates.
-            max_time: How long this call trains: seconds, or text such as "1h30m".
-            val_every_steps: Validate after every so many optimizer steps, too.
-            sanity_val_batches: Above 0, validate once before the first step.
-            overfit_batches: Train on the first so many batches alone, the same in every epoch.
-            restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the
-                stream.
-            step_timeout_s: As in :meth:`fit`.
-            checkpoint: As in :meth:`fit`; it saves ``state`` and the position of the run.
-            resume: As in :meth:`fit`.
-            callbacks: Callbacks, or names of installed ones.
-            log: As in :meth:`fit`; the loggers get the numbers of ``loop.log(...)``.
-            log_every_steps: How many optimizer steps lie between two reads from the device.
-            hyperparameters: As in :meth:`fit`.
-            shard: Whether to split the loader over the data ranks.
 
         Returns:
             A context manager, and an iterator over the batches of all epochs.
 
         Raises:
-            ConfigError: An argument has a wrong value.
+            ConfigError: An argument has a wrong value, or is given twice.
             LoaderError: The loader has no length, or cannot be split over the ranks.
             DisagreementError: Ranks got different arguments.
 
@@ -739,54 +614,29 @@ class Trainer:
             ...         loop.log(loss=loss)  # doctest: +SKIP
         """
         from tp_trainer._running._custom_loop import CustomLoopHooks
-        from tp_trainer._running._loop import build_loop, classify_state
-        from tp_trainer._running._settings import Limits, LoopSettings, check_state
+        from tp_trainer._running._settings import limits_of
         from tp_trainer._running._watchdog import Watchdog
 
         check_loader("batches", batches)
-        settings = LoopSettings(
-            limits=Limits(
-                epochs=epochs,
-                steps_per_epoch=steps_per_epoch,
-                max_steps=max_steps,
-                max_time=max_time,
-                val_every_steps=val_every_steps,
-                sanity_val_batches=sanity_val_batches,
-                overfit_batches=overfit_batches,
-                restart_stream=restart_stream,
-            ),
-            validates=validate is not None,
-            step_timeout_s=step_timeout_s,
-            checkpoint=checkpoint,
-            resume=resume,
-            state=check_state(state),
-            events=self._events(callbacks),
-            log=log,
-            log_every_steps=log_every_steps,
-            hyperparameters=hyperparameters,
-            accumulate=self._accumulate,
-            progress=self.progress,
-        )
-        if validate is not None and not callable(validate):
-            msg = f"validate must be a function that returns numbers by name, got {type(validate).__name__}"
+        limits = limits_of(limits, epochs=epochs, max_steps=max_steps)
+        settings = self._loop_settings(limits, validation, checkpoint, resume, callbacks, log, state)
+        validate = settings.validation and settings.validation.source
+        if validate is not None and (isinstance(validate, Iterable) or not callable(validate)):
+            msg = f"validation must be a function that returns numbers by name, got {type(validate).__name__}"
             raise ConfigError(msg)
         self._open(by="loop()")
-        train = self._loader(batches, shard=shard, watched=True)
-        optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
-        return build_loop(
-            self.session,
-            replace(settings, backend=self.selection.chosen.name),
-            classify_state(self.session, settings.state, prepared=self._prepared.get, scaler=self._scaler),
-            train,
-            hooks=CustomLoopHooks(
+        return self._build_loop(
+            settings,
+            self._loader(batches, watched=True),
+            CustomLoopHooks(
                 self.session,
                 settings.events,
-                validate,
+                validate or dict,
                 evaluating=self._evaluating_at,
                 sending=self._sending_steps,
             ),
-            watchdog=Watchdog(self.environment, settings.step_timeout_s),
-            logs=self._plan_log(settings, optimizers),
+            Watchdog(self.environment, limits.step_timeout_s),
+            self._plan_log(settings, [o for o in settings.state.values() if isinstance(o, Optimizer)]),
         )
 
     @contextmanager
@@ -807,15 +657,65 @@ class Trainer:
         finally:
             self._step_events = before
 
-    def _events(self, callbacks: Iterable["Callback | str"]) -> "Events":
+    def _loop_settings(
+        self,
+        limits: "Limits",
+        validation: Any,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None,
+        resume: str | os.PathLike[str] | None,
+        callbacks: Iterable["Callback | str"],
+        log: "LogOptions | LogSpec",
+        state: dict[str, Any] | None,
+    ) -> "LoopSettings":
+        """Return the checked arguments of ``fit`` and ``loop`` that are alike, each as its object."""
         from tp_trainer._running._callbacks import Events, find_callbacks
+        from tp_trainer._running._settings import LogOptions, LoopSettings, Validation, check_state
 
-        return Events(*find_callbacks(callbacks, self._lazy.plugins))
+        if validation is not None and not isinstance(validation, Validation):
+            validation = Validation(validation)
+        return LoopSettings(
+            limits=limits,
+            validation=validation,
+            checkpoint=as_checkpoints(checkpoint, resume, validates=validation is not None),
+            resume=resume,
+            events=Events(*find_callbacks(callbacks, self._lazy.plugins)),
+            log=log if isinstance(log, LogOptions) else LogOptions(log),
+            state=check_state(state),
+            progress=self.progress,
+        )
+
+    def _build_loop(
+        self,
+        settings: "LoopSettings",
+        train: PreparedLoader,
+        hooks: "LoopHooks",
+        watchdog: "Watchdog",
+        logs: "RunLog",
+        optimizer_step: OptimizerStep | None = None,
+        **own: Mapping[str, Any],
+    ) -> "Loop":
+        """Return the loop of a run; ``own`` has the models, optimizers and schedulers beside ``state``.
+
+        Collectives: as in `build_loop`.
+        """
+        from tp_trainer._running._loop import build_loop, classify_state
+
+        session = self.session
+        return build_loop(
+            session,
+            replace(settings, backend=self.selection.chosen.name),
+            classify_state(session, settings.state, prepared=self._prepared.get, scaler=self._scaler, **own),
+            train,
+            hooks=hooks,
+            watchdog=watchdog,
+            logs=logs,
+            optimizer_step=optimizer_step,
+        )
 
     def _plan_log(self, settings: "LoopSettings", optimizers: Iterable[Optimizer]) -> "RunLog":
         from tp_trainer._running._log import of_optimizer, plan_log
 
-        checkpoints, limits = settings.checkpoints(), settings.limits
+        limits = settings.limits
         known = {
             "epochs": limits.epochs,
             "max_steps": limits.max_steps,
@@ -827,15 +727,7 @@ class Trainer:
         }
         for optimizer in optimizers:
             known |= of_optimizer(optimizer)
-        return plan_log(
-            self.session,
-            settings.log,
-            plugins=self._lazy.plugins,
-            every_steps=settings.log_every_steps,
-            folder=None if checkpoints is None else Path(checkpoints.folder).absolute(),
-            selection=self.selection,
-            hyperparameters={**known, **as_hyperparameters(settings.hyperparameters)},
-        )
+        return plan_log(self.session, settings, known, plugins=self._lazy.plugins, selection=self.selection)
 
     # -- forward, backward and update in custom loops -------------------------------------------
 
@@ -1320,7 +1212,7 @@ class Trainer:
         return prepared
 
     def _loader(
-        self, loader: Iterable[Any], *, shard: bool, training: bool = True, watched: bool = False
+        self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False
     ) -> PreparedLoader:
         """Prepare a loader; a prepared one is returned as it is.
 

@@ -45,7 +45,7 @@ if __name__ == "__main__":
             model,
             torch.optim.SGD(model.parameters(), 0.01),
             DataLoader(Noise(96), batch_size=8, **options),
-            val_loader=DataLoader(Noise(16), batch_size=8, **options),
+            validation=DataLoader(Noise(16), batch_size=8, **options),
             step=step,
             epochs=10_000,
             checkpoint=Checkpoints("run", every_epochs=None),

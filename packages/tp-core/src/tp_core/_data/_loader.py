@@ -127,7 +127,7 @@ class PreparedLoader:
                 msg = (
                     f"the loader's DistributedSampler already splits the data over {sampler.num_replicas} "
                     f"ranks, and the backend would split it again, over {size}; give a plain loader "
-                    "(shuffle=True), or pass shard=False"
+                    "(shuffle=True), or call prepare(loader, shard=False)"
                 )
                 raise LoaderError(msg)
         self._batches = EpochBatches(
@@ -163,7 +163,7 @@ class PreparedLoader:
         if self._is_split:
             msg = (
                 f"the length of a stream says nothing of the shares of {self._size} ranks; give the number "
-                "of batches that make an epoch: steps_per_epoch=..."
+                "of batches that make an epoch: Limits(steps_per_epoch=...)"
             )
             raise LoaderError(msg)
         if isinstance(source, Sized):
@@ -173,7 +173,7 @@ class PreparedLoader:
                 pass
         msg = (
             f"the loader ({type(self.loader).__name__}) has no length; give the number of batches that make "
-            "an epoch: steps_per_epoch=..."
+            "an epoch: Limits(steps_per_epoch=...)"
         )
         raise LoaderError(msg)
 

@@ -133,7 +133,7 @@ def cannot_shard(loader: object, size: int) -> str:
         f"the batches of a loader without sample indices ({what}) cannot be split over {size} "
         "ranks; give a DataLoader with a batch size over a dataset with length, or over an iterable one with "
         "shard(index, count), which returns the part that no other index has; or give each rank its own "
-        "samples (data_rank, data_size) and pass shard=False"
+        "samples (data_rank, data_size) and call prepare(loader, shard=False)"
     )
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from tp_core.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: `tp train` takes it as a parameter's default, of which jsonargparse reads `vars()`.
+@dataclass(frozen=True)
 class Checkpoints:
     """The folder, the times and the number of a run's checkpoints.
 

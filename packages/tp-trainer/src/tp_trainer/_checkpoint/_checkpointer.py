@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import threading
 import time
@@ -220,7 +221,7 @@ class Checkpointer:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def find(self, resume: str | Path) -> Path | None:
+    def find(self, resume: str | os.PathLike[str]) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks.
 
         Args:

@@ -1,10 +1,8 @@
 """Model files that are not whole checkpoints, with the tensor names of checkpoints."""
 
 import os
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,44 +88,6 @@ def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
             torch.save(state, file)
 
     write_atomically(write, path)
-
-
-@contextmanager
-def own_place(session: Session, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock the place of a model file for this run, after a check that it is writable, before training.
-
-    Raises:
-        ConfigError: ``path`` is not a path; or another run writes its model there, on every rank.
-        OSError: The folder does not exist or is not writable, or ``path`` is itself a folder; on every
-            rank.
-
-    Collectives: one broadcast.
-    """
-    if not isinstance(path, str | os.PathLike):
-        msg = f"save_to must be the path of a file, got {type(path).__name__}: {path!r}"
-        raise ConfigError(msg)
-
-    owned: list[Ownership] = []
-
-    def probe() -> None:
-        if Path(path).is_dir():
-            msg = f"{os.fspath(path)} is a folder; save_to names a file, such as model.pt in it"
-            raise IsADirectoryError(msg)
-        folder = Path(path).parent
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
-                pass
-        except OSError as error:
-            msg = f"save_to={os.fspath(path)!r}, but no file can be made in {folder}: {error.strerror}"
-            raise OSError(error.errno, msg) from None
-        owned.append(Ownership(Path(path).absolute()))
-
-    try:
-        write_on_main(session, path, probe)
-        yield
-    finally:
-        for ownership in owned:
-            ownership.release()
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -27,7 +27,7 @@ from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of
 # -- The evaluation of a model on a loader --------------------------------------------------------
 
 
-def named_loaders(what: str, given: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Iterable[Any]]:
+def named_loaders(what: str, given: Any) -> dict[str, Iterable[Any]]:
     """Return loaders by the prefix of their results' names; the prefix of a single loader is empty.
 
     Raises:
@@ -105,8 +105,8 @@ def evaluating(session: Session, model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """The validation of a run: its step, its loaders and its metrics.
+class Evaluator:
+    """Evaluates a model on the validation loaders of a run.
 
     Attributes:
         run: Returns what runs the step on a loader's batches.
@@ -200,7 +200,7 @@ def metric_for_scheduler(
     if wanted not in known:
         msg = (
             f"the scheduler looks at {wanted!r}, which is none of the metrics of the run: "
-            f"{', '.join(known) or 'none'}; name one of them: fit(monitor=...)"
+            f"{', '.join(known) or 'none'}; name one of them: SchedulerOptions(scheduler, monitor=...)"
         )
         raise ConfigError(msg)
     return known[wanted]

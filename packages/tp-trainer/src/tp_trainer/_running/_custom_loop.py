@@ -20,7 +20,7 @@ class CustomLoopHooks(LoopHooks):
     Args:
         session: The session that runs the steps.
         events: The run's events.
-        validate: The user's function, or ``None``.
+        validate: The user's function; called if the run has a validation.
         evaluating: Returns a context in which a signal ends the trainer's evaluations at a boundary.
         sending: Returns a context in which the trainer sends the events of the steps that it makes.
     """
@@ -29,14 +29,13 @@ class CustomLoopHooks(LoopHooks):
         self,
         session: Session,
         events: Events,
-        validate: Callable[[], Mapping[str, float]] | None,
+        validate: Callable[[], Mapping[str, float]],
         *,
         evaluating: Callable[[StepBoundaries | None], AbstractContextManager[None]],
         sending: Callable[["ManualStepEvents"], AbstractContextManager[None]],
     ) -> None:
         self._session, self._events, self._validate = session, events, validate
         self._evaluating, self._sending = evaluating, sending
-        self.validates = validate is not None
 
     def validate(
         self,
@@ -44,8 +43,6 @@ class CustomLoopHooks(LoopHooks):
         max_batches: int | None,  # noqa: ARG002 - the user's function has its own loaders
     ) -> Mapping[str, float]:
         """Return the numbers of the user's validation. A signal ends its evaluations early."""
-        if self._validate is None:
-            return {}
         with self._evaluating(boundaries):
             return numbers_in(self._validate())
 

@@ -1,13 +1,13 @@
 """One call of ``fit``: the steps of one model and one optimizer, on top of the loop."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.plugins import PreparedLoader, StepOutput
 
-from tp_trainer._metrics._evaluation import Validation, metric_for_scheduler
+from tp_trainer._metrics._evaluation import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop, LoopHooks
@@ -24,23 +24,15 @@ from tp_trainer._steps._step import (
 )
 
 
-class Scheduler(Protocol):
-    """A learning-rate scheduler: the one method that the loop needs."""
-
-    def step(self) -> None:
-        """Set the next learning rate."""
-
-
 class FitHooks(LoopHooks):
     """The hooks of ``fit``: validation, checks of parameters, and the ends of epochs.
 
     Args:
-        settings: The arguments of the call.
+        settings: The settings of the call.
         optimizer_step: Makes the optimizer steps.
         run: Runs the user's step on the session's devices.
-        validation: The validation of the run, or ``None``.
+        evaluator: Evaluates the model on the validation's loaders, if there are any.
         train: The prepared loader.
-        after_epoch: Called after every epoch.
     """
 
     counts_batches = False
@@ -50,26 +42,21 @@ class FitHooks(LoopHooks):
         settings: FitSettings,
         optimizer_step: OptimizerStep,
         run: RunStep,
-        validation: Validation | None,
-        *,
+        evaluator: Evaluator,
         train: PreparedLoader,
-        after_epoch: Callable[[], None],
     ) -> None:
         self.settings, self.optimizer_step, self.run = settings, optimizer_step, run
-        self._validation, self.train, self._after_epoch = validation, train, after_epoch
-        self.validates = validation is not None
+        self._evaluator, self.train = evaluator, train
         self.skips_nonfinite = settings.gradients.nonfinite == "skip"
 
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
         """Evaluate the model on the validation's loaders.
 
-        Collectives: as in `Validation.evaluate`.
+        Collectives: as in `Evaluator.evaluate`.
         """
-        if self._validation is None:
-            return {}
         session, model = self.optimizer_step.session, self.optimizer_step.model
         epoch = max(self.train.next_epoch - 1, 0)
-        return self._validation.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
+        return self._evaluator.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
 
     def check_parameters(self) -> None:
         """Raise if the last step has made a parameter NaN or infinite.
@@ -80,17 +67,18 @@ class FitHooks(LoopHooks):
 
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
         """Step the scheduler, if it steps once per epoch."""
-        scheduler = self.settings.scheduler
-        if scheduler is None or self.settings.scheduler_every != "epoch":
+        options = self.settings.scheduler
+        if options is None or options.every != "epoch":
             return
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(metric_for_scheduler(self.settings.monitor, train, val, validates=bool(val)))
+        if isinstance(options.scheduler, ReduceLROnPlateau):
+            metric = metric_for_scheduler(options.monitor, train, val, validates=bool(val))
+            options.scheduler.step(metric)
         else:
-            scheduler.step()
+            options.scheduler.step()
 
-    def after_epoch(self) -> None:
-        """Write ``save_to``, if it is given."""
-        self._after_epoch()
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks must have been given alike, beside the facts of the loop."""
+        return self.settings.facts()
 
 
 def train(loop: Loop, hooks: FitHooks) -> History:
@@ -101,7 +89,7 @@ def train(loop: Loop, hooks: FitHooks) -> History:
         NonFiniteLossError: The loss or the gradients are NaN or infinite.
         LoaderError: The loader ended before the last batch of the epoch.
     """
-    model, events = hooks.optimizer_step.model, hooks.settings.events
+    model, events = hooks.optimizer_step.model, hooks.settings.loop.events
     if events.has("on_optimizer_step"):
         hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
     with restore_modes(model):
@@ -117,13 +105,14 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
 
     This is the hot path: attributes are bound to locals, and checks run in the first step alone.
     """
-    run, step, update, meter = hooks.run, hooks.settings.training_step(), hooks.optimizer_step, loop.meter
-    scheduler = hooks.settings.scheduler if hooks.settings.scheduler_every == "step" else None
+    settings, run, update, meter = hooks.settings, hooks.run, hooks.optimizer_step, loop.meter
+    step, options = without_metrics(settings.step, settings.val_metrics()), settings.scheduler
+    scheduler = options.scheduler if options is not None and options.every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
     loader = hooks.train
     begin_step = meter.begin_step if meter.tolerates else None
-    events = hooks.settings.events
+    events = settings.loop.events
     sends_backward_end = events.has("on_backward_end")
 
     def run_first(step: Step, model: Any, batch: Any) -> StepOutput:

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selection, Session
 
+from tp_trainer._running._settings import LoopSettings
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers._buffer import LogBuffer
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import (
-    LogSpec,
     ValuesLogger,
     candidates,
     environment,
@@ -38,9 +38,6 @@ class RunLog:
     Attributes:
         is_asked: Whether the run logs anything, on all ranks alike.
         every: After how many optimizer steps numbers are read.
-
-    Raises:
-        ConfigError: ``every_steps`` is not a whole number from 1.
     """
 
     def __init__(
@@ -128,21 +125,28 @@ class RunLog:
 
 def plan_log(
     session: Session,
-    spec: LogSpec,
+    settings: LoopSettings,
+    known: Mapping[str, Any],
     *,
     plugins: PluginRegistry,
-    every_steps: int,
-    folder: Path | None,
     selection: Selection,
-    hyperparameters: Mapping[str, Any],
 ) -> RunLog:
     """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there.
+
+    Args:
+        session: The session of the run.
+        settings: The settings of the run.
+        known: The hyperparameters that the trainer knows.
+        plugins: The registry with the installed loggers.
+        selection: The chosen backend.
 
     Raises:
         ConfigError: There is no logger of a name, or what it needs is not installed.
         PluginError: The plugin that brings it is broken or blocked.
     """
-    loggers = make_loggers(spec, plugins)
+    checkpoint, options = settings.checkpoint, settings.log
+    folder = None if checkpoint is None else Path(checkpoint.folder).absolute()
+    loggers = make_loggers(options.loggers, plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
     given = given_values()
@@ -151,14 +155,16 @@ def plan_log(
 
     def facts() -> dict[str, Any]:
         return {
-            "hyperparameters": mask_secrets({**(given.by_name if given else {}), **hyperparameters}),
+            "hyperparameters": mask_secrets(
+                {**(given.by_name if given else {}), **known, **(options.hyperparameters or {})}
+            ),
             "environment": environment(),
             "selection": str(selection),
             "candidates": candidates(selection),
             "versions": versions(),
         }
 
-    return RunLog(session, loggers, every_steps=every_steps, folder=folder, facts=facts)
+    return RunLog(session, loggers, every_steps=options.every_steps, folder=folder, facts=facts)
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:

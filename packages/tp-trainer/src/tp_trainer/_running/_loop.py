@@ -27,7 +27,7 @@ from tp_trainer._running._history import EpochRecord, History
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._saving import Saving
-from tp_trainer._running._settings import Limits, LoopSettings
+from tp_trainer._running._settings import Limits, LoopSettings, seconds_of
 from tp_trainer._running._signals import Decision, Interrupted, SignalWatch, interrupted
 from tp_trainer._running._state import RunState, Trained
 from tp_trainer._running._user_state import UserState, unsaved_averages, unsaved_optimizers
@@ -48,12 +48,10 @@ class LoopHooks:
     """The hooks that ``fit`` or a custom loop adds; here without effect.
 
     Attributes:
-        validates: Whether the run has a validation.
         counts_batches: Whether the loop itself counts batches and samples, as it sees no losses.
         skips_nonfinite: Whether steps with a NaN or infinite loss are left out of the means.
     """
 
-    validates: bool = False
     counts_batches: bool = True
     skips_nonfinite: bool = False
 
@@ -72,8 +70,9 @@ class LoopHooks:
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
         """Step the schedulers that step once per epoch, given the means of training and validation."""
 
-    def after_epoch(self) -> None:
-        """Run after every epoch."""
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks must have been given alike, beside the facts of the loop."""
+        return {}
 
     def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides
         """Return the context in which the loop is open."""
@@ -89,7 +88,7 @@ class Loop:
 
     Args:
         session: The session of the run.
-        settings: The arguments of the call.
+        settings: The settings of the call.
         state: The state that checkpoints save.
         train: The prepared loader.
         hooks: The hooks of ``fit`` or of a custom loop.
@@ -115,9 +114,10 @@ class Loop:
         steps: int,
         watchdog: Watchdog,
     ) -> None:
-        checkpoints, limits = settings.checkpoints(), settings.limits
-        self._session, self._settings, self._limits, self._run_state = session, settings, limits, state
-        self._train, self._steps, self._accumulate = train, steps, settings.accumulate
+        checkpoints, limits = settings.checkpoint, settings.limits
+        self._session, self._settings, self._run_state = session, settings, state
+        self._limits, self._validation = limits, settings.validation
+        self._train, self._steps, self._accumulate = train, steps, session.job.accumulate
         self._share: Share | None = None  # of the current batch
         self._hooks, self._events, self._logs, self._watchdog = hooks, settings.events, logs, watchdog
         self._folder = None if checkpoints is None else Path(checkpoints.folder).absolute()
@@ -142,7 +142,7 @@ class Loop:
         # The next look at what is due: at a number of batches done, or at a time of this rank's clock.
         self._next_look: float = 0
         self._wake_at = math.inf
-        self._ends_at = math.inf if limits.max_seconds is None else began + limits.max_seconds
+        self._ends_at = math.inf if limits.max_time is None else began + seconds_of(limits.max_time)
         self._due_at = math.inf  # when max_time or the age of the last checkpoint gives a reason to ask
 
         # The requests of this rank, and the agreement of all ranks.
@@ -315,7 +315,7 @@ class Loop:
             state.check(replay=saving.checkpointer.settings.replay)
             saving.checkpointer.open()
             open_.callback(saving.checkpointer.close)
-            if saving.resume(self._settings.resume_from()):
+            if saving.resume(self._settings.resume):
                 done = f"epoch {state.epoch}, {state.first} batches of it done"
                 self._reporter.say(f"resumed from {saving.last}: {done}")
         self._steps_before_epoch = state.step - (state.first // self._accumulate)
@@ -336,8 +336,8 @@ class Loop:
             self._warn_unsaved = open_.enter_context(unsaved_optimizers(optimizers))
         open_.enter_context(self._hooks.while_open(self))
         self._watchdog.connect(self._session)
-        max_batches = self._limits.sanity_val_batches
-        if max_batches and self._hooks.validates and not state.step:
+        max_batches = 0 if self._validation is None else self._validation.sanity_batches
+        if max_batches and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.
             with self._keeping_generators(), self._watchdog.watching():
                 self._hooks.validate(None, max_batches)
@@ -381,7 +381,7 @@ class Loop:
                 if not self._epoch_is_over:
                     msg = (
                         f"epoch {self.epoch} was left after {self._done} of {self._steps} batches; call "
-                        "stop() on the loop to end the run, or give steps_per_epoch for shorter epochs"
+                        "stop() on the loop to end the run, or give Limits(steps_per_epoch=...)"
                     )
                     raise ConfigError(msg)
                 if self._done < self._steps:
@@ -475,7 +475,7 @@ class Loop:
                     # alive, and a later iterator's forked workers would collect them.
                     del batches
             if done < steps and self._ending is None:
-                give = f"give steps_per_epoch={done}, or a loader that has as many batches as it says"
+                give = f"give Limits(steps_per_epoch={done}), or a loader that has as many batches as it says"
                 if not done:
                     give = (
                         "an iterator, such as a generator, is gone through once: give what begins anew, such "
@@ -495,7 +495,7 @@ class Loop:
             self._looked_for_more = True
             log.warning(
                 "the loader has more than the %d batches that its len() said when the run began, and each "
-                "epoch ends after %d of them; correct its __len__(), or give steps_per_epoch=",
+                "epoch ends after %d of them; correct its __len__(), or give Limits(steps_per_epoch=...)",
                 self._steps,
                 self._steps,
             )
@@ -518,8 +518,8 @@ class Loop:
                 self._log_loss()
                 self._logs.flush()
             looks.append(self._batches_after(self._logs.every - step % self._logs.every))
-        if limits.val_every_steps is not None:
-            every = limits.val_every_steps
+        if self._validation is not None and self._validation.every_steps is not None:
+            every = self._validation.every_steps
             if done and done < steps and step % every == 0 and self._run_state.validated_at != step:
                 self._validate(done)
                 self._logs.flush()
@@ -592,7 +592,6 @@ class Loop:
         hooks.step_schedulers(record.train, record.val)
         state.records.append(record)
         self._reporter.done(record)
-        hooks.after_epoch()
         self._events.send("on_epoch_end", self)
         check_same_optimizers(self._session, self.optimizers)  # a scheduler or a callback may have set them
         steps_made = self.step  # before _done is reset: the property is computed from it
@@ -665,7 +664,7 @@ class Loop:
 
         Collectives: as in the validation's evaluations.
         """
-        if not self._hooks.validates:
+        if self._validation is None:
             return {}
         self._events.send("on_validation_start", self)
         boundaries = None if self._saving is None else self._boundaries
@@ -805,7 +804,7 @@ def build_loop(
         "models": sorted(targets.trained.models),
         "optimizers": sorted(targets.trained.optimizers),
     }
-    check_same(session, {**settings.facts(steps), **kinds})
+    check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
     check_same_optimizers(session, targets.trained.optimizers)
     state = RunState(session, targets.trained, user_state, train, optimizer_step)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)

@@ -1,5 +1,6 @@
 """Checkpoints of a run: when one is due, what it contains, and how a run resumes."""
 
+import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +39,7 @@ class Saving:
         """The newest checkpoint that is whole."""
         return self.checkpointer.last
 
-    def resume(self, wanted: Path | str | None) -> bool:
+    def resume(self, wanted: str | os.PathLike[str] | None) -> bool:
         """Resume from a checkpoint, if there is one; return whether there was.
 
         Raises:

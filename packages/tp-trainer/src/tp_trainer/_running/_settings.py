@@ -1,79 +1,216 @@
-"""The arguments of one call of ``fit`` or ``loop``, gathered and checked, and the limits of a run."""
+"""The objects that `fit` and `loop` take, their shortcuts, and the settings of one call."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.errors import ConfigError
 from tp_core.internal import Progress
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
-    as_checkpoints,
     check_callable,
     check_loader,
     check_not_negative,
     check_positive,
+    check_scheduler,
     check_seconds,
 )
-from tp_trainer._metrics._evaluation import named_loaders, without_metrics
-from tp_trainer._metrics._metric import Metric
+from tp_trainer._metrics._evaluation import named_loaders
+from tp_trainer._metrics._metric import Metric, check_metrics
 from tp_trainer._running._callbacks import Events
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._step import Step
 from tp_trainer.loggers._named import LogSpec
 
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
+Options = TypeVar("Options", "Limits", GradientRules)
+
+# -- The objects of a call ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduler(Protocol):
+    """A learning-rate scheduler: the one method that the loop needs."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+
+# No slots: `tp train` takes it as a parameter's default, of which jsonargparse reads `vars()`.
+@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of a run, and the times of its validations.
+    """The limits of a run, of its epochs and of a step.
+
+    Whichever of the first three comes first ends the run. Without any of them it has one epoch.
 
     Attributes:
-        epochs: The number of passes through the loader. ``None`` trains until another limit ends the run;
-            without any other limit it is 1.
-        steps_per_epoch: The number of batches in an epoch; ``None`` for all batches of the loader.
-        max_steps: The total number of optimizer steps, those before a resume included.
+        epochs: The number of passes through the loader.
+        max_steps: The total number of optimizer steps, those before a resume included. A step is as many
+            batches as the trainer accumulates.
         max_time: How long this call trains: seconds, or text such as "1h30m".
-        val_every_steps: Validate after every so many optimizer steps, and at the ends of epochs.
-        sanity_val_batches: How many batches to validate on before the first step.
+        steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
         overfit_batches: Train on the first so many batches alone, the same in every epoch.
-        restart_stream: Whether every epoch restarts a stream, instead of continuing it.
+        restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the stream.
+        step_timeout_s: After a step of so many seconds every rank writes its Python stack to stderr, and the
+            job ends with status 124. Waiting for a batch counts; writing a checkpoint does not. The first
+            step may have to compile.
 
     Raises:
         ConfigError: A value is out of its range.
+
+    Example:
+        >>> limits = Limits(max_time="1h30m", steps_per_epoch=1000)
+        >>> trainer.fit(model, optimizer, loader, step=step, limits=limits)  # doctest: +SKIP
     """
 
     epochs: int | None = None
-    steps_per_epoch: int | None = None
     max_steps: int | None = None
     max_time: float | str | None = None
-    val_every_steps: int | None = None
-    sanity_val_batches: int = 0
+    steps_per_epoch: int | None = None
     overfit_batches: int | None = None
     restart_stream: bool = False
+    step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps_per_epoch", "max_steps", "val_every_steps", "overfit_batches"):
+        for name in ("epochs", "max_steps", "steps_per_epoch", "overfit_batches"):
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, value)
-        check_not_negative("sanity_val_batches", self.sanity_val_batches)
         if self.max_time is not None:
             seconds_of(self.max_time)
-        if self.epochs is None and self.max_steps is None and self.max_time is None:
-            object.__setattr__(self, "epochs", 1)  # plain assignment fails in a frozen dataclass
+        check_seconds("step_timeout_s", self.step_timeout_s)
 
-    @property
-    def max_seconds(self) -> float | None:
-        """The seconds that this call may train; ``None`` for any time."""
-        return None if self.max_time is None else seconds_of(self.max_time)
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The validation of a run, after every epoch and at the times given here.
+
+    Attributes:
+        source: A loader, or a dict of loaders, whose results are named "name/...". For `Trainer.loop` it is a
+            function that returns the results by name, as `Trainer.evaluate` does.
+        step: The step for the validation; by default the step of the training.
+        metrics: Metrics of the whole validation set, as for `Trainer.evaluate`; scalar results are among the
+            validation's. In training, the step's values under their names are ignored.
+        every_steps: Validate after every so many optimizer steps, too.
+        sanity_batches: How many batches to validate on before the first step. Above 0, a function is called
+            once.
+
+    Raises:
+        ConfigError: A value cannot be used.
+
+    Example:
+        >>> validation = Validation(loader, every_steps=500, sanity_batches=2)
+        >>> trainer.fit(model, optimizer, data, step=step, validation=validation)  # doctest: +SKIP
+    """
+
+    source: Iterable[Any] | Mapping[str, Iterable[Any]] | Callable[[], Mapping[str, float]]
+    _: KW_ONLY
+    step: Step | None = None
+    metrics: Mapping[str, Metric] | None = None
+    every_steps: int | None = None
+    sanity_batches: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None:
+            check_positive("Validation(every_steps=...)", self.every_steps)
+        check_not_negative("Validation(sanity_batches=...)", self.sanity_batches)
+        check_metrics(self.metrics)
+        if self.step is not None:
+            check_callable("step", self.step)
+        if not isinstance(self.source, Iterable | nn.Module) and callable(self.source):
+            if self.step is not None or self.metrics:
+                msg = "Validation(step=..., metrics=...) go with a loader; a function makes its own results"
+                raise ConfigError(msg)
+            return
+        for loader in named_loaders("validation", self.source).values():
+            check_loader("validation", loader)
+            if _has_no_batch(loader):
+                msg = "there is nothing to validate on: validation has no batch; leave it out, or give data"
+                raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """A learning-rate scheduler, and when it is stepped.
+
+    Attributes:
+        scheduler: The scheduler.
+        every: Whether to step it every "epoch" or every optimizer "step".
+        monitor: The metric for ``ReduceLROnPlateau``: "val_f1", "loss" and so on; by default the validation
+            loss, or without a validation the training loss.
+
+    Raises:
+        ConfigError: A value cannot be used.
+
+    Example:
+        >>> warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=500)
+        >>> scheduler = SchedulerOptions(warmup, every="step")
+    """
+
+    scheduler: Scheduler
+    _: KW_ONLY
+    every: Literal["epoch", "step"] = "epoch"
+    monitor: str | None = None
+
+    def __post_init__(self) -> None:
+        check_scheduler(self.scheduler)
+        if self.every not in {"epoch", "step"}:
+            msg = f"SchedulerOptions(every=...) must be 'epoch' or 'step', got {self.every!r}"
+            raise ConfigError(msg)
+        by_metric = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.monitor is not None and not by_metric:
+            msg = f"monitor={self.monitor!r} is what ReduceLROnPlateau looks at, and the scheduler is none"
+            raise ConfigError(msg)
+        if by_metric and self.every == "step":
+            msg = "ReduceLROnPlateau looks at a metric of an epoch, so it is stepped with every='epoch'"
+            raise ConfigError(msg)
+
+
+@dataclass(frozen=True)  # no slots, as `Limits`
+class LogOptions:
+    """The loggers of a run, and what they get.
+
+    Attributes:
+        loggers: Loggers of :mod:`tp_trainer.loggers`, or names of installed ones: "csv", "jsonl",
+            "tensorboard", "wandb", "mlflow", "aim".
+        every_steps: How many optimizer steps lie between two rows of the log; callbacks' tensors are read
+            from the device at these steps.
+        hyperparameters: Further values for the loggers, beside the trainer's own.
+
+    Raises:
+        ConfigError: A value cannot be used.
+
+    Example:
+        >>> log = LogOptions(["csv", "tensorboard"], every_steps=10, hyperparameters={"width": 64})
+    """
+
+    loggers: LogSpec
+    _: KW_ONLY
+    every_steps: int = 50
+    hyperparameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("LogOptions(every_steps=...)", self.every_steps)
+        if self.hyperparameters is not None and not isinstance(self.hyperparameters, Mapping):
+            msg = (
+                "hyperparameters must be a mapping, such as vars(arguments) or dataclasses.asdict(config), "
+                f"got {type(self.hyperparameters).__name__}"
+            )
+            raise ConfigError(msg)
+
+
+def _has_no_batch(loader: Iterable[Any]) -> bool:
+    try:
+        return isinstance(loader, Sized) and not len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset without length
+        return False
+
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
 
 
 def seconds_of(time: object) -> float:
@@ -109,6 +246,136 @@ def _parsed(text: str) -> float | None:
     return sum(float(number) * _UNITS[unit] for number, unit in found)
 
 
+# -- The settings of a call: its objects, with the shortcuts in them ------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """The settings of one call of ``loop``, which ``fit`` has too.
+
+    Attributes:
+        limits: The limits of the run.
+        validation: The validation, or ``None``.
+        checkpoint: Where and when to save the run, or ``None``.
+        resume: "auto", the path of a checkpoint, or ``None``.
+        events: Sends events to the run's callbacks.
+        log: The loggers, and what they get.
+        state: Further objects to save and restore, by name.
+        progress: Whether rank 0 shows progress.
+        backend: The name of the backend.
+    """
+
+    limits: Limits
+    validation: Validation | None
+    checkpoint: Checkpoints | None
+    resume: str | os.PathLike[str] | None
+    events: Events
+    log: LogOptions
+    state: dict[str, Any]
+    progress: Progress
+    backend: str = ""
+
+    def facts(self, steps: int) -> dict[str, object]:
+        """Return what all ranks must have been given alike, by its name in messages.
+
+        Args:
+            steps: How many batches make an epoch.
+        """
+        validation, checkpoint = self.validation, self.checkpoint
+        return {
+            **asdict(self.limits),
+            "number of steps in an epoch": steps,
+            "validation": validation is not None,
+            "validation's every_steps": validation and validation.every_steps,
+            "validation's sanity_batches": validation and validation.sanity_batches,
+            "checkpoint": None if checkpoint is None else replace(checkpoint, folder=""),
+            "checkpoints' folder": None if checkpoint is None else os.fspath(checkpoint.folder),
+            "resume": None if self.resume is None else os.fspath(self.resume),
+            "callbacks": sorted(self.events.states()),
+            "log's every_steps": self.log.every_steps,
+            "state": sorted(self.state),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """The settings of one call of ``fit``: a loop's, and those of the steps that it makes.
+
+    Attributes:
+        loop: The settings of the loop.
+        step: The user's step.
+        scheduler: The learning-rate scheduler and its options, or ``None``.
+        gradients: Clipping, and the treatment of NaN.
+
+    Raises:
+        ConfigError: The step cannot be called, or the validation is a function.
+    """
+
+    loop: LoopSettings
+    step: Step
+    scheduler: SchedulerOptions | None
+    gradients: GradientRules
+
+    def __post_init__(self) -> None:
+        check_callable("step", self.step)
+        for loader in self.val_loaders().values():
+            check_loader("validation", loader)  # a function, which is for a loop, is none
+
+    def val_loaders(self) -> dict[str, Iterable[Any]]:
+        """Return the loaders of the validation by what the names of their results begin with."""
+        validation = self.loop.validation
+        return {} if validation is None else named_loaders("validation", validation.source)
+
+    def val_metrics(self) -> dict[str, Metric]:
+        """Return the metrics of the validation by name."""
+        return {} if self.loop.validation is None else check_metrics(self.loop.validation.metrics)
+
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks must have been given alike, beside the facts of the loop."""
+        scheduler = self.scheduler
+        return {
+            **asdict(self.gradients),
+            "validation's loaders": list(self.val_loaders()),
+            "metrics": list(self.val_metrics()),
+            "scheduler": None if scheduler is None else (scheduler.every, scheduler.monitor),
+        }
+
+
+def with_shortcuts(name: str, given: Options | None, kind: type[Options], **shortcuts: Any) -> Options:
+    """Return options with the values of their shortcuts, which ``fit`` takes as arguments beside them.
+
+    Args:
+        name: The argument of the options.
+        given: The options, or ``None`` for the defaults.
+        kind: The class of the options.
+        **shortcuts: The values of the shortcuts; ``None`` for one that is not given.
+
+    Raises:
+        ConfigError: The options are something else; a value is given twice, or is out of its range.
+    """
+    if given is not None and not isinstance(given, kind):
+        msg = f"{name} must be {kind.__name__}(...), got {type(given).__name__}: {given!r:.80}"
+        raise ConfigError(msg)
+    options = kind() if given is None else given
+    for field, value in shortcuts.items():
+        inside = getattr(options, field)
+        if value is not None and inside is not None:
+            msg = f"{field}={value!r} and {name}={kind.__name__}({field}={inside!r}) are given; give one"
+            raise ConfigError(msg)
+    return replace(options, **{field: value for field, value in shortcuts.items() if value is not None})
+
+
+def limits_of(given: Limits | None, *, epochs: int | None, max_steps: int | None) -> Limits:
+    """Return the limits of a run, of one epoch if nothing else ends it.
+
+    Raises:
+        ConfigError: As for :func:`with_shortcuts`.
+    """
+    limits = with_shortcuts("limits", given, Limits, epochs=epochs, max_steps=max_steps)
+    ends = (limits.epochs, limits.max_steps, limits.max_time)
+    return replace(limits, epochs=1) if ends == (None, None, None) else limits
+
+
 def check_state(state: object) -> dict[str, Any]:
     """Return the dict that was given as ``state=``, an empty one for ``None``.
 
@@ -126,178 +393,3 @@ def check_state(state: object) -> dict[str, Any]:
             msg = f"the names in state= must be words such as 'ema', got {name!r}"
             raise ConfigError(msg)
     return state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """The arguments of one call of ``loop``, which are also arguments of ``fit``.
-
-    Attributes:
-        limits: The limits of the run.
-        validates: Whether there is a validation.
-        step_timeout_s: How long a step may take; ``None`` for any time.
-        checkpoint: Where and when to save the run, or ``None``. A folder alone saves after every epoch.
-        resume: "auto", the path of a checkpoint, or ``None``.
-        state: Further objects to save and restore, by name.
-        events: Sends events to the run's callbacks.
-        log: The loggers, or their names.
-        log_every_steps: How many optimizer steps lie between two writes to the loggers.
-        hyperparameters: Values for the loggers, or ``None``.
-        accumulate: The number of batches in one optimizer step.
-        progress: Whether rank 0 shows progress.
-        backend: The name of the backend.
-
-    Raises:
-        ConfigError: A value is out of its range, or two do not go together.
-    """
-
-    limits: Limits
-    validates: bool
-    step_timeout_s: float | None
-    checkpoint: Checkpoints | str | os.PathLike[str] | None
-    resume: str | os.PathLike[str] | None
-    state: dict[str, Any]
-    events: Events
-    log: LogSpec
-    log_every_steps: int
-    hyperparameters: Mapping[str, Any] | None
-    accumulate: int
-    progress: Progress
-    backend: str = ""
-
-    def __post_init__(self) -> None:
-        check_seconds("step_timeout_s", self.step_timeout_s)
-        limits = self.limits
-        if not self.validates and (limits.val_every_steps is not None or limits.sanity_val_batches):
-            name = "val_every_steps" if limits.val_every_steps is not None else "sanity_val_batches"
-            msg = (
-                f"{name} needs a validation, and there is none: give val_loader to fit(), or validate to "
-                "loop()"
-            )
-            raise ConfigError(msg)
-        self.checkpoints()  # which checks
-
-    def checkpoints(self) -> Checkpoints | None:
-        """Return where and when the state of the run is saved, or ``None``.
-
-        Raises:
-            ConfigError: ``checkpoint`` and ``resume`` are of other types, or do not go together.
-        """
-        return as_checkpoints(self.checkpoint, self.resume, validates=self.validates)
-
-    def resume_from(self) -> Path | str | None:
-        """Return the checkpoint to resume from, "auto" for the newest, ``None`` for none."""
-        return self.resume if self.resume in (None, "auto") else Path(self.resume)
-
-    def facts(self, steps: int) -> dict[str, object]:
-        """Return what all ranks must have been given alike, by its name in messages.
-
-        Args:
-            steps: How many batches make an epoch.
-        """
-        checkpoints, limits = self.checkpoints(), self.limits
-        return {
-            "number of epochs": limits.epochs,
-            "number of steps in an epoch": steps,
-            "max_steps": limits.max_steps,
-            "max_time": limits.max_seconds,
-            "val_every_steps": limits.val_every_steps,
-            "sanity_val_batches": limits.sanity_val_batches,
-            "step_timeout_s": self.step_timeout_s,
-            "validation": self.validates,
-            "checkpoint": None if checkpoints is None else replace(checkpoints, folder=""),
-            "checkpoints' folder": None if checkpoints is None else os.fspath(checkpoints.folder),
-            "resume": None if self.resume is None else os.fspath(self.resume),
-            "callbacks": sorted(self.events.states()),
-            "log_every_steps": self.log_every_steps,
-            "state": sorted(self.state),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitSettings(LoopSettings):
-    """The arguments of one call of ``fit``: a loop's, and the step, the validation and the optimization.
-
-    Attributes:
-        step: The user's step.
-        val_loader: The user's validation loader, a dict of several, or ``None``.
-        metrics: The metrics of the validation, by name.
-        monitor: The metric for a scheduler such as ``ReduceLROnPlateau``; ``None`` for the loss.
-        val_step: The step for the validation; ``None`` for the same step.
-        scheduler: The learning-rate scheduler, or ``None``.
-        scheduler_every: Whether to step it every "step" or every "epoch".
-        gradients: Clipping, and the treatment of NaN.
-        save_to: A file to write the model's state to after every epoch, or ``None``.
-        shard: Whether to split the loaders over the data ranks.
-
-    Raises:
-        ConfigError: A value is out of its range, or two do not go together.
-    """
-
-    step: Step
-    val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None
-    metrics: Mapping[str, Metric]
-    monitor: str | None
-    val_step: Step | None
-    scheduler: Any
-    scheduler_every: str
-    gradients: GradientRules
-    save_to: str | os.PathLike[str] | None
-    shard: bool
-
-    def __post_init__(self) -> None:
-        LoopSettings.__post_init__(self)
-        check_callable("step", self.step)
-        for loader in self.val_loaders().values():
-            check_loader("val_loader", loader)
-            if _has_no_batch(loader):
-                msg = "there is nothing to validate on: val_loader has no batch; leave it out, or give data"
-                raise ConfigError(msg)
-        if self.metrics and self.val_loader is None:
-            msg = "metrics= are those of a validation, and there is none: give val_loader"
-            raise ConfigError(msg)
-        if self.monitor is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            msg = f"monitor={self.monitor!r} is what ReduceLROnPlateau looks at, and the scheduler is none"
-            raise ConfigError(msg)
-        if self.val_step is not None:
-            check_callable("val_step", self.val_step)
-            if self.val_loader is None:
-                msg = "val_step is for a validation, and there is none: give val_loader"
-                raise ConfigError(msg)
-
-    def val_loaders(self) -> dict[str, Iterable[Any]]:
-        """Return the user's loaders of the validation by what their results' names begin with.
-
-        Raises:
-            ConfigError: A name cannot be used.
-        """
-        return {} if self.val_loader is None else named_loaders("val_loader", self.val_loader)
-
-    def training_step(self) -> Step:
-        """Return the step to train with, without what it returns for the metrics of the validation."""
-        return without_metrics(self.step, self.metrics)
-
-    def facts(self, steps: int) -> dict[str, object]:
-        """Return what all ranks must have been given alike, by its name in messages.
-
-        Args:
-            steps: How many batches make an epoch.
-        """
-        return LoopSettings.facts(self, steps) | {
-            "validation's loaders": list(self.val_loaders()),
-            "metrics": list(self.metrics),
-            "monitor": self.monitor,
-            "scheduler_every": self.scheduler_every,
-            "clip_norm": self.gradients.clip_norm,
-            "clip_value": self.gradients.clip_value,
-            "nonfinite": self.gradients.nonfinite,
-            "max_skipped": self.gradients.max_skipped,
-            "save_to": None if self.save_to is None else os.fspath(self.save_to),
-        }
-
-
-def _has_no_batch(loader: Iterable[Any]) -> bool:
-    try:
-        return isinstance(loader, Sized) and not len(loader)
-    except TypeError:  # a DataLoader over an iterable dataset without length
-        return False

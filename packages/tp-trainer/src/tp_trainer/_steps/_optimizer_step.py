@@ -112,7 +112,7 @@ _SMALLEST_SCALE = 2.0**-10
 """With a loss scale up to this, an overflow is in the gradients themselves, and not due to the scale."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, as `Limits`
 class GradientRules:
     """The clipping of gradients, and the treatment of NaN and infinite ones.
 

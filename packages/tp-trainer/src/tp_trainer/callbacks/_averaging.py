@@ -130,7 +130,7 @@ class ExponentialMovingAverage(_AveragedWeights):
     Example:
         >>> average = ExponentialMovingAverage(0.999)
         >>> trainer.fit(
-        ...     model, optimizer, loader, step=step, val_loader=val_loader, callbacks=[average]
+        ...     model, optimizer, loader, step=step, validation=val_loader, callbacks=[average]
         ... )  # doctest: +SKIP
         >>> with average.in_place_of(model):  # doctest: +SKIP
         ...     trainer.export(model, "averaged.safetensors")

@@ -11,8 +11,6 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer._checks import check_positive
-
 log = logging.getLogger("tp_trainer")
 
 Number = float | Tensor
@@ -30,13 +28,9 @@ class LogBuffer:
     Args:
         loggers: The loggers; none on all ranks but rank 0, where every call returns at once.
         every_steps: How many optimizer steps lie between two reads.
-
-    Raises:
-        ConfigError: ``every_steps`` is not a whole number from 1.
     """
 
     def __init__(self, loggers: Sequence[Logger], *, every_steps: int = 50) -> None:
-        check_positive("log_every_steps", every_steps)
         self.every_steps = every_steps
         self._loggers = list(loggers)
         self._failed: set[int] = set()

@@ -174,7 +174,7 @@ def _run(
             torch.optim.Adam(model.parameters(), lr=0.05),
             DataLoader(data, batch_size=4, shuffle=True),
             step=_step,
-            val_loader=DataLoader(data, batch_size=4),
+            validation=DataLoader(data, batch_size=4),
             epochs=_EPOCHS,
             checkpoint=Checkpoints(folder / "checkpoints", every_steps=1),
             resume=resume,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import PluginRegistry, StepOutput
 from tp_core.testing import ConformanceKit
 
-from tp_trainer import Checkpoints, Interrupted, Trainer
+from tp_trainer import Checkpoints, GradientRules, Interrupted, SchedulerOptions, Trainer
 
 # -- Ways to train that must equal a plain loop on one device -------------------------------------
 
@@ -27,7 +27,7 @@ class Way:
 
     Attributes:
         trainer: Arguments of the trainer.
-        fit: Arguments of ``fit``.
+        gradients: The rules for the gradients.
         fits: The number of calls of ``fit`` in one session that share the epochs.
         gamma: The factor of a scheduler on the learning rate after each step, or ``None``.
         bad_target: A bad target for one sample, or ``None``; its batch must be skipped.
@@ -35,7 +35,7 @@ class Way:
     """
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    fit: Mapping[str, Any] = field(default_factory=dict)
+    gradients: GradientRules = field(default_factory=GradientRules)
     fits: int = 1
     gamma: float | None = None
     bad_target: float | None = None
@@ -47,10 +47,10 @@ WAYS = {
     "two fits": Way(fits=2),
     "schedule": Way(gamma=0.7),
     "accumulate": Way({"accumulate": 3}),
-    "clip_norm": Way(fit={"clip_norm": 0.05}),
-    "clip_value": Way(fit={"clip_value": 0.005}),
-    "accumulate and clip": Way({"accumulate": 2}, {"clip_norm": 0.05, "clip_value": 0.02}),
-    "nonfinite skip": Way(fit={"nonfinite": "skip"}, bad_target=float("nan")),
+    "clip_norm": Way(gradients=GradientRules(clip_norm=0.05)),
+    "clip_value": Way(gradients=GradientRules(clip_value=0.005)),
+    "accumulate and clip": Way({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
+    "nonfinite skip": Way(gradients=GradientRules(nonfinite="skip"), bad_target=float("nan")),
     "compile": Way({"compile": True}),
     "bf16-mixed": Way({"precision": "bf16-mixed"}, dtype=torch.float32),
     "fp16-mixed": Way({"precision": "fp16-mixed"}, bad_target=1e15, dtype=torch.float32),
@@ -146,7 +146,7 @@ def fit(
     """Train as in every test here; for ``fits`` and ``gamma`` see `Way`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if gamma is not None:
-        arguments |= {"scheduler": _decaying(optimizer, gamma), "scheduler_every": "step"}
+        arguments["scheduler"] = SchedulerOptions(_decaying(optimizer, gamma), every="step")
     loader = DataLoader(samples() if data is None else data, batch_size=BATCH_SIZE, shuffle=shuffle)
     arguments = {"epochs": EPOCHS // fits} | arguments
     records = []
@@ -174,10 +174,10 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            if "clip_value" in way.fit:
-                nn.utils.clip_grad_value_(model.parameters(), way.fit["clip_value"])
-            if "clip_norm" in way.fit:
-                nn.utils.clip_grad_norm_(model.parameters(), way.fit["clip_norm"])
+            if way.gradients.clip_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), way.gradients.clip_value)
+            if way.gradients.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), way.gradients.clip_norm)
             optimizer.step()
             scheduler.step()
             count, total = count + len(x), total + len(x) * loss.item()
@@ -216,7 +216,9 @@ def _trained(kit: ConformanceKit, way: Way) -> Outcome:
     few = DataLoader(samples(5, dtype=way.dtype), batch_size=BATCH_SIZE)
     model = kit.make_model().to(way.dtype)
     with make_trainer(kit, **way.trainer) as trainer:
-        return fit(trainer, model, data=data, val_loader=few, fits=way.fits, gamma=way.gamma, **way.fit)
+        return fit(
+            trainer, model, data=data, validation=few, fits=way.fits, gamma=way.gamma, gradients=way.gradients
+        )
 
 
 def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments: Any) -> Outcome:

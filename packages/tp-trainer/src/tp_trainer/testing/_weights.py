@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import StepOutput
 from tp_core.testing import ConformanceKit
 
-from tp_trainer import Checkpoints
+from tp_trainer import Checkpoints, GradientRules
 from tp_trainer.testing._runs import RATE, Outcome, State, StoppedError, fit, make_trainer
 
 BATCH_SIZE, EPOCHS = 4, 2
@@ -24,21 +24,21 @@ class Way:
 
     Attributes:
         trainer: Arguments of the trainer.
-        fit: Arguments of ``fit``.
+        gradients: The rules for the gradients.
     """
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    fit: Mapping[str, Any] = field(default_factory=dict)
+    gradients: GradientRules = field(default_factory=GradientRules)
 
 
 WAYS = {
     "each batch": Way(),
     "accumulate 2": Way({"accumulate": 2}),
     "accumulate 4": Way({"accumulate": 4}),
-    "accumulate and clip": Way({"accumulate": 2}, {"clip_norm": 0.05, "clip_value": 0.02}),
-    "nonfinite skip": Way(fit={"nonfinite": "skip"}),
-    "sum": Way({"loss": "sum"}, {"clip_norm": 0.05}),
-    "sum and accumulate": Way({"loss": "sum", "accumulate": 2}, {"clip_norm": 0.05}),
+    "accumulate and clip": Way({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
+    "nonfinite skip": Way(gradients=GradientRules(nonfinite="skip")),
+    "sum": Way({"loss": "sum"}, GradientRules(clip_norm=0.05)),
+    "sum and accumulate": Way({"loss": "sum", "accumulate": 2}, GradientRules(clip_norm=0.05)),
 }
 
 
@@ -151,10 +151,10 @@ def _by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             if not counts.any():
                 continue
             (total if is_sum else total / counts.sum()).backward()
-            if "clip_value" in way.fit:
-                nn.utils.clip_grad_value_(model.parameters(), way.fit["clip_value"])
-            if "clip_norm" in way.fit:
-                nn.utils.clip_grad_norm_(model.parameters(), way.fit["clip_norm"])
+            if way.gradients.clip_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), way.gradients.clip_value)
+            if way.gradients.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), way.gradients.clip_norm)
             optimizer.step()
         with torch.no_grad():
             x, y, counts = data(9).tensors
@@ -187,8 +187,8 @@ def _trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
                 kit.make_model(),
                 step=total_error if way.trainer.get("loss") == "sum" else masked_error,
                 data=data(),
-                val_loader=DataLoader(data(9), batch_size=BATCH_SIZE),
-                **way.fit,
+                validation=DataLoader(data(9), batch_size=BATCH_SIZE),
+                gradients=way.gradients,
             )
     return outcomes
 

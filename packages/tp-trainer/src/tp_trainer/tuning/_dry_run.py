@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tp_core.plugins import PreparedLoader, Session
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer
+from tp_trainer._running._settings import Scheduler, SchedulerOptions, Validation
 from tp_trainer._steps._step import Step
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._batch_size import traceless
@@ -45,8 +46,8 @@ def dry_run(
     train_loader: Iterable[Any],
     *,
     step: Step,
-    val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
-    scheduler: Any = None,
+    validation: Validation | Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+    scheduler: SchedulerOptions | Scheduler | None = None,
     state: dict[str, Any] | None = None,
     folder: str | Path | None = None,
     **arguments: Any,
@@ -64,12 +65,12 @@ def dry_run(
         optimizer: Its optimizer.
         train_loader: As for ``fit``; its first samples are one batch.
         step: As for ``fit``.
-        val_loader: As for ``fit``; one batch of each loader is used.
+        validation: As for ``fit``; one batch of each loader is used.
         scheduler: As for ``fit``.
         state: As for ``fit``.
         folder: A folder for its files that all ranks see. Give the folder of the run's checkpoints to test
             that disk and its free space. By default a temporary folder of this host.
-        **arguments: Further arguments of ``fit``: ``metrics``, ``val_step``, ``clip_norm`` and so on.
+        **arguments: Further arguments of ``fit``: ``clip_norm``, ``gradients`` and so on.
 
     Raises:
         Exception: Any error of a part, with a note that names the part.
@@ -82,18 +83,25 @@ def dry_run(
     check_callable("step", step)
     prepared, using = trainer.prepare(model, optimizer)
     session = trainer.session
-    loaders = val_loader if isinstance(val_loader, Mapping) else {"": val_loader}
-    few = {name: None if loader is None else _one_batch(loader) for name, loader in loaders.items()}
+    if validation is not None:
+        options = validation if isinstance(validation, Validation) else Validation(validation)
+        source: Any = options.source
+        if isinstance(source, Mapping):
+            validation = replace(options, source={name: _one_batch(one) for name, one in source.items()})
+        else:
+            check_loader("validation", source)
+            validation = replace(options, source=_one_batch(source))
+    stepped = scheduler.scheduler if isinstance(scheduler, SchedulerOptions) else scheduler
     seconds: dict[str, float] = {}
     with (
         _folder(session, folder) as place,
         traceless(trainer, session.unwrap(prepared), using),
-        _kept([scheduler, *(state or {}).values()], state),
+        _kept([stepped, *(state or {}).values()], state),
     ):
         run: dict[str, Any] = {
             **arguments,
             "step": step,
-            "val_loader": few if isinstance(val_loader, Mapping) else few[""],
+            "validation": validation,
             "scheduler": scheduler,
             "state": state,
             "checkpoint": Checkpoints(place / "checkpoints", every_steps=1, keep=2),
