@@ -84,6 +84,10 @@ def test_all_names_of_a_package_load_itself_and_little_else_beside_torch(loaded_
 def test_a_trainer_loads_nothing_that_only_runs_and_files_need():
     loaded = loaded_by("from tp_trainer import Trainer")
     needless = (
+        "tp_core._contracts._callback",
+        "tp_core._contracts._collate",
+        "tp_core._contracts._engine",
+        "tp_core._contracts._logger",
         "tp_core.state",
         "tp_trainer._metrics",
         "tp_trainer._running",

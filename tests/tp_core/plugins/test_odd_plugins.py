@@ -12,7 +12,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import run
 from tp_core.plugins import Job, PluginRegistry
-from tp_core.plugins import _isolation as isolation
+from tp_core.plugins import _hooks
 from tp_core.plugins import _select as select_module
 from tp_core.plugins._select import select
 
@@ -50,12 +50,12 @@ def test_stdout_is_what_it_was_after_several_were_quiet_at_once(capfd):
     inside, leave, stdout = threading.Event(), threading.Event(), sys.stdout
 
     def other():
-        with isolation.stdout_to_stderr():
+        with _hooks.stdout_to_stderr():
             inside.set()
             assert leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with isolation.stdout_to_stderr():
+    with _hooks.stdout_to_stderr():
         thread.start()
         assert inside.wait(60)
         os.write(1, b"within")
@@ -101,14 +101,14 @@ def test_the_users_own_interruption_ends_the_question(when, tmp_path):
 
 def test_a_plugin_that_takes_long_is_named_with_what_leaves_it_out(tmp_path, monkeypatch, capfd):
     come = threading.Event()
-    tell = isolation._warn_slow
+    tell = _hooks._warn_slow
 
     def telling(*arguments):
         tell(*arguments)
         come.set()
 
-    monkeypatch.setattr(isolation, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(isolation, "_warn_slow", telling)
+    monkeypatch.setattr(_hooks, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(_hooks, "_warn_slow", telling)
     monkeypatch.setattr(gc, "wait_until_told", lambda: come.wait(60), raising=False)
     with odd(tmp_path, source(loaded="import gc; assert gc.wait_until_told()")):
         PluginRegistry(environ={}).backends()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -209,8 +209,7 @@ def restore_order(values: T, order: Sequence[int] | None) -> T:
     return type(values)(values[i] for i in place)  # type: ignore[call-arg,index]  # as above
 
 
-@dataclass(frozen=True, slots=True)
-class _Combining:
+class _Combining(NamedTuple):
     """The rules that make one value from those of the parts.
 
     Attributes:

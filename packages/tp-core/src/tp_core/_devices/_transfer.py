@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +106,7 @@ def _pin(value: Any) -> Any:
 # -- styles of methods, by type -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
+class _Style(NamedTuple):
     """The arguments that a method accepts."""
 
     device: Literal["first", "keyword", "not"]

@@ -5,11 +5,10 @@ import dataclasses
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -45,8 +44,7 @@ class PerType(dict[type, T], Generic[T]):
         return decision
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """The functions of one container type.
 
     Attributes:

@@ -4,15 +4,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 
 # -- Launchers' variables -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherVariables:
+class LauncherVariables(NamedTuple):
     """The variables of one launcher.
 
     Attributes:
@@ -28,8 +27,7 @@ class LauncherVariables:
         return VariableReader(self, environ)
 
 
-@dataclass(frozen=True, slots=True)
-class VariableReader:
+class VariableReader(NamedTuple):
     """A reader of one launcher's variables in one environment."""
 
     variables: LauncherVariables

@@ -16,8 +16,7 @@ from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core._launch._output import output_console
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
-from tp_core.plugins._hooks import DISABLE_VARIABLE, describe
-from tp_core.plugins._isolation import stdout_to_stderr
+from tp_core.plugins._hooks import DISABLE_VARIABLE, describe, stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 

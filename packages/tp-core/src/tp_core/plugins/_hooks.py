@@ -1,19 +1,30 @@
-"""The hooks of plugins, the kinds of contributions, and their checks."""
+"""The hooks of plugins, the kinds of contributions, their checks, and calls of plugins."""
 
+import importlib
+import os
 import re
+import sys
+import threading
 import traceback as tracebacks
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from tp_core._contracts._backend import Backend
-from tp_core._contracts._callback import NamedCallback
-from tp_core._contracts._collate import CollateAdapter
-from tp_core._contracts._engine import Engine
-from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError
 from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl, hookspec
+
+if TYPE_CHECKING:
+    from tp_core._contracts._backend import Backend
+    from tp_core._contracts._callback import NamedCallback
+    from tp_core._contracts._collate import CollateAdapter
+    from tp_core._contracts._engine import Engine
+    from tp_core._contracts._logger import LoggerFactory
+
+
+# -- The hooks of plugins, the kinds of contributions, and their checks ---------------------------
+
 
 FIRST_PARTY = frozenset({"tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"})
 """The distributions of this project: where names collide, theirs win."""
@@ -130,15 +141,15 @@ class HookSpecs:
     """
 
     @hookspec
-    def tp_backends(self) -> Iterable[Backend[Any]]:  # type: ignore[empty-body]  # a declaration
+    def tp_backends(self) -> "Iterable[Backend[Any]]":  # type: ignore[empty-body]  # a declaration
         """Return the backends that this plugin brings."""
 
     @hookspec
-    def tp_collate_adapters(self) -> Iterable[CollateAdapter]:  # type: ignore[empty-body]  # as above
+    def tp_collate_adapters(self) -> "Iterable[CollateAdapter]":  # type: ignore[empty-body]  # as above
         """Return the collate adapters that this plugin brings."""
 
     @hookspec
-    def tp_engines(self) -> Iterable[Engine]:  # type: ignore[empty-body]  # as above
+    def tp_engines(self) -> "Iterable[Engine]":  # type: ignore[empty-body]  # as above
         """Return the engines that this plugin brings."""
 
     @hookspec
@@ -146,37 +157,50 @@ class HookSpecs:
         """Return the sub-commands of ``tp`` that this plugin brings."""
 
     @hookspec
-    def tp_callbacks(self) -> Iterable[NamedCallback]:  # type: ignore[empty-body]  # as above
+    def tp_callbacks(self) -> "Iterable[NamedCallback]":  # type: ignore[empty-body]  # as above
         """Return the callbacks that this plugin brings, for runs that name them or for all."""
 
     @hookspec
-    def tp_loggers(self) -> Iterable[LoggerFactory]:  # type: ignore[empty-body]  # as above
+    def tp_loggers(self) -> "Iterable[LoggerFactory]":  # type: ignore[empty-body]  # as above
         """Return the factories of the loggers that this plugin brings."""
 
 
-HOOK_OF: Mapping[type, str] = {
-    Backend: "tp_backends",
-    CollateAdapter: "tp_collate_adapters",
-    Engine: "tp_engines",
-    Command: "tp_commands",
-    NamedCallback: "tp_callbacks",
-    LoggerFactory: "tp_loggers",
+HOOKS: Mapping[str, tuple[str, str]] = {
+    "Backend": ("tp_backends", "tp_core._contracts._backend"),
+    "CollateAdapter": ("tp_collate_adapters", "tp_core._contracts._collate"),
+    "Engine": ("tp_engines", "tp_core._contracts._engine"),
+    "Command": ("tp_commands", "tp_core.plugins._hooks"),
+    "NamedCallback": ("tp_callbacks", "tp_core._contracts._callback"),
+    "LoggerFactory": ("tp_loggers", "tp_core._contracts._logger"),
 }
-WORD_OF: Mapping[type, str] = {
-    Backend: "backend",
-    CollateAdapter: "collate adapter",
-    Engine: "engine",
-    Command: "command",
-    NamedCallback: "callback",
-    LoggerFactory: "logger",
-}
+"""The hook of each kind of contribution, and the module of its class: imported when it is first asked for."""
+
+_WORDS = {"CollateAdapter": "collate adapter", "NamedCallback": "callback", "LoggerFactory": "logger"}
+
+
+def hook_of(kind: type) -> str:
+    """Return the name of the hook that brings a kind of contributions."""
+    return HOOKS[kind.__name__][0]
+
+
+def word_of(kind: type) -> str:
+    """Return the word for a kind of contributions in messages."""
+    return _WORDS.get(kind.__name__, kind.__name__.lower())
+
+
+def class_of(name: str) -> type:
+    """Return the class of a kind of contributions."""
+    kind: type = getattr(importlib.import_module(HOOKS[name][1]), name)
+    return kind
 
 
 def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
     """Return a plugin and its name; a bare contribution is wrapped in a plugin that brings it."""
-    bare = plugin() if isinstance(plugin, type) and issubclass(plugin, tuple(HOOK_OF)) else plugin
-    for kind, hook in HOOK_OF.items():
+    kinds = tuple(map(class_of, HOOKS))
+    bare = plugin() if isinstance(plugin, type) and issubclass(plugin, kinds) else plugin
+    for kind in kinds:
         if isinstance(bare, kind):
+            hook = hook_of(kind)
             implementation = hookimpl(specname=hook)(lambda: [bare])
             return SimpleNamespace(**{hook: implementation}), name or name_of(bare)
     return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
@@ -191,8 +215,8 @@ def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: Plu
     answer = hook()
     if not isinstance(answer, Iterable):
         one = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
-        got = f"the {WORD_OF[kind]} itself" if one else f"{type(answer).__name__}: {answer!r}"
-        msg = f"{HOOK_OF[kind]} of plugin {info} must return a list of {kind.__name__} objects, got {got}"
+        got = f"the {word_of(kind)} itself" if one else f"{type(answer).__name__}: {answer!r}"
+        msg = f"{hook_of(kind)} of plugin {info} must return a list of {kind.__name__} objects, got {got}"
         raise ContractError(msg)
     return [validated(item, kind, info) for item in answer]
 
@@ -207,7 +231,7 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         item = item()
     if not isinstance(item, kind):
         msg = (
-            f"{HOOK_OF[kind]} of plugin {info} must return {kind.__name__} objects, "
+            f"{hook_of(kind)} of plugin {info} must return {kind.__name__} objects, "
             f"got {type(item).__name__}: {item!r}"
         )
         raise ContractError(msg)
@@ -267,7 +291,7 @@ def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
     Raises:
         ContractError: One of them lacks ``@hookimpl``.
     """
-    for hook in HOOK_OF.values():
+    for hook, _ in HOOKS.values():
         function = getattr(plugin, hook, None)
         if callable(function) and not hasattr(function, f"{PROJECT_NAME}_impl"):  # where pluggy looks
             msg = f"plugin {info} has a function {hook} that is no hook: decorate it with @hookimpl"
@@ -278,3 +302,110 @@ def name_of(item: object) -> str:
     """Return the name of a contribution."""
     name: str = item.name  # type: ignore[attr-defined]  # every kind of contribution has one
     return name
+
+
+# -- Calls of plugins: their output goes to stderr, and a slow one is reported --------------------
+
+
+PATIENCE_S = 10.0
+"""Seconds after which a plugin that is still being loaded or asked is reported on stderr."""
+
+
+def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
+    """Call a function of a plugin, with its output sent to stderr.
+
+    A slow one is reported on stderr, with the variable that leaves the plugin out.
+
+    Args:
+        info: The plugin.
+        doing: The participle for the message: "loaded", "asked".
+        function: The function.
+
+    Raises:
+        BaseException: The function's own error.
+    """
+    if info.distribution in FIRST_PARTY:  # those of this project print nothing
+        return function()
+    timer = threading.Timer(PATIENCE_S, _warn_slow, (info, doing))
+    timer.daemon = True  # a plugin that never returns must not keep the program from ending
+    timer.start()
+    try:
+        with stdout_to_stderr():
+            return function()
+    finally:
+        timer.cancel()
+
+
+def _warn_slow(info: PluginInfo, doing: str) -> None:
+    print(
+        f"tp: plugin {info} has been {doing} for {PATIENCE_S:g} s; {DISABLE_VARIABLE}={info.name} leaves "
+        "it out",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+# Both the stream and the descriptor are the process's, and several threads may redirect them at once: the
+# first one in redirects, the last one out restores. Without the lock and the count, a thread that leaves
+# early would send another one's output to stdout, and one that leaves late would keep stdout redirected.
+_lock = threading.Lock()
+_inside = 0  # threads in the block
+_stream: TextIO | None = None  # the real sys.stdout, while redirected
+_descriptor: int | None = None  # a copy of descriptor 1, while redirected
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr in a block: other programs may parse stdout, as with ``--json``.
+
+    It redirects Python's stream, and the descriptor that C libraries and child processes write to.
+    """
+    global _inside  # noqa: PLW0603 - stdout is the process's
+    with _lock:
+        if not _inside:
+            _redirect()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _restore()
+
+
+def _redirect() -> None:
+    global _stream, _descriptor  # noqa: PLW0603 - as above
+    _stream, sys.stdout = sys.stdout, sys.stderr
+    if sys.__stdout__ is None:  # it was closed, and its number may be a file's
+        return
+    with suppress(OSError):  # descriptor 1 is closed, or there is none left: the stream alone
+        _flush()
+        _descriptor = os.dup(1)
+        try:
+            os.dup2(2, 1)
+        except OSError:
+            os.close(_descriptor)
+            _descriptor = None
+
+
+def _restore() -> None:
+    global _stream, _descriptor  # noqa: PLW0603 - as above
+    if _descriptor is not None:
+        _flush()
+        os.dup2(_descriptor, 1)
+        os.close(_descriptor)
+        _descriptor = None
+    if _stream is not None:
+        sys.stdout, _stream = _stream, None
+
+
+def _flush() -> None:
+    """Flush the buffers of Python and the C library, before the descriptor points elsewhere."""
+    with suppress(OSError, ValueError):
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+    with suppress(OSError, TypeError, AttributeError, ImportError):
+        import ctypes
+
+        ctypes.CDLL(None).fflush(None)

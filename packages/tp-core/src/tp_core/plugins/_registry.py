@@ -7,22 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, distributions, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
-from tp_core._contracts._backend import Backend
-from tp_core._contracts._callback import NamedCallback
-from tp_core._contracts._collate import CollateAdapter
-from tp_core._contracts._engine import Engine
-from tp_core._contracts._logger import LoggerFactory
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
 from tp_core.plugins._hooks import (
     DISABLE_VARIABLE,
     FIRST_PARTY,
-    HOOK_OF,
+    HOOKS,
     OWN_COMMANDS,
-    WORD_OF,
     BrokenPlugin,
     Command,
     Contribution,
@@ -30,12 +24,22 @@ from tp_core.plugins._hooks import (
     PluginInfo,
     all_validated,
     as_plugin,
+    call,
     check_hooks_marked,
+    class_of,
     contract_of,
+    hook_of,
     name_of,
+    word_of,
 )
-from tp_core.plugins._isolation import call
 from tp_core.plugins._markers import PROJECT_NAME
+
+if TYPE_CHECKING:
+    from tp_core._contracts._backend import Backend
+    from tp_core._contracts._callback import NamedCallback
+    from tp_core._contracts._collate import CollateAdapter
+    from tp_core._contracts._engine import Engine
+    from tp_core._contracts._logger import LoggerFactory
 
 ENTRY_POINT_GROUP = "tp.plugins"
 """The group of entry points by which installed plugins are found."""
@@ -268,29 +272,29 @@ class PluginRegistry:
             for info, plugin in registered:
                 self._join(info, plugin)
 
-    def backends(self) -> tuple[Contribution[Backend[Any]], ...]:
+    def backends(self) -> "tuple[Contribution[Backend[Any]], ...]":
         """Return the backends, sorted by name."""
-        return self._collect(Backend)  # type: ignore[type-abstract]  # only compared against
+        return self._collect(class_of("Backend"))
 
-    def collate_adapters(self) -> tuple[Contribution[CollateAdapter], ...]:
+    def collate_adapters(self) -> "tuple[Contribution[CollateAdapter], ...]":
         """Return the collate adapters, sorted by name."""
-        return self._collect(CollateAdapter)  # type: ignore[type-abstract]  # only compared against
+        return self._collect(class_of("CollateAdapter"))
 
-    def engines(self) -> tuple[Contribution[Engine], ...]:
+    def engines(self) -> "tuple[Contribution[Engine], ...]":
         """Return the engines, sorted by name."""
-        return self._collect(Engine)  # type: ignore[type-abstract]  # only compared against
+        return self._collect(class_of("Engine"))
 
     def commands(self) -> tuple[Contribution[Command], ...]:
         """Return the sub-commands of ``tp``, sorted by name."""
         return self._collect(Command)
 
-    def callbacks(self) -> tuple[Contribution[NamedCallback], ...]:
+    def callbacks(self) -> "tuple[Contribution[NamedCallback], ...]":
         """Return the callbacks for runs of training, sorted by name."""
-        return self._collect(NamedCallback)
+        return self._collect(class_of("NamedCallback"))
 
-    def loggers(self) -> tuple[Contribution[LoggerFactory], ...]:
+    def loggers(self) -> "tuple[Contribution[LoggerFactory], ...]":
         """Return the factories of loggers, sorted by name."""
-        return self._collect(LoggerFactory)
+        return self._collect(class_of("LoggerFactory"))
 
     def plugins(self) -> tuple[PluginInfo, ...]:
         """Return the plugins that were loaded, sorted by name."""
@@ -304,8 +308,8 @@ class PluginRegistry:
         It calls every hook first, so that a plugin that raises only then is listed, too.
         """
         with self._lock:
-            for kind in HOOK_OF:
-                self._collect(kind)
+            for name in HOOKS:
+                self._collect(class_of(name))
             return tuple(self._broken[name] for name in sorted(self._broken))
 
     def conflicts(self, kind: type | None = None) -> tuple[NameConflict, ...]:
@@ -315,7 +319,7 @@ class PluginRegistry:
             kind: The class of the contributions, as `Backend` or `LoggerFactory`; ``None`` for all.
         """
         with self._lock:
-            kinds = list(HOOK_OF) if kind is None else [kind]
+            kinds = list(map(class_of, HOOKS)) if kind is None else [kind]
             for asked in kinds:
                 self._collect(asked)
             return tuple(conflict for asked in kinds for conflict in self._conflicts[asked])
@@ -323,9 +327,11 @@ class PluginRegistry:
     def contributions(self, plugin: str) -> dict[str, tuple[str, ...]]:
         """Return the names of a plugin's contributions by kind: ``{"backend": ("mine",)}``."""
         found = {}
-        for kind, word in WORD_OF.items():
+        for kind in map(class_of, HOOKS):
             answers: tuple[Contribution[Any], ...] = self._collect(kind)
-            found[word] = tuple(name_of(answer.item) for answer in answers if answer.plugin == plugin)
+            found[word_of(kind)] = tuple(
+                name_of(answer.item) for answer in answers if answer.plugin == plugin
+            )
         return {word: names for word, names in found.items() if names}
 
     def disabled(self) -> tuple[PluginInfo, ...]:
@@ -396,7 +402,7 @@ class PluginRegistry:
             self._manager.unregister(name=info.name)
             if not isinstance(error, pluggy.PluginValidationError):
                 raise
-            hooks = ", ".join(HOOK_OF.values())
+            hooks = ", ".join(hook for hook, _ in HOOKS.values())
             msg = f"plugin {info} breaks the hook contract: {error}; the hooks are {hooks}"
             raise ContractError(msg) from error
         self._infos[info.name] = replace(info, contract=declared)
@@ -416,16 +422,16 @@ class PluginRegistry:
             self._discover()
             if kind not in self._cache:
                 own = dict.fromkeys(OWN_COMMANDS, _TP_CORE) if kind is Command else {}
-                found = settle(WORD_OF[kind], self._ask(kind), own=own)
+                found = settle(word_of(kind), self._ask(kind), own=own)
                 self._cache[kind], self._conflicts[kind] = found
             return self._cache[kind]
 
     def _first_conflict(self, plugin: str) -> NameConflict | None:
         """Return the first conflict of a contribution of ``plugin`` with another plugin's."""
-        for kind, hook in HOOK_OF.items():
+        for name, (hook, _) in HOOKS.items():
             callers = getattr(self._manager.hook, hook).get_hookimpls()
             if any(implementation.plugin_name == plugin for implementation in callers):
-                for conflict in self.conflicts(kind):
+                for conflict in self.conflicts(class_of(name)):
                     if any(info.name == plugin for info in conflict.left_out):
                         return conflict
         return None
@@ -434,7 +440,7 @@ class PluginRegistry:
         # Each implementation is called separately: in pluggy's own call of all, one that raises would
         # discard the answers of the others.
         found: list[Contribution[T]] = []
-        caller = getattr(self._manager.hook, HOOK_OF[kind])
+        caller = getattr(self._manager.hook, hook_of(kind))
         for implementation in caller.get_hookimpls():
             info = self._infos[implementation.plugin_name]
             ask = partial(all_validated, implementation.function, kind, info)

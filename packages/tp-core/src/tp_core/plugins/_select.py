@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from tp_core._contracts._backend import Backend, Verdict
 from tp_core._contracts._job import Job, MemoryNeed
 from tp_core.errors import ContractError, PluginError, SelectionError
-from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, describe
-from tp_core.plugins._isolation import call
+from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, call, describe
 
 BACKEND_VARIABLE = "TP_BACKEND"
 
