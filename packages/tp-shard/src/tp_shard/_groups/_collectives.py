@@ -309,17 +309,15 @@ def _sizes(tensor: Tensor, dim: int, size: int | None, group: Group) -> list[int
 # differentiated twice (`all_of_them_are_differentiable_twice`).
 
 
-def _keep_of_copy(ctx: Any, _tensor: Tensor, group: Group) -> None:
-    ctx.group = group
-
-
 class _Copy(torch.autograd.Function):
     # Forward: nothing. Backward: an all-reduce.
-    keep = staticmethod(_keep_of_copy)
+    @staticmethod
+    def keep(ctx: Any, _tensor: Tensor, group: Group) -> None:
+        ctx.group = group
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        _keep_of_copy(ctx, tensor, group)
+        _Copy.keep(ctx, tensor, group)
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -327,17 +325,15 @@ class _Copy(torch.autograd.Function):
         return apply(_Reduce, grad, ctx.group), None
 
 
-def _keep_of_reduce(ctx: Any, _tensor: Tensor, group: Group) -> None:
-    ctx.group = group
-
-
 class _Reduce(torch.autograd.Function):
     # Forward: an all-reduce. Backward: nothing.
-    keep = staticmethod(_keep_of_reduce)
+    @staticmethod
+    def keep(ctx: Any, _tensor: Tensor, group: Group) -> None:
+        ctx.group = group
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        _keep_of_reduce(ctx, tensor, group)
+        _Reduce.keep(ctx, tensor, group)
         return as_output(all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group))
 
     @staticmethod
@@ -345,18 +341,16 @@ class _Reduce(torch.autograd.Function):
         return apply(_Copy, grad, ctx.group), None
 
 
-def _keep_of_reduce_in_place(ctx: Any, tensor: Tensor, group: Group, _layer: Any) -> None:
-    ctx.group = group
-    ctx.mark_dirty(tensor)
-
-
 class _ReduceInPlace(torch.autograd.Function):
     # Forward: an all-reduce, in place. Backward: nothing.
-    keep = staticmethod(_keep_of_reduce_in_place)
+    @staticmethod
+    def keep(ctx: Any, tensor: Tensor, group: Group, _layer: Any) -> None:
+        ctx.group = group
+        ctx.mark_dirty(tensor)
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, layer: Any) -> Tensor:
-        _keep_of_reduce_in_place(ctx, tensor, group, layer)
+        _ReduceInPlace.keep(ctx, tensor, group, layer)
         return all_reduce_(tensor, group, layer=layer)
 
     @staticmethod
@@ -364,17 +358,15 @@ class _ReduceInPlace(torch.autograd.Function):
         return apply(_Copy, grad, ctx.group), None, None
 
 
-def _keep_of_scatter(ctx: Any, tensor: Tensor, dim: int, group: Group) -> None:
-    ctx.dim, ctx.group, ctx.size = dim, group, tensor.size(dim)
-
-
 class _Scatter(torch.autograd.Function):
     # Forward: nothing. Backward: an all-gather.
-    keep = staticmethod(_keep_of_scatter)
+    @staticmethod
+    def keep(ctx: Any, tensor: Tensor, dim: int, group: Group) -> None:
+        ctx.dim, ctx.group, ctx.size = dim, group, tensor.size(dim)
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
-        _keep_of_scatter(ctx, tensor, dim, group)
+        _Scatter.keep(ctx, tensor, dim, group)
         start, stop = bounds(tensor.size(dim), group.size, group.rank)
         # A clone: a view would keep the whole tensor alive.
         return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
@@ -385,17 +377,15 @@ class _Scatter(torch.autograd.Function):
         return apply(_Gather, grad, ctx.dim, sizes, ctx.group, 1), None, None
 
 
-def _keep_of_gather(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> None:
-    ctx.dim, ctx.sizes, ctx.rank, ctx.factor = dim, sizes, group.rank, factor
-
-
 class _Gather(torch.autograd.Function):
     # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
-    keep = staticmethod(_keep_of_gather)
+    @staticmethod
+    def keep(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> None:
+        ctx.dim, ctx.sizes, ctx.rank, ctx.factor = dim, sizes, group.rank, factor
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> Tensor:
-        _keep_of_gather(ctx, tensor, dim, sizes, group, factor)
+        _Gather.keep(ctx, tensor, dim, sizes, group, factor)
         return all_gather(tensor, dim, sizes, group)
 
     @staticmethod

@@ -245,6 +245,14 @@ class Conversion:
         return shard
 
 
+def without_parameters(kind: type[Layer], plain: nn.Module) -> Layer:
+    """Return a layer with the attributes of a plain one, its hooks and mode too, without parameters."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    layer.__dict__.update({k: v for k, v in plain.__dict__.items() if k != "_parameters"})
+    return layer
+
+
 def convert_layers(
     root: nn.Module, kind: type[nn.Module], dim: int | None, *, gather_output: bool, group: Group
 ) -> nn.Module:

@@ -9,9 +9,9 @@ from tp_core.errors import ConfigError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards import ParallelLayer, check_dim
-from tp_shard._split import Split
-from tp_shard.nn._convert import convert_layers, stands_for
-from tp_shard.nn.functional import linear, parallel_embedding
+from tp_shard._split import Ranges, Split
+from tp_shard.nn._convert import convert_layers, stands_for, without_parameters
+from tp_shard.nn.functional import linear, padding_row, parallel_embedding
 from tp_shard.nn.init import init_shard_
 
 # -- A linear layer with a weight that is split over ranks ----------------------------------------
@@ -98,9 +98,9 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         dim: int | None,
         *,
         gather_output: bool,
-        input_is_parallel: bool | None,
+        input_is_parallel: bool | None = None,
         group: GroupLike,
-        ranges: tuple[tuple[tuple[int, int], ...], ...] | None,
+        ranges: tuple[Ranges, ...] | None = None,
     ) -> None:
         check_dim(dim)
         self.in_features = in_features
@@ -182,18 +182,9 @@ class ParallelLinear(ParallelLayer, nn.Linear):
     @classmethod
     def from_plain(cls, linear: nn.Linear, dim: int | None, *, gather_output: bool, group: Group) -> Self:
         """Return a parallel layer with the options of a plain one, without parameters."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k not in ("_parameters",)})
-        layer._describe(
-            linear.in_features,
-            linear.out_features,
-            dim,
-            gather_output=gather_output,
-            input_is_parallel=None,
-            group=group,
-            ranges=None,
-        )
+        layer = without_parameters(cls, linear)
+        inputs, outputs = linear.in_features, linear.out_features
+        layer._describe(inputs, outputs, dim, gather_output=gather_output, group=group)
         return layer
 
 
@@ -202,7 +193,7 @@ def linear_splits(
     out_features: int,
     dim: int | None,
     group: Group,
-    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None,
+    ranges: tuple[Ranges, ...] | None = None,
 ) -> dict[str, Split]:
     """Return the splits of the weight and the bias of a linear layer.
 
@@ -304,12 +295,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         nn.Module.__init__(self)  # nn.Embedding's own would make the whole table
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                msg = f"padding_idx must be one of the {num_embeddings} rows, got {padding_idx}"
-                raise ConfigError(msg)
-            padding_idx %= num_embeddings
-        self.padding_idx = padding_idx
+        self.padding_idx = padding_row(padding_idx, num_embeddings)
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
@@ -434,8 +420,6 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         cls, embedding: nn.Embedding, dim: int | None, *, gather_output: bool, group: Group
     ) -> Self:
         """Return a parallel embedding with the options of a plain one, without a table."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.__dict__.update({k: v for k, v in embedding.__dict__.items() if k not in ("_parameters",)})
+        layer = without_parameters(cls, embedding)
         layer._describe(dim, gather_output=gather_output, group=group)
         return layer

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from tp_core.errors import ModelError
 
 from tp_shard._groups import _debug
-from tp_shard._groups._collectives import _Copy, _Scatter, gather
+from tp_shard._groups._collectives import _Copy, _Scatter, copy, gather
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._shards import check_dim, holds_shard, register_parallel_dim
 from tp_shard._split import Ranges
-from tp_shard.nn._convert import Mixin, is_transposed, widths
+from tp_shard.nn._convert import Mixin, is_transposed, widths, without_parameters
 from tp_shard.nn._draws import SplitDraws, mark
 from tp_shard.nn._heads import Heads, parallel_attention, section_ranges, sum_shared
 from tp_shard.nn._layers import ParallelEmbedding, ParallelLinear
@@ -28,7 +28,6 @@ from tp_shard.nn._sequence import (
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
-    sum_gradient,
 )
 from tp_shard.nn._sequence import _Scatter as _SequenceScatter
 from tp_shard.nn._split_products import _Column, _Row
@@ -260,9 +259,7 @@ class PlannedLinear(ParallelLinear):
         sequence: SequenceState | None,
     ) -> Self:
         """Return a layer with the options of a plain one, without parameters."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.__dict__.update({k: v for k, v in linear.__dict__.items() if k != "_parameters"})
+        layer = without_parameters(cls, linear)
         inputs, outputs = widths(linear)
         layer._describe(
             inputs,
@@ -333,7 +330,7 @@ class PlannedLinear(ParallelLinear):
             output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
             if bias is None:
                 return output
-            return output + (sum_gradient(bias, group) if self.summed is None else self.summed.passed(bias))
+            return output + (copy(bias, group=group) if self.summed is None else self.summed.passed(bias))
         gathered = input if self.takes_whole else gather_sequence(input, self.sequence, group)
         output = F.linear(gathered, weight, bias)
         if self.gather_output:
@@ -393,7 +390,7 @@ class SequenceMixin(Mixin):
 
     def _passed(self, parameter: Tensor) -> Tensor:
         if self.summed is None:
-            return sum_gradient(parameter, self.sequence_group)
+            return copy(parameter, group=self.sequence_group)
         return self.summed.passed(parameter)
 
 

@@ -135,14 +135,6 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     return apply(_GatherAlike, tensor, state.dim, size, group)
 
 
-def sum_gradient(parameter: Tensor, group: Group) -> Tensor:
-    """Return a parameter that all ranks have, for use on a part of the sequence.
-
-    Forward: nothing. Backward: an all-reduce of its gradient.
-    """
-    return copy(parameter, group=group)
-
-
 def _take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
     start, stop = bounds(size, group.size, group.rank)
     return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
@@ -237,7 +229,7 @@ class SummedGradients:
     def passed(self, parameter: Tensor) -> Tensor:
         """Return a parameter, for use on a part of the sequence."""
         found = self._passed.get(id(parameter))
-        return sum_gradient(parameter, self.group) if found is None else found
+        return copy(parameter, group=self.group) if found is None else found
 
     def begin(self, _model: nn.Module, _args: Any) -> None:
         """Pass all parameters through the function; a hook before the model's ``forward``."""

@@ -1,6 +1,6 @@
 """Products with split weights and lookups in split tables, as autograd functions with their collectives."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,14 @@ from tp_shard._split import bounds
 from tp_shard.errors import OutOfRangeError
 
 
-class Lookup:
+class Lookup(NamedTuple):
     """The options of a lookup, as ``F.embedding`` takes them."""
 
-    __slots__ = ("max_norm", "norm_type", "padding_idx", "scale_grad_by_freq", "sparse")
-
-    def __init__(
-        self,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
-    ) -> None:
-        self.padding_idx = padding_idx
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
 
 
 def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
@@ -85,15 +75,7 @@ def vocabulary_embedding(
     if lookup.scale_grad_by_freq or lookup.max_norm is not None:
         # Each row that is looked up is counted and rescaled: so row 0 must not stand in for other ranks'
         # tokens.
-        found = F.embedding(
-            tokens[mine] - start,
-            weight,
-            padding,
-            lookup.max_norm,
-            lookup.norm_type,
-            lookup.scale_grad_by_freq,
-            lookup.sparse,
-        )
+        found = F.embedding(tokens[mine] - start, weight, *lookup._replace(padding_idx=padding))
         output = found.new_zeros((*tokens.shape, weight.size(1)))
         output = output.masked_scatter(mine.unsqueeze(-1), found)
     elif stop == start:

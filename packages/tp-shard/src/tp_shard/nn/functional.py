@@ -1,6 +1,6 @@
 """Functional forms of the parallel layers, for shards that the caller holds."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,19 +86,6 @@ def parallel_linear(
     return linear(input, weight, bias, form, as_group(group), layer)
 
 
-class LinearForm(Protocol):
-    """The split of a linear layer, as :func:`parallel_linear` takes it; a layer has it as attributes."""
-
-    @property
-    def dim(self) -> int | None: ...
-    @property
-    def gather_output(self) -> bool: ...
-    @property
-    def input_is_parallel(self) -> bool | None: ...
-    @property
-    def out_features(self) -> int | None: ...
-
-
 class _Form(NamedTuple):
     dim: int | None
     gather_output: bool
@@ -110,11 +97,11 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    form: LinearForm,
+    form: Any,
     group: Group,
     layer: nn.Module | str | None,
 ) -> Tensor:
-    """Compute :func:`parallel_linear`, without its checks of arguments.
+    """Compute :func:`parallel_linear`, without its checks; ``form`` has its options, or is a layer.
 
     Collectives: those of :func:`parallel_linear`.
     """
@@ -205,12 +192,8 @@ def parallel_embedding(
                 f"got a weight of shape {tuple(weight.shape)}"
             )
             raise ConfigError(msg)
-    if padding_idx is not None:
-        if not -num_embeddings <= padding_idx < num_embeddings:
-            msg = f"padding_idx must be one of the {num_embeddings} rows, got {padding_idx}"
-            raise ConfigError(msg)
-        padding_idx %= num_embeddings
     check_tokens(input, num_embeddings)
+    padding_idx = padding_row(padding_idx, num_embeddings)
     lookup = Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if dim == 0 and ranks.size > 1:
         return vocabulary_embedding(input, weight, num_embeddings, lookup, ranks, layer)
@@ -223,6 +206,20 @@ def parallel_embedding(
     if gather_output:
         return gather(output, -1, size=embedding_dim, group=ranks)
     return mark_output(output, embedding_dim)
+
+
+def padding_row(padding_idx: int | None, num_embeddings: int) -> int | None:
+    """Return the padding row of a table, counted from its beginning.
+
+    Raises:
+        ConfigError: It is none of the rows.
+    """
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        msg = f"padding_idx must be one of the {num_embeddings} rows, got {padding_idx}"
+        raise ConfigError(msg)
+    return padding_idx % num_embeddings
 
 
 def mark_output(output: Tensor, size: int | None) -> Tensor:

@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError
 from tp_shard._groups._group import ALONE, Group, GroupLike, as_group
 from tp_shard._shards import get_parallel_dim, get_parallel_size
 from tp_shard._split import bounds, shard_sizes
-from tp_shard.nn._loss._fused import LinearKind, fused_cross_entropy
+from tp_shard.nn._loss._fused import LinearHead, fused_cross_entropy
 from tp_shard.nn._loss._softmax import LossOptions, computed_in, cross_entropy
 from tp_shard.nn._split_products import autocast
 
@@ -381,7 +381,7 @@ def parallel_linear_cross_entropy(
     options = LossOptions(size, class_weight, ignore_index, label_smoothing, reduction, z_loss, ranks, layer)
     options = read_options(options, input)
     flat = target.reshape(-1).long()
-    loss = fused_cross_entropy(LinearKind(), x, w, b, flat, options, chunk_rows=chunk_rows)
+    loss = fused_cross_entropy(LinearHead, x, w, b, flat, options, chunk_rows=chunk_rows)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

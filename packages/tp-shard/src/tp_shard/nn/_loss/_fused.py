@@ -25,25 +25,6 @@ from tp_shard.nn._loss._softmax import (
 # -- The linear head: logits ``x @ weight.T + bias`` ----------------------------------------------
 
 
-class LinearKind:
-    """The kind of a linear head, which has no options."""
-
-    def open(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: LossOptions,
-        needed: tuple[bool, ...],
-    ) -> "LinearHead":
-        """Return the head over these tensors."""
-        return LinearHead(x, weight, bias, options, needed)
-
-    def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:  # noqa: ARG002 - the protocol's
-        """Return the weight's gradient as it is."""
-        return grad
-
-
 class LinearHead:
     """A linear head over class shards.
 
@@ -150,25 +131,12 @@ class Head(Protocol):
         """Return the gradients of features, weight and bias, ``None`` for one that is not needed."""
 
 
-class HeadKind(Protocol):
-    """A kind of head, with its options."""
-
-    def open(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: LossOptions,
-        needed: tuple[bool, ...],
-    ) -> Head:
-        """Return the head over these tensors."""
-
-    def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
-        """Return the gradient of the whole weight, from the gradient of the classes with logits."""
+MakeHead = Callable[[Tensor, Tensor, Tensor | None, LossOptions, tuple[bool, ...]], Head]
+"""What makes a head: from features, weight, bias, options, and which of the three need a gradient."""
 
 
 def fused_cross_entropy(
-    kind: HeadKind,
+    make: MakeHead,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -185,7 +153,7 @@ def fused_cross_entropy(
     all-reduce for each chunk.
 
     Args:
-        kind: The kind of head.
+        make: The class of the head.
         x: Features of shape (rows, in), the same on all ranks.
         weight: This rank's shard, of shape (local classes, in).
         bias: This rank's shard, of shape (local classes,).
@@ -198,7 +166,7 @@ def fused_cross_entropy(
     # and small ones would become 0 (`small_float16_gradients_survive_under_a_loss_scale`).
     is_known = options.reduction != "none" and x.dtype != torch.float16
     function = _AtOnce if needed and is_known else _Twice
-    return apply(function, x, weight, bias, kind, target, options, chunk_rows)
+    return apply(function, x, weight, bias, make, target, options, chunk_rows)
 
 
 class _AtOnce(torch.autograd.Function):
@@ -213,7 +181,7 @@ class _AtOnce(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kind: HeadKind,
+        make: MakeHead,
         target: Tensor,
         options: LossOptions,
         chunk_rows: int,
@@ -223,7 +191,7 @@ class _AtOnce(torch.autograd.Function):
         denominator = rows.factor.sum() if options.reduction == "mean" else None
         one = torch.ones((), dtype=dtype, device=x.device)
         row_grad = per_row(one, rows.valid, denominator, dtype)
-        head = kind.open(x, weight, bias, options, ctx.needs_input_grad[:3])
+        head = make(x, weight, bias, options, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=dtype, device=x.device)
 
         def softmax(chunk: _Chunk) -> tuple[Merged, Tensor | None]:
@@ -236,7 +204,7 @@ class _AtOnce(torch.autograd.Function):
 
         ctx.grads = _gradients(head, rows, row_grad, softmax, options, chunk_rows)
         ctx.likes = _likes(x, weight, bias)
-        ctx.kind, ctx.options = kind, options
+        ctx.options = options
         loss = total / denominator if denominator is not None else total
         return loss.to(returned_in(x, dtype))
 
@@ -253,7 +221,7 @@ class _AtOnce(torch.autograd.Function):
             for g in grads:
                 if g is not None:
                     g.mul_(grad)
-        return (*_placed(grads, ctx.likes, ctx.kind, ctx.options), None, None, None, None)
+        return (*_placed(grads, ctx.likes, ctx.options), None, None, None, None)
 
 
 class _Twice(torch.autograd.Function):
@@ -268,7 +236,7 @@ class _Twice(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kind: HeadKind,
+        make: MakeHead,
         target: Tensor,
         options: LossOptions,
         chunk_rows: int,
@@ -276,14 +244,14 @@ class _Twice(torch.autograd.Function):
         dtype = computed_in(x.dtype)
         rows = Rows(target, options, dtype)
         found = torch.empty(x.size(0), options.columns, dtype=dtype, device=x.device)
-        head = kind.open(x, weight, bias, options, (False, False, False))
+        head = make(x, weight, bias, options, (False, False, False))
         for a, b in _chunks(x.size(0), chunk_rows) if x.size(0) else ():
             part = rows.part(a, b)
             logits = head.logits(a, b, part)
             found[a:b] = measure(logits, part, options, dtype, logits if logits.dtype == dtype else None)
             del logits  # or two chunks would exist at once: `no_more_than_a_chunk_of_logits_exists`
         merged = merge(exchange(found, rows, options), rows, options)
-        ctx.kind, ctx.options, ctx.chunk_rows, ctx.dtype = kind, options, chunk_rows, dtype
+        ctx.make, ctx.options, ctx.chunk_rows, ctx.dtype = make, options, chunk_rows, dtype
         ctx.save_for_backward(
             x, weight, bias, target, merged.lse, merged.softmax_factor, merged.target_factor
         )
@@ -296,14 +264,14 @@ class _Twice(torch.autograd.Function):
         rows = Rows(target, ctx.options, ctx.dtype)
         denominator = rows.factor.sum() if ctx.options.reduction == "mean" else None
         row_grad = per_row(grad, rows.valid, denominator, ctx.dtype)
-        head = ctx.kind.open(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
+        head = ctx.make(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
 
         def softmax(chunk: _Chunk) -> tuple[Merged, None]:
             at = chunk.at
             return Merged(lse[at], lse[at], softmax_factor[at], target_factor[at]), None
 
         grads = _gradients(head, rows, row_grad, softmax, ctx.options, ctx.chunk_rows)
-        placed = _placed(grads, _likes(x, weight, bias), ctx.kind, ctx.options)
+        placed = _placed(grads, _likes(x, weight, bias), ctx.options)
         return (*placed, None, None, None, None)
 
 
@@ -325,20 +293,25 @@ def _likes(*tensors: Tensor | None) -> list[tuple[torch.Size, torch.dtype] | Non
 
 
 def _placed(
-    grads: Gradients,
-    likes: list[tuple[torch.Size, torch.dtype] | None],
-    kind: HeadKind,
-    options: LossOptions,
+    grads: Gradients, likes: list[tuple[torch.Size, torch.dtype] | None], options: LossOptions
 ) -> list[Tensor | None]:
     """Cast the gradients to the types of their tensors, and give the weight's gradient its shape."""
-    placed: list[Tensor | None] = []
-    for i, (grad, like) in enumerate(zip(grads, likes, strict=True)):
-        if grad is None or like is None:
-            placed.append(None)
-        else:
-            cast = grad.to(like[1])
-            placed.append(kind.place(cast, like[0], options) if i == 1 else cast)
+    placed = [
+        None if grad is None or like is None else grad.to(like[1])
+        for grad, like in zip(grads, likes, strict=True)
+    ]
+    if placed[1] is not None and likes[1] is not None and options.sampled is not None:
+        placed[1] = _of_all_classes(placed[1], options.sampled, likes[1][0], is_sparse=options.is_sparse)
     return placed
+
+
+def _of_all_classes(grad: Tensor, sampled: Tensor, shape: torch.Size, *, is_sparse: bool) -> Tensor:
+    """Return the gradient of all classes, from the gradient of the sampled ones."""
+    if is_sparse:
+        # Sampled indices are sorted and distinct: they are coalesced, and need no check.
+        index = sampled.unsqueeze(0)
+        return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
+    return grad.new_zeros(shape).index_copy_(0, sampled, grad)
 
 
 def _gradients(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -145,8 +146,8 @@ _TINY = 1e-12  # the least norm to divide by, as in torch.nn.functional.normaliz
 
 
 @dataclass(frozen=True, slots=True)
-class MarginKind:
-    """The kind of a margin head: its margins, and the form of the gradient of sampled centers.
+class Margins:
+    """The margins of a head.
 
     Attributes:
         m1: The factor of the angle between a feature and its center.
@@ -154,7 +155,6 @@ class MarginKind:
         m3: The number that is subtracted from the cosine.
         scale: The factor from cosines to logits.
         monotonic: Whether the cosine continues to fall beyond pi, as in SphereFace, or rises again.
-        sparse: Whether the gradient is a sparse tensor of the sampled centers.
 
     Raises:
         ConfigError: A number is out of range.
@@ -165,7 +165,6 @@ class MarginKind:
     m3: float
     scale: float
     monotonic: bool
-    sparse: bool
 
     def __post_init__(self) -> None:
         for name, least, most in [("m1", 0, math.inf), ("scale", 0, math.inf)]:
@@ -179,27 +178,6 @@ class MarginKind:
         if not 0 <= self.m3 < math.inf:
             msg = f"m3 is subtracted from a cosine and is 0 or more, got {self.m3!r}"
             raise ConfigError(msg)
-
-    def open(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,  # noqa: ARG002 - there is none
-        options: LossOptions,
-        needed: tuple[bool, ...],
-    ) -> "MarginHead":
-        """Return the head over these tensors."""
-        return MarginHead(self, x, weight, options, needed)
-
-    def place(self, grad: Tensor, shape: torch.Size, options: LossOptions) -> Tensor:
-        """Return the gradient of all centers, from the gradient of the sampled ones."""
-        if options.sampled is None:
-            return grad
-        if self.sparse:
-            index = options.sampled.unsqueeze(0)
-            # `with_sample` makes sorted and distinct indices: they are coalesced, and need no check.
-            return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
-        return grad.new_zeros(shape).index_copy_(0, options.sampled, grad)
 
     def apply(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines of the targets with margins, and the derivative with respect to the cosines."""
@@ -225,7 +203,7 @@ class MarginHead:
     by their norms.
 
     Args:
-        kind: The margins.
+        margins: The margins.
         x: Unit vectors of shape (rows, in), in the type of the products.
         weight: Centers of shape (local classes, in), of any norm.
         options: The options of the loss, with the sample and the group that communicates.
@@ -233,9 +211,15 @@ class MarginHead:
     """
 
     def __init__(
-        self, kind: MarginKind, x: Tensor, weight: Tensor, options: LossOptions, needed: tuple[bool, ...]
+        self,
+        margins: Margins,
+        x: Tensor,
+        weight: Tensor,
+        _bias: Tensor | None,
+        options: LossOptions,
+        needed: tuple[bool, ...],
     ) -> None:
-        self._kind, self._x, self._weight, self._sampled = kind, x, weight, options.sampled
+        self._margins, self._x, self._weight, self._sampled = margins, x, weight, options.sampled
         self._dtype = computed_in(weight.dtype)
         self._count = weight.size(0) if self._sampled is None else self._sampled.numel()
         self._inverse = torch.empty(self._count, dtype=self._dtype, device=weight.device)
@@ -249,7 +233,7 @@ class MarginHead:
             self._inverse[a:b] = inverse
             if self._is_copied:
                 self._factors[a:b] = block * inverse.unsqueeze(1)
-        self._columns = kind.scale if self._is_copied else self._inverse * kind.scale
+        self._columns = margins.scale if self._is_copied else self._inverse * margins.scale
         self._products = Products(x, self._factors, options, needed)
         self._slope = torch.ones(x.size(0), dtype=self._dtype, device=x.device)
 
@@ -259,9 +243,9 @@ class MarginHead:
         if self._count:
             index = rows.index.unsqueeze(1)
             old = logits.gather(1, index).squeeze(1)
-            new, slope = self._kind.apply((old / self._kind.scale).clamp_(-1, 1))
+            new, slope = self._margins.apply((old / self._margins.scale).clamp_(-1, 1))
             self._slope[start:stop] = torch.where(rows.mine, slope, 1)
-            logits.scatter_(1, index, torch.where(rows.mine, new * self._kind.scale, old).unsqueeze(1))
+            logits.scatter_(1, index, torch.where(rows.mine, new * self._margins.scale, old).unsqueeze(1))
         return logits
 
     def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
@@ -367,7 +351,7 @@ def parallel_margin_cross_entropy(
         >>> features, centers = torch.randn(4, 16), torch.randn(10, 16)
         >>> loss = parallel_margin_cross_entropy(features, centers, torch.arange(4), m2=0.0, m3=0.35)
     """
-    kind = MarginKind(m1, m2, m3, scale, monotonic, sparse)
+    margins = Margins(m1, m2, m3, scale, monotonic)
     check_options(reduction, label_smoothing, 0.0)
     check_class_indices(target)
     ranks = as_group(group)
@@ -379,12 +363,14 @@ def parallel_margin_cross_entropy(
     options = read_options(options, input)
     flat = target.reshape(-1).long()
     if sampled is not None:
-        options = with_sample(options, sampled, flat)
+        options = replace(with_sample(options, sampled, flat), is_sparse=sparse)
     taking_part = weight.size(0) if options.sampled is None else options.sampled.numel()
     chunk_rows = read_chunk_rows(chunk_rows, taking_part)
     x = input.reshape(-1, input.size(-1))
     unit = F.normalize(x.to(computed_in(x.dtype)), dim=-1).to(_product_type(x, weight))
-    loss = fused_cross_entropy(kind, unit, weight, None, flat, options, chunk_rows=chunk_rows)
+    loss = fused_cross_entropy(
+        partial(MarginHead, margins), unit, weight, None, flat, options, chunk_rows=chunk_rows
+    )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -485,7 +471,7 @@ class MarginCrossEntropy(ParallelLayer):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"{name} is a number, 1 or more, got {value!r}"
                 raise ConfigError(msg)
-        MarginKind(m1, m2, m3, scale, monotonic, sparse)
+        Margins(m1, m2, m3, scale, monotonic)
         check_options(reduction, label_smoothing, 0.0)
         check_sample_rate(sample_rate)
         read_chunk_rows(chunk_rows, 1)

@@ -33,6 +33,7 @@ class LossOptions:
             them. It contains each target that is a class of this rank.
         num_sampled: The number of classes with logits over all ranks; used with ``sampled`` and label
             smoothing.
+        is_sparse: Whether the gradient of the weight is a sparse tensor of the sampled classes.
     """
 
     num_classes: int
@@ -45,6 +46,7 @@ class LossOptions:
     layer: Any
     sampled: Tensor | None = None
     num_sampled: int = 0
+    is_sparse: bool = False
 
     @property
     def bounds(self) -> tuple[int, int]:
