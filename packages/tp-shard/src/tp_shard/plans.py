@@ -6,6 +6,7 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import GroupLike, as_group
+from tp_shard._plans._adapters import with_copies
 from tp_shard._plans._parallelize import describe, reasons
 from tp_shard._plans._styles import Style, Vocab
 from tp_shard._search._prove import Proof, prove
@@ -173,6 +174,7 @@ def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = Fal
     plan = dict(proof.plan)
     flow = proof.flow
     plan.update(vocabulary(proof.probe, plan, proof.notes, last=flow.heads, called=flow.called))
+    plan = with_copies(proof.probe, plan)
     while plan:
         fault = proof.verify(plan, ranks)
         if fault is None:

@@ -172,7 +172,7 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
         for name, number in of_config.items():
             setattr(module.config, name, number)
     if style.inputs or style.parameters:
-        _hold(module, LocalMixin, splits, group, head_counts=counts, head_inputs=style.inputs)
+        hold(module, LocalMixin, splits, group, head_counts=counts, head_inputs=style.inputs)
     return module
 
 
@@ -204,7 +204,7 @@ def _expert_splits(path: str, module: nn.Module, style: Experts, group: Group) -
 def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> nn.Module:
     """Split the experts of one module, in place."""
     splits = _expert_splits(path, module, style, group)
-    _hold(module, ExpertsMixin, splits, group, once=style.once)
+    hold(module, ExpertsMixin, splits, group, once=style.once)
     return module
 
 
@@ -218,7 +218,7 @@ def _pair_features(splits: dict[str, Split], style: Experts) -> None:
             splits[name] = Split(splits[name].dim, splits[name].size, ranges)
 
 
-def _hold(
+def hold(
     module: nn.Module, mixin: type[PartialMixin], splits: dict[str, Split], group: Group, **attributes: Any
 ) -> None:
     """Replace parameters of a module by this rank's shards."""

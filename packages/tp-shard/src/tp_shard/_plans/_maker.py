@@ -7,6 +7,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
+from tp_shard._plans._adapters import AdaptedMixin, is_adapted, refusal_of_adapters, split_adapters
 from tp_shard._plans._hooks import gather_at, split_at
 from tp_shard._plans._local import make_experts, make_local
 from tp_shard._plans._styles import (
@@ -133,10 +134,12 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
         ModelError: The module is split already, or the style is for another kind of module.
     """
     kind = type(module).__name__
-    if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout):
+    if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout | AdaptedMixin):
         msg = f"{path} is split already: {module}"
         raise ModelError(msg)
-    reason = why_not_split(module) if isinstance(style, Column | Row | Vocab) else None
+    reason = None
+    if isinstance(style, Column | Row | Vocab):
+        reason = refusal_of_adapters(module) if is_adapted(module) else why_not_split(module)
     if reason is not None:
         msg = f"{path or 'the layer'} cannot be split: {reason}"
         raise ModelError(msg)
@@ -194,6 +197,8 @@ class Maker:
             return make_experts(path, module, style, self._group)
         if isinstance(module, nn.Embedding):
             return self._embedding(path, module, 0 if isinstance(style, Vocab) else 1)
+        if is_adapted(module):
+            return split_adapters(module, style, style_split(module, style, self._group.size), self._group)
         return self._linear(path, module, style)
 
     def _gathered(self, path: str, module: nn.Module, style: Gathered) -> nn.Module:

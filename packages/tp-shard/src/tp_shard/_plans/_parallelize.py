@@ -8,6 +8,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving
+from tp_shard._plans._adapters import is_adapted, modules_inside, tensors_of_layer, with_inner_layers
 from tp_shard._plans._hooks import guard_forward
 from tp_shard._plans._local import ExpertsMixin, check_parts, count_local_groups
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
@@ -27,18 +28,22 @@ def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int)
     total = whole = split = count = 0
     left: dict[tuple[str, str], int] = {}  # by the names and kinds of modules, without numbers
     why: dict[tuple[str, str], str] = {}
+    inside = modules_inside(model)
     for path, module in model.named_modules():
-        own = {n: p for n, p in module._parameters.items() if p is not None and id(p) not in seen}
-        seen.update(map(id, own.values()))
-        full = sum(p.numel() * p.element_size() for p in own.values())
+        if id(module) in inside:
+            continue
         style = plan.get(path)
-        local = sum(
-            int(p.numel() * _share(module, style, n, p, ranks)) * p.element_size() for n, p in own.items()
-        )
+        # The module by which each parameter is split: a layer with adapters is one with them.
+        own = [
+            (by, n, p) for by, n, p in tensors_of_layer(module, style) if p is not None and id(p) not in seen
+        ]
+        seen.update(id(p) for _, _, p in own)
+        full = sum(p.numel() * p.element_size() for _, _, p in own)
+        local = sum(int(p.numel() * _share(by, style, n, p, ranks)) * p.element_size() for by, n, p in own)
         whole, total = whole + full, total + local
-        kept = sum(p.numel() for n, p in own.items() if _share(module, style, n, p, max(2, ranks)) == 1)
-        count += sum(p.numel() for p in own.values())
-        split += sum(p.numel() for p in own.values()) - kept
+        kept = sum(p.numel() for by, n, p in own if _share(by, style, n, p, max(2, ranks)) == 1)
+        count += sum(p.numel() for _, _, p in own)
+        split += sum(p.numel() for _, _, p in own) - kept
         if style is not None:
             lines.append(f"{path}: {words(style)}, {full:,} -> {local:,} bytes per rank")
         elif kept:
@@ -104,8 +109,10 @@ def _usual(style: Style) -> object:
     return type(style)()
 
 
-def _share(module: nn.Module, style: Style | None, name: str, p: nn.Parameter, ranks: int) -> float:
-    """Return the share of a parameter on rank 0, which has the largest part."""
+def _share(module: nn.Module | None, style: Style | None, name: str, p: nn.Parameter, ranks: int) -> float:
+    """Return the share of a parameter on rank 0, which has the largest part; all of it without a module."""
+    if module is None:
+        return 1.0
     if isinstance(style, Experts):
         return 1 / ranks if name in (*style.columns, *style.rows) else 1.0
     if isinstance(style, Local) and name in style.parameters:
@@ -172,11 +179,19 @@ def parallelize(
             msg = f"the plan's {pattern!r} is {styles}, got {style!r}"
             raise ConfigError(msg)
     ranks = as_group(group)
-    chosen = choose(model, plan)
+    named = choose(model, plan)
+    chosen = with_inner_layers(named)
     if sequence_dim is None and any(isinstance(s, Sequence | Gathered) for s in plan.values()):
         sequence_dim = -2
     if sequence_dim is not None and sequence_dim > -2:
         msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
+        raise ConfigError(msg)
+    adapted = next((path for path, (module, _) in named.items() if is_adapted(module)), None)
+    if sequence_dim is not None and adapted is not None and ranks.size > 1:
+        msg = (
+            f"{adapted} has adapters, whose gradients on parts of a sequence would not be summed; leave "
+            "sequence_dim, Sequence() and Gathered() out, or merge the adapters"
+        )
         raise ConfigError(msg)
     maker = Maker(model, ranks, None if sequence_dim is None else SequenceState(sequence_dim), seed)
     maker.lists = [path for path, (module, _) in chosen.items() if isinstance(module, nn.ModuleList)]
@@ -185,8 +200,8 @@ def parallelize(
         check_parts(path, module, style, ranks)
     maker.check_ties({id(m): (path, style) for path, (m, style) in chosen.items()})
     check_pairs(model, chosen, ranks)
-    # Norms, attentions and experts are changed in place. They come last, so that an error before leaves the
-    # model as it was.
+    # Norms, attentions, experts and adapters are changed in place. They come last, so that an error before
+    # leaves the model as it was.
     ordered = sorted(chosen.items(), key=lambda item: _is_in_place(*item[1]))
     made = {
         id(module): maker.make(path, module, style)
@@ -210,16 +225,16 @@ def parallelize(
     remember_names(split)
     if ranks.size > 1:
         _draw_apart(split, SplitDraws(ranks, seed))
-        guard_forward(split, _blocks(chosen))
+        guard_forward(split, _blocks(named))
     guard_saving(split)
     return split
 
 
 def _is_in_place(module: nn.Module, style: Style) -> bool:
     """Return whether a style changes a module, instead of making another one for its place."""
-    return not isinstance(style, Column | Row | Vocab) and not (
-        isinstance(style, Sequence) and isinstance(module, nn.Embedding)
-    )
+    if isinstance(style, Column | Row | Vocab):
+        return is_adapted(module)
+    return not (isinstance(style, Sequence) and isinstance(module, nn.Embedding))
 
 
 def _sum_together(model: nn.Module, group: Group) -> None:
@@ -268,7 +283,11 @@ def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
     """Return the name of the module that calls a column layer, and its row layer if there is one."""
     names = path.split(".")
     around = [".".join(names[:n]) for n in range(len(names) - 1, -1, -1)]
-    called = [name for name in around if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]
+    called = [
+        name
+        for name in around
+        if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and not is_adapted(modules[name])
+    ]
     return next(
         (name for name in called if any(row.startswith(f"{name}." if name else "") for row in rows)),
         called[0],

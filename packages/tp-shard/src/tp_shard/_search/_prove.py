@@ -25,7 +25,7 @@ from tp_shard._verify._examples import (
 )
 from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tolerance_of
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
-from tp_shard.nn._convert import widths
+from tp_shard.nn._convert import base_of, widths
 
 T = TypeVar("T")
 
@@ -104,6 +104,10 @@ class Proof:
                     self.notes[innermost_around(block)] = found.reason
             if not wrong & plan.keys():
                 wrong, self.notes[""] = set(plan), fault.reason
+        where = fault.module or "the model"
+        for name in wrong:
+            if isinstance(plan.get(name), Column | Row):
+                self.notes.setdefault(name, f"it would be split together with {where}, where {fault.reason}")
         return {name: style for name, style in plan.items() if name not in wrong}
 
     def __str__(self) -> str:
@@ -306,7 +310,7 @@ def _repeat_names(model: nn.Module) -> dict[str, str]:
 
 def _shares(model: nn.Module, name: str) -> bool:
     """Return whether another module shares the weight of this one, as a table of the vocabulary does."""
-    layer = model.get_submodule(name)
+    layer = base_of(model.get_submodule(name))
     weight = layer._parameters.get("weight")
     return weight is not None and any(
         m is not layer and any(p is weight for p in m._parameters.values()) for m in model.modules()

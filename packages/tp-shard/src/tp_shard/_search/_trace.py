@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_shard._groups._collectives import apply
+from tp_shard._plans._adapters import modules_inside
 from tp_shard._verify._examples import Call, fresh, tensors_of
 from tp_shard.nn._convert import is_linear
 
@@ -122,7 +123,10 @@ def trace(model: nn.Module, call: Call) -> Flow:
     model.requires_grad_(True)
     calls: list[_Called] = []
     handles = []
+    inside = modules_inside(model)
     for path, module in model.named_modules():
+        if id(module) in inside:
+            continue  # a layer and its adapters are one
         if is_linear(module) or isinstance(module, nn.Embedding | nn.Dropout) or is_experts(module):
             handles.append(
                 module.register_forward_hook(

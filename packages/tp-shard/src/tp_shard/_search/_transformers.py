@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
 
+from tp_shard._plans._adapters import inside_peft
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style
 from tp_shard._search._prove import Proof
 from tp_shard.nn._convert import is_linear
@@ -19,6 +20,12 @@ def translate(model: nn.Module) -> dict[str, str]:
     Raises:
         ConfigError: The model has no plan of its own, or one that names no module.
     """
+    start, model = inside_peft(model)
+    found = _named(model)
+    return {f"{start}.{path}" if start else path: word for path, word in found.items()}
+
+
+def _named(model: nn.Module) -> dict[str, str]:
     rules = dict(getattr(model, "_tp_plan", None) or {})
     config = getattr(model, "config", None)
     if not rules and config is not None:

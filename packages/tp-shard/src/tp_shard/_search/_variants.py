@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import ALONE
+from tp_shard._plans._adapters import is_adapted, modules_inside, refusal_of_adapters, with_copies
 from tp_shard._plans._styles import (
     Column,
     Experts,
@@ -25,6 +26,7 @@ from tp_shard._search._trace import Region, ancestors, innermost_around
 from tp_shard._verify._examples import Call, tensors_of
 from tp_shard.nn._convert import (
     Conversion,
+    base_of,
     computes_linear,
     is_linear,
     is_transposed,
@@ -58,30 +60,38 @@ def vocabulary(
         called: The layers that are called. The weight of any other table may be read directly, as queries in
             detectors.
     """
-    modules = dict(model.named_modules())
+    inside = modules_inside(model)
+    modules = {path: m for path, m in model.named_modules() if id(m) not in inside}
+    adapted = {f"{path}.base_layer": path for path, m in modules.items() if is_adapted(m)}
     conversion = Conversion(model, ALONE)
+
+    def partners(path: str) -> list[str]:
+        found = [partner for partner, _ in conversion.partners(base_of(modules[path]))]
+        return [adapted.get(partner, partner) for partner in found]
+
     tables = {
         path: m
         for path, m in modules.items()
         if isinstance(m, nn.Embedding)
-        and (path in called or any(p in called for p, _ in conversion.partners(m)))
+        and (path in called or any(partner in called for partner in partners(path)))
     }
     heights = {m.num_embeddings for m in tables.values()}
     heads = {
         path: m
         for path, m in modules.items()
-        if isinstance(m, nn.Linear)
+        if isinstance(base_of(m), nn.Linear)
         and path not in plan
         and path in last
-        and (m.out_features in heights or m.out_features >= _FEW_CLASSES)
+        and (widths(m)[1] in heights or widths(m)[1] >= _FEW_CLASSES)
     }
-    sizes = {m.out_features for m in heads.values()} or {max(heights, default=0)}
+    sizes = {widths(m)[1] for m in heads.values()} or {max(heights, default=0)}
     found: dict[str, Style] = {path: Vocab(gather_output=True) for path in heads}
     found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
+    found = with_copies(model, found)
     refused = {path: reason for path in found if (reason := refusal(modules[path]))}
     while True:  # a layer that shares a weight with one that stays whole stays whole too, and so on
         for path in found:
-            for partner, _ in conversion.partners(modules[path]):
+            for partner in partners(path):
                 if partner not in found or partner in refused:
                     refused.setdefault(path, f"it shares its weight with {partner}, which stays whole")
         if not refused.keys() & found.keys():
@@ -92,7 +102,9 @@ def vocabulary(
 
 def refusal(module: nn.Module) -> str | None:
     """Return the reason why a layer cannot be split, ``None`` if it can."""
-    reason = why_not_split(module)
+    reason = refusal_of_adapters(module) if is_adapted(module) else None
+    module = base_of(module)
+    reason = reason or why_not_split(module)
     if reason is not None:
         return reason
     if is_transposed(module) or computes_linear(module):
@@ -216,7 +228,9 @@ def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> It
     around = [
         path
         for path, module in model.get_submodule(region.container).named_modules()
-        if any(True for _ in module.children()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if any(True for _ in module.children())
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and not is_adapted(module)
     ]
     start = region.container
     paths = [f"{start}.{path}" if start and path else start or path for path in around]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tp_shard._plans._adapters import inside_peft, is_adapted
+
 Loss = Callable[[Any], Tensor]
 T = TypeVar("T")
 _MOST = 6  # shapes in a message
@@ -206,6 +208,8 @@ def _structure(block: nn.Module) -> Any:
                 for name, value in sorted(vars(module).items())
                 if name not in ("_parameters", "_buffers", "_modules")
                 and not any(w in name for w in ("idx", "index", "layer_id"))
+                # Arguments of peft with the name of the layer in the model, and objects without state.
+                and not (name in ("kwargs", "lora_variant") and is_adapted(module))
             ),
         )
         for path, module in block.named_modules()
@@ -284,7 +288,8 @@ def example_call(model: nn.Module) -> Call | None:
 
 
 def _of_transformers(model: Any) -> Call | None:
-    config, accepted = model.config, inspect.signature(model.forward).parameters
+    # Of the model inside, because a `PeftModel` passes on what it does not name.
+    config, accepted = model.config, inspect.signature(inside_peft(model)[1].forward).parameters
     main = model.main_input_name
     given: dict[str, Any] = {}
     text = getattr(config, "text_config", config)

@@ -147,18 +147,29 @@ def is_transposed(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
+def base_of(module: nn.Module) -> nn.Module:
+    """Return the linear layer around which peft has put LoRA, DoRA or IA3; any other module as it is."""
+    inside = module._modules
+    base = inside.get("base_layer")
+    if base is None or not (isinstance(inside.get("lora_A"), nn.ModuleDict) or "ia3_l" in inside):
+        return module
+    return base if isinstance(base, nn.Linear) or is_transposed(base) else module
+
+
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that a plan can split."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Return whether a module is a linear layer that a plan can split, with adapters or without."""
+    base = base_of(module)
+    return isinstance(base, nn.Linear) or is_transposed(base)
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
     """Return the input and output features of a linear layer or of an embedding, over all ranks."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    weight: Tensor = module.weight  # type: ignore[assignment]  # a Conv1D's
+    layer = base_of(module)
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    weight: Tensor = layer.weight  # type: ignore[assignment]  # a Conv1D's
     return weight.size(0), weight.size(1)
 
 

@@ -183,6 +183,11 @@ class SplitDraws:
         """Return whether a block that is being called is watched."""
         return any(visit.mode is not None for visit in self.visits)
 
+    @property
+    def is_inside(self) -> bool:
+        """Return whether the generators are in the rank's own state."""
+        return self._inside() is not None
+
     def _inside(self) -> _Inside | None:
         return next((v.inside for v in reversed(self.visits) if v.inside is not None), None)
 
@@ -261,7 +266,7 @@ class BlockDraws:
         is_watching = draws.is_watching
         if is_watching or self._is_watched[visit.trains]:
             for tensor in given:
-                if _mark(tensor) is None and draws._inside() is None:
+                if _mark(tensor) is None and not draws.is_inside:
                     mark(tensor, is_split=False)
             for buffer in module.buffers():
                 mark(buffer, is_split=False)

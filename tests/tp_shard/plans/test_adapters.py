@@ -1,0 +1,430 @@
+"""Models with adapters of peft: split as one with their layers, they compute what one device computes."""
+
+import copy
+import functools
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+import tp_shard as ts
+from torch import nn
+from tp_core.errors import ConfigError, ModelError
+from tp_shard._shards._slices import ShardTable
+
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+
+TOKENS = 96
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+DECODER = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+DECODER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, **ENDS}
+GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS}
+BERT = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VIT |= {"image_size": 8, "patch_size": 4, "num_labels": 3}
+T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+
+# The class of the model, that of its configuration, what that is made with, its task, the layers of IA3, and
+# those of them with inputs that IA3 scales.
+FAMILIES = {
+    "llama": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        DECODER,
+        "CAUSAL_LM",
+        "k_proj v_proj down_proj",
+        "down_proj",
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        DECODER,
+        "CAUSAL_LM",
+        "k_proj v_proj down_proj",
+        "down_proj",
+    ),
+    "mistral": ("MistralForCausalLM", "MistralConfig", DECODER, None, "k_proj v_proj up_proj", "up_proj"),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2, "CAUSAL_LM", "c_attn mlp.c_proj", "mlp.c_proj"),
+    "bert": ("BertForSequenceClassification", "BertConfig", BERT, "SEQ_CLS", "key value dense", "dense"),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5, "SEQ_2_SEQ_LM", "k v wo", "wo"),
+    "vit": ("ViTForImageClassification", "ViTConfig", VIT, None, "k_proj v_proj fc2", "fc2"),
+    "llama-one-key-head": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        DECODER | {"num_key_value_heads": 1, "attention_bias": True},
+        "CAUSAL_LM",
+        "k_proj v_proj down_proj",
+        "down_proj",
+    ),
+}
+KINDS = ("lora", "rslora", "dora", "ia3")
+HEADS = {"heads": 4, "kv_heads": 2}
+LLAMA = {
+    "**.q_proj": ts.Column(**HEADS),
+    "**.k_proj": ts.Column(**HEADS, holds="kv"),
+    "**.v_proj": ts.Column(**HEADS, holds="kv"),
+    "**.o_proj": ts.Row(**HEADS),
+    "**.gate_proj": ts.Column(),
+    "**.up_proj": ts.Column(),
+    "**.down_proj": ts.Row(),
+}
+# Written, where finding a plan would take longer than the test.
+PLANS = {
+    ("llama", "lora"): LLAMA,
+    ("gpt2", "dora"): {
+        "**.attn": ts.Local(heads=4, query=("num_heads", "split_size")),
+        "**.attn.c_attn": ts.Column(heads=4, holds="qkv"),
+        "**.attn.c_proj": ts.Row(heads=4),
+        "**.mlp.c_fc": ts.Column(),
+        "**.mlp.c_proj": ts.Row(),
+    },
+}
+
+
+def plain(family):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    kind, config, settings, *_ = FAMILIES[family]
+    return getattr(transformers, kind)(getattr(transformers, config)(**settings))
+
+
+def configuration(family, kind, **options):
+    import peft
+
+    *_, task, vectors, inputs = FAMILIES[family]
+    if kind == "ia3":
+        chosen = {"target_modules": vectors.split(), "feedforward_modules": inputs.split()}
+        return peft.IA3Config(task_type=task, **chosen)
+    given = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": family == "gpt2", **options}
+    return peft.LoraConfig(task_type=task, use_rslora=kind == "rslora", use_dora=kind == "dora", **given)
+
+
+def draw_adapters(model):
+    """Give adapters values that matter: peft begins with a B of zeros, and vectors of ones."""
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_" in name or "ia3_" in name:
+            p.data.add_(0.2 * torch.randn_like(p))
+
+
+def adapted(family, kind, **options):
+    import peft
+
+    warnings.simplefilter("ignore")  # peft's own, of transformers
+    model = peft.get_peft_model(plain(family), configuration(family, kind, **options))
+    draw_adapters(model)
+    return model
+
+
+def inputs(family):
+    torch.manual_seed(2)
+    if family == "vit":
+        return {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 2])}
+    ids = torch.randint(5, TOKENS, (3, 7))
+    return {"input_ids": ids, "labels": torch.tensor([0, 1, 1]) if family == "bert" else ids}
+
+
+def whole_and_split(model):
+    return model, ts.parallelize(copy.deepcopy(model), LLAMA)
+
+
+def equal(split, whole, batch):
+    """Compare the outputs of both models."""
+    with torch.no_grad():
+        expected, got = whole(**batch), split(**batch)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def train(models, batch, steps=3):
+    """Train a whole model and its split form, and compare losses, gradients and weights in each step."""
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in models]
+    for _ in range(steps):
+        losses = [m(**batch).loss for m in models]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
+        for loss in losses:
+            loss.backward()
+        whole, split = models
+        ts.check_gradients(split)
+        gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+        assert gradients
+        assert {n for n, p in split.named_parameters() if p.grad is not None} == set(gradients)
+        found = ts.collect_state_dict(
+            split, {n: p.grad for n, p in split.named_parameters() if n in gradients}
+        )
+        largest = max(g.abs().max() for g in gradients.values())
+        for name, gradient in gradients.items():
+            limit = {"rtol": 1e-4, "atol": float(1e-5 * largest)}
+            torch.testing.assert_close(found[name], gradient, **limit, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected, state = whole.state_dict(), ts.collect_state_dict(split, split.state_dict())
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def split_weights(model, plan):
+    """Return the sizes of the linear layers and tables that a plan splits, by their names without peft's."""
+    found = {}
+    for path, style in plan.items():
+        layer = model.get_submodule(path)
+        layer = getattr(layer, "base_layer", layer)
+        if isinstance(style, ts.Column | ts.Row | ts.Vocab):
+            name = path.removeprefix("base_model.model.").removesuffix(".modules_to_save.default")
+            found[name.removesuffix(".base_layer")] = layer.weight.numel()
+    return found
+
+
+def trains(family, kind):
+    batch, model = inputs(family), adapted(family, kind).eval()
+    plan = PLANS.get((family, kind)) or ts.plans.auto(model, batch, verbose=False)
+    train((model, ts.parallelize(copy.deepcopy(model), plan)), batch)
+    return split_weights(model, plan) if plan is not PLANS.get((family, kind)) else None
+
+
+@functools.cache
+def split_without_adapters(family):
+    model = plain(family)
+    return split_weights(model, ts.plans.auto(model, inputs(family), verbose=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        case if case in PLANS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in [(family, kind) for family in FAMILIES for kind in KINDS]
+    ],
+)
+def test_an_adapted_model_is_split_like_the_plain_one_and_trains_like_one_device(on_ranks, family, kind):
+    for found in on_ranks(2, lambda: trains(family, kind)):
+        if found is not None:  # the plan was not found but written
+            without = split_without_adapters(family)
+            assert sum(without[n] for n in without if n in found) >= 0.95 * sum(without.values())
+
+
+# -- Adapters that are switched, merged, disabled and dropped -------------------------------------
+
+
+def switches(kind):
+    batch = inputs("llama")
+    model = adapted("llama", kind)
+    model.add_adapter("other", configuration("llama", kind))
+    draw_adapters(model)
+    whole, split = whole_and_split(model.eval())
+    equal(split, whole, batch)
+    train((whole, split), batch, steps=1)
+    for each in (whole, split):
+        each.set_adapter("other")
+    equal(split, whole, batch)
+    train((whole, split), batch, steps=1)
+    with whole.disable_adapter(), split.disable_adapter():
+        equal(split, whole, batch)
+    for each in (whole, split):
+        each.merge_adapter()
+    equal(split, whole, batch)
+    for each in (whole, split):
+        each.unmerge_adapter()
+    equal(split, whole, batch)
+    merged = [each.merge_and_unload() for each in (whole, split)]
+    equal(merged[1], merged[0], batch)
+    assert any(isinstance(m, ts.nn.ParallelLinear) for m in merged[1].modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_switched_merged_and_disabled_like_on_one_device(on_ranks, kind):
+    on_ranks(2, lambda: switches(kind))
+
+
+def drops(family, kind):
+    """Train with dropout of adapters alone, and compare what all ranks hold, and what they drew."""
+    batch = inputs(family)
+    model = adapted(family, kind, lora_dropout=0.5).eval()
+    plan = LLAMA if family == "llama" else ts.plans.auto(model, batch, verbose=False)
+    split = ts.parallelize(model, plan)
+    dropouts = [m for n, m in split.named_modules() if "lora_dropout" in n and isinstance(m, nn.Dropout)]
+    for module in dropouts:
+        module.train()
+    masks = {}
+
+    def keep(module, _args, output):
+        masks.setdefault(module, []).append(output.detach() == 0)
+
+    for module in dropouts:
+        module.register_forward_hook(keep)
+    optimizer = torch.optim.SGD([p for p in split.parameters() if p.requires_grad], lr=0.1)
+    torch.manual_seed(3)
+    for _ in range(3):
+        split(**batch).loss.backward()
+        ts.check_gradients(split)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [v.detach() for n, v in split.state_dict().items() if n not in ShardTable(split).exact]
+    held = torch.cat([v.float().reshape(-1) for v in [*held, torch.rand(4)]])
+    everyones = ts.distributed.gather(held.unsqueeze(0), 0)
+    names = {m: n for n, m in split.named_modules()}
+    return (everyones - everyones[:1]).abs().max().item(), {names[m]: drawn for m, drawn in masks.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, kind) for family in ("llama", "gpt2", "bert", "t5") for kind in ("lora", "dora")],
+)
+def test_dropout_of_adapters_is_drawn_alike_before_columns_and_apart_before_rows(on_ranks, family, kind):
+    (first, mine), (second, others) = on_ranks(2, lambda: drops(family, kind))
+    assert first == second == 0
+    alike = {
+        n: all(map(torch.equal, mine[n], others[n])) for n in mine if mine[n][0].shape == others[n][0].shape
+    }
+    whole = {n for n in mine if mine[n][0].size(-1) == 32 and "o_proj" not in n}
+    if family == "llama":
+        assert {n for n, same in alike.items() if same} == whole
+    assert any(alike.values())
+    assert not all(alike.values())
+
+
+# -- Plans and proofs -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_plan_of_transformers_fits_a_wrapped_model():
+    model = plain("llama")
+    without = ts.plans.from_hf(model, verbose=False)
+    wrapped = ts.plans.from_hf(adapted("llama", "lora"), verbose=False)
+    assert wrapped == {f"base_model.model.{path}": style for path, style in without.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
+    model, batch = adapted("llama", kind, **({} if kind == "ia3" else {"lora_dropout": 0.1})), inputs("llama")
+    ts.verify(model, LLAMA, batch).assert_ok()
+    assert not ts.verify(model, LLAMA | {"**.gate_proj": ts.Column(heads=4)}, batch).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_outputs_of_adapted_layers_are_right(kind):
+    joined = {"**.k_proj": ts.Column(gather_output=True), "**.v_proj": ts.Column(gather_output=True)}
+    ts.verify(adapted("llama", kind), joined, inputs("llama")).assert_ok()
+
+
+def saves_modules():
+    batch = inputs("llama")
+    model = adapted("llama", "lora", modules_to_save=["lm_head"])
+    whole = model.eval()
+    split = ts.parallelize(copy.deepcopy(whole), ts.plans.auto(whole, batch, verbose=False))
+    heads = [n for n in ShardTable(split).exact if "lm_head" in n]
+    train((whole, split), batch)
+    with whole.disable_adapter(), split.disable_adapter():
+        equal(split, whole, batch)
+    return heads
+
+
+@pytest.mark.slow
+def test_all_copies_of_a_module_that_is_trained_whole_are_split(on_ranks):
+    copies = ["modules_to_save.default", "original_module"]
+    for found in on_ranks(2, saves_modules):
+        assert sorted(found) == [f"base_model.model.lm_head.{name}.weight" for name in copies]
+
+
+@pytest.mark.slow
+def test_a_plan_says_which_adapted_layer_stays_whole_and_why(capsys):
+    import peft
+
+    warnings.simplefilter("ignore")
+    options = {"r": 4, "target_modules": ["up_proj", "down_proj"], "init_lora_weights": "mica"}
+    model = peft.get_peft_model(plain("llama"), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    plan = ts.plans.auto(model, inputs("llama"))
+    assert not any("up_proj" in path or "down_proj" in path for path in plan)
+    said = capsys.readouterr().out
+    assert "up_proj: whole" in said
+    assert "computes more than LoRA, DoRA or IA3 (MiCALinearVariant)" in said
+
+
+# -- What is saved, and what is refused -----------------------------------------------------------
+
+
+def writes_adapter(folder):
+    import peft
+
+    batch = inputs("llama")
+    whole, split = whole_and_split(adapted("llama", "dora").eval())
+    state = ts.collect_state_dict(split, split.state_dict(), to="rank0")
+    with pytest.raises(ts.errors.StateError, match="would write this rank's shards"):
+        split.save_pretrained(folder)
+    if state is None:
+        return
+    split.save_pretrained(folder, state_dict=state)
+    read = peft.PeftModel.from_pretrained(plain("llama"), folder).eval()
+    equal(read, whole, batch)
+
+
+@pytest.mark.slow
+def test_peft_reads_the_adapter_of_a_split_model(on_ranks, tmp_path):
+    on_ranks(2, lambda: writes_adapter(tmp_path))
+
+
+def communicates():
+    model = adapted("llama", "lora").eval()
+    split = ts.parallelize(model, LLAMA)
+    loss = split(**inputs("llama")).loss
+    shapes = []
+    original = torch.distributed.all_reduce
+    try:
+        torch.distributed.all_reduce = lambda t, *a, **k: (
+            shapes.append(tuple(t.shape)),
+            original(t, *a, **k),
+        )[1]
+        loss.backward()
+    finally:
+        torch.distributed.all_reduce = original
+    assert all((p.grad is not None) == ("lora_" in name) for name, p in split.named_parameters())
+    return shapes
+
+
+@pytest.mark.slow
+def test_a_frozen_base_has_no_gradients_to_communicate(on_ranks):
+    for shapes in on_ranks(2, communicates):
+        assert shapes
+        assert {shape[:2] for shape in shapes} == {(3, 7)}  # those of activations alone
+
+
+def refuses():
+    import peft
+
+    warnings.simplefilter("ignore")
+    split = ts.parallelize(adapted("llama", "lora"), {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
+    with pytest.raises(ModelError, match="split already, and would be whole"):
+        split.add_adapter("late", configuration("llama", "lora"))
+    batch = {**inputs("llama"), "adapter_names": ["default"] * 3}
+    with pytest.raises(ModelError, match="call set_adapter"):
+        split.eval()(**batch)
+    model = adapted("llama", "lora")
+    plan = {"**.layers": ts.Sequence(), "**.up_proj": ts.Column(), "**.down_proj": ts.Row()}
+    with pytest.raises(ConfigError, match="has adapters, whose gradients on parts of a sequence"):
+        ts.parallelize(model, plan)
+    model = adapted("llama", "dora")
+    model.merge_adapter()
+    with pytest.raises(ModelError, match="its DoRA adapter is merged into its weight"):
+        ts.parallelize(model, {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.lora_A["default"] = nn.Sequential(nn.Linear(32, 4))
+    model.unmerge_adapter()
+    with pytest.raises(ModelError, match="has a Sequential where LoRA has a linear layer"):
+        ts.parallelize(model, {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
+    return peft.__version__
+
+
+@pytest.mark.slow
+def test_what_adapters_cannot_do_in_a_split_model_is_refused(on_ranks):
+    assert all(on_ranks(2, refuses))
