@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tp_core.errors import ModelError, TpError
 
-from tp_shard._plans._styles import Column, Replicated, Row, Style
+from tp_shard._plans._styles import Column, Replicated, Row, Style, Vocab
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._examples import (
@@ -106,7 +106,7 @@ class Proof:
                 wrong, self.notes[""] = set(plan), fault.reason
         where = fault.module or "the model"
         for name in wrong:
-            if isinstance(plan.get(name), Column | Row):
+            if isinstance(plan.get(name), Column | Row | Vocab):
                 self.notes.setdefault(name, f"it would be split together with {where}, where {fault.reason}")
         return {name: style for name, style in plan.items() if name not in wrong}
 
