@@ -10,7 +10,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
-from tp_shard._shards._slices import ShardTable
+from tp_shard._shards import ShardTable
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
