@@ -14,7 +14,8 @@ import weakref
 from contextlib import contextmanager
 
 import torch
-from tp_core.plugins import Backend, ProcessGroupSession, Verdict, hookimpl, join_process_group
+from tp_core.plugins import Backend, Verdict, hookimpl
+from tp_core.sessions import ProcessGroupSession, join_process_group
 
 tp_contract = 1
 

@@ -1,7 +1,7 @@
 """Every sub-command of this project does what the kit asks of those of others."""
 
 import pytest
-from tp_core.plugins import PluginRegistry
+from tp_core.discovery import PluginRegistry
 from tp_core.testing import CommandConformance
 
 pytestmark = pytest.mark.slow  # further cases of what the kit's own tests hold

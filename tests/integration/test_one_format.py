@@ -5,8 +5,8 @@ import torch
 import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import StateError
-from tp_core.plugins import PluginRegistry
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 

@@ -19,7 +19,8 @@ def defined_in_the_block_of(name, guide=GUIDE):
     kept = (ast.Import, ast.ImportFrom, ast.ClassDef)  # and not what uses them
     body = [node for node in ast.parse(block).body if isinstance(node, kept)]
     namespace = {"__name__": "guide"}
-    exec("from tp_core.plugins import Backend, PluginRegistry, Session, Verdict, hookimpl", namespace)
+    exec("from tp_core.discovery import PluginRegistry", namespace)
+    exec("from tp_core.plugins import Backend, Session, Verdict, hookimpl", namespace)
     exec(compile(ast.Module(body, []), str(guide), "exec"), namespace)
     return namespace[name]
 

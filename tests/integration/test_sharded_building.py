@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.plugins import FullyShardOptions
+from tp_core.sessions import FullyShardOptions
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import FsdpOptions, Trainer
 

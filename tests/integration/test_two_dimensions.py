@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, SelectionError
-from tp_core.plugins import FullyShardOptions
+from tp_core.sessions import FullyShardOptions
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import torch
-from tp_core.plugins import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
+from tp_core.discovery import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
 
 from tests.surface.runs import train
 from tests.tp_commands import COMMANDS

@@ -6,10 +6,15 @@ from importlib.metadata import version
 
 import pytest
 import tp_core
+import tp_core.data
+import tp_core.discovery
 import tp_core.errors
 import tp_core.internal
+import tp_core.jobs
 import tp_core.plugins
+import tp_core.sessions
 import tp_core.state
+import tp_core.tensors
 import tp_core.testing
 
 PUBLIC = {
@@ -18,14 +23,25 @@ PUBLIC = {
         plugins recursive_pin recursive_to resolve_devices tree_leaves tree_map
     """,
     tp_core.plugins: """
-        CONTRACT_VERSION ENTRY_POINT_GROUP SHARDED_ATTRIBUTE Backend BrokenPlugin Callback Candidate
-        CollateAdapter Command Contribution Engine Footprint FullyShardOptions HookSpecs Job Logger
-        LoggerFactory LossReduction MemoryNeed ModelTraits NameConflict NamedCallback NoOptions Parts
-        PluginInfo PluginRegistry Pool
-        Precision PreparedLoader ProcessGroupSession ReduceOp RunInfo RunStatus RunView Selection
-        Session Share StepOutput TensorSlice Verdict build_deferred combine_outputs count_samples hookimpl
-        initial_value is_deferred is_sharded join_process_group materialize read_weight registry
-        replicated_memory restore_order select split_weight
+        Backend Callback CollateAdapter Command Engine Job Logger LoggerFactory NamedCallback NoOptions Pool
+        RunInfo RunStatus RunView Session Verdict hookimpl registry
+    """,
+    tp_core.data: """
+        LossReduction Parts PreparedLoader Share StepOutput combine_outputs count_samples read_weight
+        restore_order split_weight
+    """,
+    tp_core.tensors: """
+        SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize
+    """,
+    tp_core.sessions: """
+        FullyShardOptions ProcessGroupSession ReduceOp join_process_group
+    """,
+    tp_core.jobs: """
+        Footprint MemoryNeed ModelTraits Precision replicated_memory
+    """,
+    tp_core.discovery: """
+        CONTRACT_VERSION ENTRY_POINT_GROUP BrokenPlugin Candidate Contribution HookSpecs NameConflict
+        PluginInfo PluginRegistry Selection select
     """,
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state

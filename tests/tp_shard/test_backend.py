@@ -4,7 +4,8 @@ import pytest
 import tp_shard as ts
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.plugins import Footprint, Job
+from tp_core.jobs import Footprint
+from tp_core.plugins import Job
 from tp_core.testing import BackendConformance
 from tp_shard._backend import ShardBackend
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core import LaunchEnvironment
+from tp_core.data import Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.plugins import CollateAdapter, Job, Parts, Verdict, registry
+from tp_core.plugins import CollateAdapter, Job, Verdict, registry
 from tp_tuple._backend import TupleBackend
 from tp_tuple._loading import TupleCollateAdapter
 

@@ -1,8 +1,8 @@
 """An adapter that is asked for by name, and whose plugin was left out."""
 
 import pytest
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import PluginError
-from tp_core.plugins import PluginRegistry
 from tp_core.testing import fake_distribution
 from tp_tuple import _loading
 

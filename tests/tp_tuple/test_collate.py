@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_default_collate
 from tp_core import tree_leaves
+from tp_core.data import Parts
 from tp_core.errors import ConfigError
-from tp_core.plugins import Parts
 from tp_tuple import Speeds, TupleParallel, _balance, cat, default_collate, restore_order, tp_collate
 
 

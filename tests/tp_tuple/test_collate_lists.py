@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_default_collate
+from tp_core.data import Parts
 from tp_core.errors import ConfigError
-from tp_core.plugins import Parts
 from tp_tuple import TupleParallel, default_collate, tp_collate
 
 

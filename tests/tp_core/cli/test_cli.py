@@ -10,7 +10,8 @@ from importlib.metadata import version
 import pytest
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import build_app, run
-from tp_core.plugins import PluginRegistry, registry
+from tp_core.discovery import PluginRegistry
+from tp_core.plugins import registry
 from tp_core.testing import fake_distribution
 
 COMMANDS = """

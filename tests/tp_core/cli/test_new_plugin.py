@@ -11,8 +11,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from tp_core.cli._main import run
 from tp_core.cli._new_plugin import Kind, write_plugin
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.plugins import Backend, PluginRegistry, Session, Verdict
+from tp_core.plugins import Backend, Session, Verdict
 from tp_core.testing import fake_distribution
 
 

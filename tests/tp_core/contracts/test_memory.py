@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 from tp_core import LaunchEnvironment
+from tp_core.discovery import Contribution, select
 from tp_core.errors import ConfigError, SelectionError
-from tp_core.plugins import Backend, Contribution, Footprint, Job, MemoryNeed, Session, Verdict, select
+from tp_core.jobs import Footprint, MemoryNeed
+from tp_core.plugins import Backend, Job, Session, Verdict
 
 GIB = 2**30
 NEED = MemoryNeed(

@@ -2,7 +2,7 @@
 
 import pytest
 from torch.utils.data import DataLoader
-from tp_core.plugins import PreparedLoader
+from tp_core.data import PreparedLoader
 
 
 def loader(**options):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
+from tp_core.data import PreparedLoader, Share
 from tp_core.errors import LoaderError
-from tp_core.plugins import PreparedLoader, Share
 
 
 class Numbers(IterableDataset):

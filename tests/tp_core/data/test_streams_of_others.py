@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 from torch.utils.data import DataLoader
-from tp_core.plugins import PreparedLoader
+from tp_core.data import PreparedLoader
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import psutil
 import pytest
 from torch.utils.data import DataLoader
-from tp_core.plugins import PreparedLoader
+from tp_core.data import PreparedLoader
 
 from tests.own_words import own_words
 
@@ -22,7 +22,7 @@ PROGRAM = """
 import multiprocessing, os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader
-from tp_core.plugins import PreparedLoader
+from tp_core.data import PreparedLoader
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 

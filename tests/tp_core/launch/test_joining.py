@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tp_core import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError
 from tp_core.internal import new_process_group, rendezvous_store
-from tp_core.plugins import ProcessGroupSession, join_process_group
+from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import make_job, run_ranks
 from tp_core.testing._kit import ConformanceKit
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from tp_core.cli._doctor import examine
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ContractError
-from tp_core.plugins import Callback, NamedCallback, PluginRegistry, hookimpl
+from tp_core.plugins import Callback, NamedCallback, hookimpl
 
 
 def bringing(*callbacks):

@@ -3,8 +3,9 @@
 import pytest
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import build_app, run
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import DuplicateNameError
-from tp_core.plugins import Command, PluginRegistry, hookimpl, registry
+from tp_core.plugins import Command, hookimpl, registry
 from tp_core.testing import fake_distribution
 
 BACKEND = """

@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import run
-from tp_core.plugins import PluginRegistry
+from tp_core.discovery import PluginRegistry
 
 from tests.tp_core.plugins.odd import odd, source
 

@@ -11,8 +11,8 @@ import pytest
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.cli._doctor import examine
 from tp_core.cli._main import run
-from tp_core.plugins import Job, PluginRegistry
-from tp_core.plugins import _hooks
+from tp_core.discovery import PluginRegistry
+from tp_core.plugins import Job, _hooks
 from tp_core.plugins import _select as select_module
 from tp_core.plugins._select import select
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
-from tp_core.plugins import Backend, Command, Job, PluginRegistry, Session, Verdict, hookimpl
+from tp_core.plugins import Backend, Command, Job, Session, Verdict, hookimpl
 from tp_core.testing import fake_distribution
 
 

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.discovery import Contribution, select
 from tp_core.errors import ConfigError, PluginError, SelectionError
 from tp_core.internal import check_backend_name
-from tp_core.plugins import Backend, Contribution, Job, NoOptions, Session, Verdict, select
+from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
 
 
 def backend(name_, verdict):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from tp_core.plugins import build_deferred, initial_value, is_deferred, materialize
+from tp_core.tensors import build_deferred, initial_value, is_deferred, materialize
 
 
 class Everything(nn.Module):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.serialization import get_crc32_options
 from tp_core.errors import StateError
 from tp_core.internal import split_evenly
-from tp_core.plugins import TensorSlice
 from tp_core.state import read_tensors, record_of, tensor_infos, write_tensors
+from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
 
 TENSORS = {

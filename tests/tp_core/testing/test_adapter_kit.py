@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from tp_core.plugins import CollateAdapter, Parts, Verdict
+from tp_core.data import Parts
+from tp_core.plugins import CollateAdapter, Verdict
 from tp_core.testing import AdapterConformance
 
 

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import RankFailedError
-from tp_core.plugins import Backend, MemoryNeed, ProcessGroupSession, Verdict, join_process_group
+from tp_core.jobs import MemoryNeed
+from tp_core.plugins import Backend, Verdict
+from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import BackendConformance, RankPool
 from tp_core.testing._backend_conformance import _pools
 

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 from tp_core.errors import RankFailedError
-from tp_core.plugins import Backend, ProcessGroupSession, Verdict, join_process_group
+from tp_core.plugins import Backend, Verdict
+from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import BackendConformance, RankPool
 from tp_core.testing._backend_conformance import _pools
 

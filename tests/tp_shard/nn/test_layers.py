@@ -8,7 +8,7 @@ import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
 from tp_core.errors import ConfigError
-from tp_core.plugins import is_sharded
+from tp_core.tensors import is_sharded
 
 from tests.tp_shard.on_each_rank import own
 

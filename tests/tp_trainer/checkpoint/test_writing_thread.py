@@ -4,7 +4,7 @@ import logging
 import threading
 
 import torch
-from tp_core.plugins import TensorSlice
+from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._checkpoint import _checkpointer

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core import LaunchEnvironment
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import (
     ConfigError,
     DeviceError,
@@ -23,7 +24,7 @@ from tp_core.errors import (
     StepError,
 )
 from tp_core.internal import rendezvous_store
-from tp_core.plugins import Backend, PluginRegistry, Verdict, hookimpl
+from tp_core.plugins import Backend, Verdict, hookimpl
 from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
 

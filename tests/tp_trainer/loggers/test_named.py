@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
-from tp_core.plugins import LoggerFactory, PluginRegistry
+from tp_core.plugins import LoggerFactory
 from tp_trainer import LogOptions, loggers
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger

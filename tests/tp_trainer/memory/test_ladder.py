@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from tp_core import LaunchEnvironment
+from tp_core.discovery import select
 from tp_core.errors import ConfigError
 from tp_core.internal import resolve_options, sharded_memory
-from tp_core.plugins import Footprint, Job, registry, select
+from tp_core.jobs import Footprint
+from tp_core.plugins import Job, registry
 from tp_trainer import FsdpOptions
 
 WIDTH, BLOCKS = 256, 8

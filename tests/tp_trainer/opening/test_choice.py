@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, ModelError, SelectionError
-from tp_core.plugins import Backend, PluginRegistry, Session, Verdict, hookimpl
+from tp_core.plugins import Backend, Session, Verdict, hookimpl
 from tp_core.testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
 

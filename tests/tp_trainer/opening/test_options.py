@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.plugins import Backend, NoOptions, PluginRegistry, Session, Verdict, hookimpl
+from tp_core.plugins import Backend, NoOptions, Session, Verdict, hookimpl
 from tp_trainer import DdpOptions, FsdpOptions, Trainer
 
 

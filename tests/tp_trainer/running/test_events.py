@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
+from tp_core.plugins import NamedCallback, hookimpl
 from tp_core.testing import run_ranks
 from tp_trainer import Callback, Checkpoints, Interrupted, Limits, Trainer, Validation
 from tp_trainer._running._settings import seconds_of

@@ -4,8 +4,9 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
-from tp_core.plugins import NamedCallback, PluginRegistry, hookimpl
+from tp_core.plugins import NamedCallback, hookimpl
 from tp_core.testing import fake_distribution
 from tp_trainer import Callback
 from tp_trainer._running._callbacks import find_callbacks

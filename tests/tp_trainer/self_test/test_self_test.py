@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 from tp_core.cli._main import run
-from tp_core.plugins import PluginRegistry
+from tp_core.discovery import PluginRegistry
 from tp_core.testing import fake_distribution
 from tp_trainer._self_test import Result, Setup, find_setups, run_setup
 from tp_trainer._self_test_rank import Numbers, reference

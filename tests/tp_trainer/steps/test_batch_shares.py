@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tp_core.data import PreparedLoader, Share
 from tp_core.errors import StepError
-from tp_core.plugins import PreparedLoader, Share
 from tp_trainer._steps._loaders import BatchShares
 
 

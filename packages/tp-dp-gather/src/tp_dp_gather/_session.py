@@ -8,9 +8,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to, tree_leaves
+from tp_core.data import LossReduction, Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import Envelope, iterates_itself
-from tp_core.plugins import Job, LossReduction, Parts, PreparedLoader, Session, StepOutput, combine_outputs
+from tp_core.plugins import Job, Session
 
 from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._options import GatherOptions

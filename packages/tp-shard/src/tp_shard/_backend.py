@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import check_above_zero
-from tp_core.plugins import Backend, Footprint, Job, MemoryNeed, Verdict, replicated_memory
+from tp_core.jobs import Footprint, MemoryNeed, replicated_memory
+from tp_core.plugins import Backend, Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from torch import nn
-    from tp_core.plugins import FullyShardOptions
+    from tp_core.sessions import FullyShardOptions
 
     from tp_shard._session import ShardSession
 
@@ -25,7 +26,7 @@ class ShardOptions:
         bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` for torch's default.
         data: The parallelism over copies of the model. "ddp" averages gradients between ranks that hold the
             same shards. "fsdp" shards those once more over the copies, with gradients and optimizer state, by
-            torch's ``fully_shard``; `tp_core.plugins.FullyShardOptions` sets its details. "auto" is "ddp" if
+            torch's ``fully_shard``; `tp_core.sessions.FullyShardOptions` sets its details. "auto" is "ddp" if
             the estimated memory suffices, else "fsdp".
 
     Raises:
@@ -57,7 +58,7 @@ class ShardOptions:
     @property
     def fully_sharded(self) -> "FullyShardOptions | None":
         """The options for sharding shards over the copies; ``None`` if ``data`` does not ask for it."""
-        from tp_core.plugins import FullyShardOptions
+        from tp_core.sessions import FullyShardOptions
 
         if isinstance(self.data, FullyShardOptions):
             return self.data
@@ -147,7 +148,7 @@ class ShardBackend(Backend[ShardOptions]):
         is_ddp = options.find_unused_parameters or options.bucket_cap_mb is not None
         if is_ddp or self._ranks(job)[1] == 1 or self._need_of_ddp(job, job.footprint).fits:
             return None
-        from tp_core.plugins import FullyShardOptions
+        from tp_core.sessions import FullyShardOptions
 
         return FullyShardOptions()
 

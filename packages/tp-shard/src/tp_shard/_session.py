@@ -7,17 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.data import Share
 from tp_core.internal import FullyShardedSession, Sharding, is_dtensor, move_module
-from tp_core.plugins import (
-    FullyShardOptions,
-    Job,
-    ProcessGroupSession,
-    Share,
-    TensorSlice,
-    initial_value,
-    materialize,
-)
+from tp_core.plugins import Job
+from tp_core.sessions import FullyShardOptions, ProcessGroupSession
 from tp_core.state import load_whole_state, plain_state
+from tp_core.tensors import TensorSlice, initial_value, materialize
 
 from tp_shard import distributed
 from tp_shard._groups import _debug

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import is_dtensor
-from tp_core.plugins import SHARDED_ATTRIBUTE, TensorSlice
+from tp_core.tensors import SHARDED_ATTRIBUTE, TensorSlice
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, Group, current_group

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
+from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError
 from tp_core.internal import check_initialized
-from tp_core.plugins import PreparedLoader
 
 from tp_trainer._checkpoint import Checkpoints
 

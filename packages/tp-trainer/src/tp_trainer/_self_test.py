@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.discovery import Contribution
 from tp_core.errors import TpError
 from tp_core.internal import check_backend_name, check_process_count, output_console
-from tp_core.plugins import Backend, Contribution, Job, Verdict, registry
+from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_trainer._self_test_rank import read_numbers, reference, type_of
 

@@ -13,20 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
+from tp_core.data import LossReduction, PreparedLoader, StepOutput, read_weight
+from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import PerModule, Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
-from tp_core.plugins import (
-    Job,
-    LossReduction,
-    PluginRegistry,
-    Precision,
-    PreparedLoader,
-    Selection,
-    Session,
-    StepOutput,
-    read_weight,
-    registry,
-)
+from tp_core.jobs import Precision
+from tp_core.plugins import Job, Session, registry
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
@@ -356,7 +348,7 @@ class Trainer:
             >>> model = trainer.build(lambda: nn.Linear(4, 1))
             >>> optimizer = torch.optim.AdamW(model.parameters())
         """
-        from tp_core.plugins import build_deferred, materialize
+        from tp_core.tensors import build_deferred, materialize
 
         def build() -> nn.Module:
             made = make()

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from tp_core import LaunchEnvironment, available_devices, resolve_devices
+from tp_core.discovery import select
 from tp_core.errors import ConfigError
 from tp_core.internal import device_of_rank
-from tp_core.plugins import Job, Session, registry, select
+from tp_core.plugins import Job, Session, registry
 
 from tp_trainer._checkpoint._model_files import save_atomically
 from tp_trainer._opening._session import open_session

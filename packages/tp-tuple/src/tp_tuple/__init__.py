@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_core.plugins import restore_order as restore_order
+    from tp_core.data import restore_order as restore_order
 
     from tp_tuple import compat as compat
     from tp_tuple._balance import Speeds as Speeds
@@ -32,7 +32,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core.plugins": ["restore_order"],
+            "tp_core.data": ["restore_order"],
             "tp_tuple": ["compat"],
             "tp_tuple._balance": ["Speeds"],
             "tp_tuple._batch": ["Batch"],

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
+from tp_core.data import Parts
 from tp_core.errors import ConfigError
 from tp_core.internal import seeded
-from tp_core.plugins import Parts
 
 from tp_tuple._balance import Speeds, Weights, balanced_rows, check_weights, consecutive_rows, resolve_weights
 from tp_tuple._functions import per_value

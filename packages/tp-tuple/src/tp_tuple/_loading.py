@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from tp_core.data import Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.internal import Envelope
-from tp_core.plugins import CollateAdapter, Parts, Verdict, registry
+from tp_core.plugins import CollateAdapter, Verdict, registry
 
 from tp_tuple._balance import Speeds
 from tp_tuple._collate import Splitter

@@ -7,16 +7,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tp_core import recursive_to
+from tp_core.data import Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import LoaderError, StepError
 from tp_core.internal import Envelope, PerModule
-from tp_core.plugins import (
-    Job,
-    Parts,
-    PreparedLoader,
-    Session,
-    StepOutput,
-    combine_outputs,
-)
+from tp_core.plugins import Job, Session
 from tp_core.replicas import Replicas
 
 from tp_tuple._balance import Speeds, resolve_weights, run_timed
@@ -87,7 +81,7 @@ class TupleSession(Session):
         if isinstance(loader, DataLoader) and loader.batch_sampler is None:
             msg = (
                 "a DataLoader with batch_size=None does not make lists of items to split over "
-                f"{len(self.job.devices)} devices; give it a batch size, or yield tp_core.plugins.Parts "
+                f"{len(self.job.devices)} devices; give it a batch size, or yield tp_core.data.Parts "
                 "from an iterable of your own"
             )
             raise LoaderError(msg)
@@ -111,7 +105,7 @@ class TupleSession(Session):
         if not isinstance(parts, Parts):
             msg = (
                 "the backend 'tuple' needs batches in parts, one per device, and the loader yielded "
-                f"{type(parts).__name__}; give a DataLoader with a batch size, or yield tp_core.plugins.Parts"
+                f"{type(parts).__name__}; give a DataLoader with a batch size, or yield tp_core.data.Parts"
             )
             raise LoaderError(msg)
         return self._placed(parts)

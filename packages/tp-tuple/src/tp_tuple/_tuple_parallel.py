@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core import DeviceSpec, recursive_to
+from tp_core.data import Parts
 from tp_core.errors import ConfigError
-from tp_core.plugins import Parts
 from tp_core.replicas import ReplicaWrapper, untraced
 
 from tp_tuple._balance import Speeds, run_timed

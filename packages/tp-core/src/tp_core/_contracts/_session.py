@@ -61,7 +61,7 @@ class Session:
             parts of parameters. Then all data ranks must evaluate the same number of batches: loaders that
             are prepared for evaluation give a rank without one a stand-in, with a share of 0 samples.
         takes_deferred_models: Whether :meth:`prepare_model` takes a model that was built without memory
-            (`tp_core.plugins.build_deferred`), and allocates its parameters and buffers, or a rank's part.
+            (`tp_core.tensors.build_deferred`), and allocates its parameters and buffers, or a rank's part.
     """
 
     runs_step_in_parts: bool = False

@@ -14,8 +14,9 @@ from tp_core._contracts._job import Job
 from tp_core._devices._resolve import device_loads, resolve_devices
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core._launch._output import output_console
+from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
-from tp_core.plugins import CONTRACT_VERSION, PluginRegistry, registry
+from tp_core.plugins import registry
 from tp_core.plugins._hooks import DISABLE_VARIABLE, describe, stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select

@@ -16,8 +16,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from tp_core._messages import did_you_mean
+from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ContractError, TpError
-from tp_core.plugins import Command, Contribution, PluginRegistry, registry
+from tp_core.plugins import Command, registry
 from tp_core.plugins._hooks import PluginInfo, call, describe
 
 # -- What a command says where something goes wrong: a sentence for people, one JSON object for programs

@@ -20,8 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.plugins import Contribution, PluginRegistry, registry
+from tp_core.plugins import registry
 from tp_core.plugins._hooks import FIRST_PARTY, OWN_COMMANDS
 from tp_core.plugins._select import KNOWN_BACKENDS
 

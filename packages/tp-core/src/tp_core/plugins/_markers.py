@@ -10,4 +10,4 @@ CONTRACT_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
-"""The decorator of a plugin's implementations of the hooks in :class:`tp_core.plugins.HookSpecs`."""
+"""The decorator of a plugin's implementations of the hooks in :class:`tp_core.discovery.HookSpecs`."""

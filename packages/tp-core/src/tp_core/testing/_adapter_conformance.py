@@ -80,7 +80,7 @@ class AdapterConformance(DeclaredLimits):
     @pytest.mark.parametrize(("count", "parts"), [(1, 1), (6, 1), (1, 3), (2, 3), (5, 2), (7, 3), (16, 4)])
     def test_every_sample_is_in_one_part(self, count: int, parts: int) -> None:
         made = self._split(count, parts=parts)
-        assert isinstance(made, Parts), f"expected tp_core.plugins.Parts, got {type(made).__name__}"
+        assert isinstance(made, Parts), f"expected tp_core.data.Parts, got {type(made).__name__}"
         found = [self.numbers(part) for part in made]
         assert sorted(chain(*found)) == list(range(count))
         assert all(found), "a part without samples has no loss; make fewer parts"

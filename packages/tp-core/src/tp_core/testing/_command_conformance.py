@@ -7,7 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from tp_core.plugins import Command, PluginRegistry, hookimpl
+from tp_core.discovery import PluginRegistry
+from tp_core.plugins import Command, hookimpl
 from tp_core.plugins._hooks import OWN_COMMANDS
 from tp_core.testing._kit import DeclaredLimits
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, ClassVar
 
-from tp_core.plugins import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
+from tp_core.discovery import CONTRACT_VERSION, ENTRY_POINT_GROUP, PluginRegistry
 from tp_core.testing._kit import DeclaredLimits
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import RankFailedError, StateError
 from tp_core.internal import is_dtensor, write_atomically
-from tp_core.plugins import TensorSlice
 from tp_core.state import plain_name
+from tp_core.tensors import TensorSlice
 
 from tp_shard._shards import Shard, ShardTable, part_of, reshard, slice_of, unwrap
 from tp_shard._state._checkpoint import gather_objects

@@ -8,15 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.internal import check_above_zero, move_module
-from tp_core.plugins import (
-    Backend,
-    Job,
-    MemoryNeed,
-    ProcessGroupSession,
-    Verdict,
-    join_process_group,
-    replicated_memory,
-)
+from tp_core.jobs import MemoryNeed, replicated_memory
+from tp_core.plugins import Backend, Job, Verdict
+from tp_core.sessions import ProcessGroupSession, join_process_group
 
 
 @dataclass(frozen=True, slots=True)

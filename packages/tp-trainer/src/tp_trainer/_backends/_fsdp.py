@@ -13,7 +13,9 @@ from tp_core.internal import (
     resolve_options,
     sharded_memory,
 )
-from tp_core.plugins import Backend, FullyShardOptions, Job, MemoryNeed, Verdict, join_process_group
+from tp_core.jobs import MemoryNeed
+from tp_core.plugins import Backend, Job, Verdict
+from tp_core.sessions import FullyShardOptions, join_process_group
 
 if TYPE_CHECKING:
     from tp_trainer._backends._fsdp_session import FsdpSession
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
-    """The options of the backend ``fsdp``: `tp_core.plugins.FullyShardOptions`, and a timeout.
+    """The options of the backend ``fsdp``: `tp_core.sessions.FullyShardOptions`, and a timeout.
 
     Attributes:
         timeout_s: How many seconds a collective waits for the other ranks.

@@ -12,7 +12,8 @@ from tp_core.internal import (
     presharded_mesh,
     total_shard_norm,
 )
-from tp_core.plugins import FullyShardOptions, Job
+from tp_core.plugins import Job
+from tp_core.sessions import FullyShardOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from tp_core.plugins import Backend, Job, MemoryNeed, NoOptions, Session, Verdict, replicated_memory
+from tp_core.jobs import MemoryNeed, replicated_memory
+from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
 
 
 class SingleBackend(Backend[NoOptions]):

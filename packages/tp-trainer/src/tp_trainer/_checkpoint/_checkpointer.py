@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError, TpError
 from tp_core.internal import Ownership, new_process_group
-from tp_core.plugins import Session, TensorSlice
+from tp_core.plugins import Session
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
+from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checkpoint._folder import RunFolder, bytes_in, read_json, step_of, verify, write_json

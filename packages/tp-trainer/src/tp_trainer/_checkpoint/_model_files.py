@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership, write_atomically
-from tp_core.plugins import Session, TensorSlice
+from tp_core.plugins import Session
 from tp_core.state import (
     StoredTensors,
     TensorInfo,
@@ -23,6 +23,7 @@ from tp_core.state import (
     restore_state,
     whole,
 )
+from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint._folder import verify
 from tp_trainer._checkpoint._weights_files import (

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.internal import call_builder, did_you_mean
-from tp_core.plugins import Job, Precision, build_deferred, registry
+from tp_core.jobs import Precision
+from tp_core.plugins import Job, registry
+from tp_core.tensors import build_deferred
 
 from tp_trainer._checks import check_known
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes

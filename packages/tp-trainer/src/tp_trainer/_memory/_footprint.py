@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
+from tp_core.data import StepOutput
 from tp_core.errors import ConfigError
-from tp_core.plugins import Footprint, Precision, StepOutput, is_sharded
+from tp_core.jobs import Footprint, Precision
+from tp_core.tensors import is_sharded
 
 from tp_trainer._steps._step import in_precision, loss_of
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core.discovery import Contribution, Selection
 from tp_core.internal import free_nbytes
-from tp_core.plugins import Backend, Contribution, Footprint, Job, Selection, Verdict
+from tp_core.jobs import Footprint
+from tp_core.plugins import Backend, Job, Verdict
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from tp_core import tree_map
+from tp_core.data import PreparedLoader, StepOutput
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.internal import SampleRows, join_rows, row_count, write_atomically
-from tp_core.plugins import PreparedLoader, Session, StepOutput
+from tp_core.plugins import Session
 
 from tp_trainer._checkpoint._model_files import write_on_main
 from tp_trainer._metrics._metric import Metric, MetricSet, OrderedGather, on_cpu

@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from tp_core import recursive_to, tree_map
+from tp_core.data import Share, StepOutput
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import SampleRows, join_rows
-from tp_core.plugins import Session, Share, StepOutput
+from tp_core.plugins import Session
 
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._step import Step

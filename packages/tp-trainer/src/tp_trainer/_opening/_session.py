@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from tp_core.discovery import PluginRegistry, Selection, select
 from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
 from tp_core.internal import check_backend_name
-from tp_core.plugins import Backend, Job, NoOptions, PluginRegistry, Selection, Session, select
+from tp_core.plugins import Backend, Job, NoOptions, Session
 
 from tp_trainer._opening._agreement import check_same_at_start
 

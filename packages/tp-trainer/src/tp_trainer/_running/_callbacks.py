@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.plugins import Callback, Contribution, NamedCallback, PluginRegistry
+from tp_core.plugins import Callback, NamedCallback
 
 log = logging.getLogger("tp_trainer")
 

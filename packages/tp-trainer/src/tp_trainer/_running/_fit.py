@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from tp_core.plugins import PreparedLoader, StepOutput
+from tp_core.data import PreparedLoader, StepOutput
 
 from tp_trainer._metrics._evaluation import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries

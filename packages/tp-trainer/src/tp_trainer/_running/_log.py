@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
+from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.plugins import Logger, PluginRegistry, RunInfo, RunStatus, Selection, Session
+from tp_core.plugins import Logger, RunInfo, RunStatus, Session
 
 from tp_trainer._running._settings import LoopSettings
 from tp_trainer._secrets import mask_secrets

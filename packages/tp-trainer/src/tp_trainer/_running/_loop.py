@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.plugins import PreparedLoader, RunStatus, RunView, Session, Share
+from tp_core.plugins import RunStatus, RunView, Session
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_positive

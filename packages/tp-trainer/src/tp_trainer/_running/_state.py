@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError
-from tp_core.plugins import PreparedLoader, Session
+from tp_core.plugins import Session
 from tp_core.state import StoredTensors, collect_state, restore_state, to_json
 
 from tp_trainer._checkpoint import _generators as generators

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from tp_core.errors import ConfigError, StateError
-from tp_core.plugins import Session, TensorSlice
+from tp_core.plugins import Session
 from tp_core.state import StoredTensors, collect_values, load_whole_state, restore_values, to_json
+from tp_core.tensors import TensorSlice
 
 log = logging.getLogger("tp_trainer")
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from tp_core import LaunchEnvironment
+from tp_core.data import StepOutput
 from tp_core.internal import rendezvous_store
-from tp_core.plugins import Session, StepOutput
+from tp_core.plugins import Session
 
 from tp_trainer._rank_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step

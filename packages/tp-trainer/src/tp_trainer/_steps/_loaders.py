@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from tp_core import tree_leaves, tree_map
+from tp_core.data import PreparedLoader, Share, StepOutput
 from tp_core.errors import StepError
-from tp_core.plugins import PreparedLoader, Session, Share, StepOutput
+from tp_core.plugins import Session
 
 from tp_trainer._steps._optimizer_step import counts_as_nothing
 from tp_trainer._steps._step import RunStep, Step

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tp_core.data import Share, read_weight, split_weight
 from tp_core.errors import NonFiniteLossError, StepError
-from tp_core.plugins import Session, Share, read_weight, split_weight
+from tp_core.plugins import Session
 
 _FLUSH_EVERY = 50  # steps between two waits for the accelerator
 

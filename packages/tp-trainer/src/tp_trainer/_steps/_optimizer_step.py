@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.data import Share
 from tp_core.errors import ConfigError, NonFiniteLossError
 from tp_core.internal import zero_backward
-from tp_core.plugins import Session, Share
+from tp_core.plugins import Session
 
 from tp_trainer._checks import check_limit, check_not_negative
 from tp_trainer._steps._step import LossScaler

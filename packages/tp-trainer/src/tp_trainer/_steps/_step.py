@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_map
+from tp_core.data import Parts, StepOutput
 from tp_core.errors import ConfigError, StepError
-from tp_core.plugins import Parts, Precision, Session, StepOutput
+from tp_core.jobs import Precision
+from tp_core.plugins import Session
 
 log = logging.getLogger("tp_trainer")
 

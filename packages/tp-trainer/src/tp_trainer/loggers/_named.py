@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import write_atomically
-from tp_core.plugins import Logger, LoggerFactory, PluginRegistry, RunInfo, RunStatus, Selection
+from tp_core.plugins import Logger, LoggerFactory, RunInfo, RunStatus
 
 from tp_trainer._secrets import mask_arguments
 from tp_trainer.loggers._files import keep_aside, place_for

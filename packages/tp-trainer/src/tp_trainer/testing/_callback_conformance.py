@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.plugins import Callback, NamedCallback, PluginRegistry, RunView, hookimpl, registry
+from tp_core.discovery import PluginRegistry
+from tp_core.plugins import Callback, NamedCallback, RunView, hookimpl, registry
 from tp_core.testing import DeclaredLimits, run_ranks
 
 from tp_trainer import Checkpoints, Trainer

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.plugins import PluginRegistry, StepOutput
+from tp_core.data import StepOutput
+from tp_core.discovery import PluginRegistry
 from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints, GradientRules, Interrupted, SchedulerOptions, Trainer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.plugins import StepOutput
+from tp_core.data import StepOutput
 from tp_core.testing import ConformanceKit
 
 from tp_trainer import Checkpoints, GradientRules

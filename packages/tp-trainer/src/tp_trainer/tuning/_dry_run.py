@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from tp_core.plugins import PreparedLoader, Session
+from tp_core.data import PreparedLoader
+from tp_core.plugins import Session
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer

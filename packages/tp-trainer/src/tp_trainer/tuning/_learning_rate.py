@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.data import PreparedLoader, Share, StepOutput, read_weight
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.plugins import PreparedLoader, Session, Share, StepOutput, read_weight
+from tp_core.plugins import Session
 
 from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer, check_positive
 from tp_trainer._steps._step import Step, loss_of

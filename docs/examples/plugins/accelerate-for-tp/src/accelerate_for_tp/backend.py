@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 from tp_core.errors import ConfigError
-from tp_core.plugins import Backend, Job, ProcessGroupSession, Verdict, join_process_group
+from tp_core.plugins import Backend, Job, Verdict
+from tp_core.sessions import ProcessGroupSession, join_process_group
 
 __all__ = ["AccelerateBackend", "AccelerateOptions", "AccelerateSession"]
 

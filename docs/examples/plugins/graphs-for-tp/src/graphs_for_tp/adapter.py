@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from tp_core.plugins import CollateAdapter, Parts, Verdict
+from tp_core.data import Parts
+from tp_core.plugins import CollateAdapter, Verdict
 
 __all__ = ["GraphAdapter", "deal", "graph_cost"]
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tp_core.plugins import CollateAdapter, Parts, Verdict
+from tp_core.data import Parts
+from tp_core.plugins import CollateAdapter, Verdict
 
 __all__ = ["MyPluginAdapter"]
 

@@ -6,15 +6,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from tp_core.plugins import (
-    Backend,
-    Job,
-    MemoryNeed,
-    Session,
-    StepOutput,
-    Verdict,
-    replicated_memory,
-)
+from tp_core.data import StepOutput
+from tp_core.jobs import MemoryNeed, replicated_memory
+from tp_core.plugins import Backend, Job, Session, Verdict
 
 __all__ = ["MyPluginBackend", "MyPluginOptions"]
 

@@ -1,0 +1,25 @@
+"""What a backend reads of a job: the model's traits, the precision, and the memory that training takes."""
+
+from typing import TYPE_CHECKING
+
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core._contracts._job import Footprint as Footprint
+    from tp_core._contracts._job import MemoryNeed as MemoryNeed
+    from tp_core._contracts._job import ModelTraits as ModelTraits
+    from tp_core._contracts._job import Precision as Precision
+    from tp_core._contracts._job import replicated_memory as replicated_memory
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core._contracts._job": [
+                "Footprint",
+                "MemoryNeed",
+                "ModelTraits",
+                "Precision",
+                "replicated_memory",
+            ],
+        },
+    )
