@@ -288,18 +288,9 @@ def assert_resumed(whole, parts):
     assert parts[1] == whole[1]
 
 
-@pytest.fixture
-def deterministic(name, place):
-    """The same bits also of weights that replicas in threads use twice: in two forward passes, or tied."""
-    torch.use_deterministic_algorithms((name, place) != ("pairs", "tuple"))  # whose parts have to meet
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", IN_ONE_PROCESS)
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.usefixtures("deterministic")
 def test_a_job_is_as_by_hand_and_resumed(tmp_path, name, place):
     job, by_hand = JOBS[name]
     whole, parts = _whole_and_resumed(job, IN_ONE_PROCESS[place], tmp_path)

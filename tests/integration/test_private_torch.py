@@ -43,6 +43,7 @@ REASONS = {
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a number off a device",
     "torch.distributed._tools.fake_collectives.non_functional_collectives": "estimates exchange nothing",
     "torch._subclasses.fake_tensor.FakeTensor": "a tensor without values, for which nothing is drawn",
+    "torch._C._autograd._get_sequence_nr": "nodes of replicas are numbered alike, whichever thread made them",
     "torch._subclasses.fake_tensor.FakeTensorMode": "a step is run on tensors without memory",
     "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
@@ -60,6 +61,7 @@ MEMBERS = {
     ],
     nn.RNNBase: ["_flat_weight_refs", "_flat_weights", "_flat_weights_names"],
     Tensor: ["_version"],
+    torch.autograd.graph.Node: ["_sequence_nr", "_set_sequence_nr"],
 }
 
 
@@ -113,7 +115,10 @@ def test_a_private_name_is_there(name):
 
 @pytest.mark.parametrize("kind", MEMBERS, ids=lambda kind: kind.__name__)
 def test_private_members_are_there(kind):
-    made = {nn.RNNBase: lambda: nn.LSTM(1, 1)}.get(kind, kind)()
+    made = {
+        nn.RNNBase: lambda: nn.LSTM(1, 1),
+        torch.autograd.graph.Node: lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
+    }.get(kind, kind)()
     assert [name for name in MEMBERS[kind] if not hasattr(made, name)] == []
 
 

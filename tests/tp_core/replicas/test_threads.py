@@ -355,11 +355,3 @@ def test_a_process_forked_while_another_thread_runs_the_replicas_runs_them_too(f
     other.join(800)
     assert status == 0
     assert len(replicas.run(lambda r, x: r(x), X)) == 2
-
-
-def test_deterministic_algorithms_run_the_parts_in_turn(replicas):
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert everywhere(replicas, threading.get_ident) == [threading.get_ident()] * 3
-    finally:
-        torch.use_deterministic_algorithms(False)

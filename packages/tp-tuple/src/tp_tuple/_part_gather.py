@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from tp_core.errors import StepError
+from tp_core.internal import leave_to_others
 
 # Each part runs in a thread of its own: the gather of its step, its number, and how often it has gathered.
 _part = threading.local()
@@ -88,8 +89,8 @@ class PartGather:
         if self._in_turn:
             msg = (
                 "all_gather() cannot bring the parts of the batch together within a TorchFunctionMode or "
-                "TorchDispatchMode, or on CPUs with torch.use_deterministic_algorithms(True), in which they "
-                "run one after the other; leave that, or take another backend: Trainer(backend='dp-gather')"
+                "TorchDispatchMode, in which they run one after the other; leave the mode, or take another "
+                "backend: Trainer(backend='dp-gather')"
             )
             raise StepError(msg)
         number, time = _part.number, _part.times
@@ -104,6 +105,7 @@ class PartGather:
             if len(given) < self._count:
                 raise _PartEndedError
         in_order = [given[i] for i in range(self._count)]
+        leave_to_others([part.tensor for i, part in enumerate(in_order) if i != number])
         shapes = {(tuple(part.tensor.shape[1:]), part.tensor.dtype) for part in in_order}
         if len(shapes) > 1:
             listed = " and ".join(sorted(f"(n, {', '.join(map(str, s))}) {d}" for s, d in shapes))

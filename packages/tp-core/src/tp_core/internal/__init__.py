@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from tp_core._tensors._slices import is_dtensor as is_dtensor
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
+    from tp_core.replicas._backward_order import leave_to_others as leave_to_others
     from tp_core.replicas._random import is_random_op as is_random_op
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
 else:
@@ -131,6 +132,7 @@ else:
             "tp_core._tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
             "tp_core._tensors._slices": ["check_initialized", "is_dtensor"],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
+            "tp_core.replicas._backward_order": ["leave_to_others"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._optimizers": ["is_zero_redundancy"],
         },

@@ -381,6 +381,10 @@ class _ExposeToAutograd(torch.autograd.Function):
         return (None, None, *total.values)
 
 
+LINK = _ExposeToAutograd._backward_cls
+"""The type of the nodes between copies and parameters; torch has no public name for it."""
+
+
 class _Sum:
     """A sum of gradients for each parameter; it adds up one transfer at a time, to need little memory.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core.errors import ConfigError, ModelError
+from tp_core.replicas._backward_order import BackwardOrder
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
 from tp_core.replicas._random import Caller, Streams, has_modes, on_device
 from tp_core.replicas._replica_modules import call_as_replica
@@ -50,8 +51,8 @@ class Replicas:
     and the module's attributes as they are when a call begins. Their parameters are copied only when they
     changed since the last call; replicas on the module's own device share its parameters. The gradients
     of all replicas add up in the module's parameters. On CPUs all parts run serially in the caller's
-    thread while they take less time than waking a thread. With
-    ``torch.use_deterministic_algorithms(True)`` they always do.
+    thread while they take less time than waking a thread. In both cases backward adds the gradients of what
+    parts return, in tensors and containers, in the same order: equal runs are equal bit for bit.
 
     A version counter does not count some changes (``parameter.data.add_(1)``). They are noticed if an
     optimizer's step makes them, or if ``module.train()`` or ``module.eval()`` changes the mode after them.
@@ -109,7 +110,7 @@ class Replicas:
     @property
     def runs_in_turn(self) -> bool:
         """Whether parts run one after the other at present, so that none may wait for another."""
-        return has_modes() or self._is_deterministic()
+        return has_modes()
 
     @untraced
     def run(
@@ -216,6 +217,7 @@ class Replicas:
         grad = caller.grad and not caller.inference
         replicas = self._cache.prepare(count, grad=grad) if modules is None else modules
         streams = Streams(self.devices[:count])
+        order = BackwardOrder()
 
         def run_first() -> Any:
             with streams.of(0):
@@ -223,27 +225,19 @@ class Replicas:
 
         tasks: list[Callable[[], Any]] = []
         for i in range(1, count):
-            rng = streams.of(i)
-            tasks.append(partial(caller.call, call, replicas[i], parts[i], device=self.devices[i], rng=rng))
+            device, rng = self.devices[i], streams.of(i)
+            task = partial(caller.call, call, replicas[i], parts[i], device=device, rng=rng)
+            tasks.append(partial(order.call, task, number=i, part=parts[i]))
         try:
             # A mode belongs to the caller's thread: other threads would run outside of it, and one mode
             # object is not made for several threads at once.
-            in_turn = caller.has_modes or self._is_deterministic()
-            outcomes = self._threads.run(run_first, tasks, in_turn=in_turn)
+            outcomes = self._threads.run(run_first, tasks, in_turn=caller.has_modes)
         except BaseException:  # abandoned threads still use the cached replicas: later calls must not
             self._cache = self._fresh_cache(self._cache.compile_options)
             raise
         streams.close()
         raise_first(outcomes, self.devices)
         return [o.result for o in outcomes]
-
-    def _is_deterministic(self) -> bool:
-        """Return whether parts must run one after the other, for the same bits in every run.
-
-        Autograd adds the gradients of several forward passes in an order that follows from the order in
-        which each thread made its nodes. The same holds for more than two parts on one device.
-        """
-        return torch.are_deterministic_algorithms_enabled() and self._types == ("cpu",)
 
     def _run_first(self, call: Callable[[nn.Module, Any], R], module: nn.Module, part: Any) -> R:
         if self._is_home_cpu:
