@@ -296,6 +296,25 @@ def test_a_second_interrupt_gives_up_a_replica_that_hangs(interrupts):
     release.set()
 
 
+@pytest.mark.parametrize("where", ["_wake", "take"])
+def test_an_interrupt_as_a_task_is_handed_over_or_its_outcome_taken_ends_the_call(monkeypatch, where):
+    """No test could time a signal so: the method raises what the signal's handler would."""
+    replicas = Replicas(nn.Linear(3, 2), ["cpu"] * 3)
+    assert everywhere(replicas, lambda: 1) == [1, 1, 1]
+    method = getattr(_threads.ReplicaThread, where)
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(thread):
+        if interrupts:
+            raise interrupts.pop()
+        return method(thread)
+
+    monkeypatch.setattr(_threads.ReplicaThread, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        everywhere(replicas, lambda: 1)
+    assert [everywhere(replicas, lambda: 2) for _ in range(20)] == [[2, 2, 2]] * 20
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_forward_that_calls_its_own_replicas_is_refused(replicas, part):
     def recurse(replica, number):

@@ -86,6 +86,7 @@ class ReplicaThread:
         "_done",
         "_error",
         "_go",
+        "_is_over",
         "_is_polling",
         "_offered_at",
         "_result",
@@ -104,6 +105,7 @@ class ReplicaThread:
         self._tasks: deque[Callable[[], Any] | None] = deque()  # one at most; None ends the thread
         self._result: Any = None
         self._error: BaseException | None = None
+        self._is_over = True
         self._is_polling = False
         self._offered_at = 0.0
         self.busy = False
@@ -113,6 +115,7 @@ class ReplicaThread:
 
     def start(self, task: Callable[[], Any]) -> None:
         """Run ``task`` in the thread; `wait` and `take` must follow."""
+        self._is_over = False
         self.busy = True
         self._tasks.append(task)
         self._wake()
@@ -123,6 +126,7 @@ class ReplicaThread:
         The thread is not woken: that takes longer than a short task. If the caller's own task waits for
         this one, the thread runs it at its next poll, and the caller does not hang.
         """
+        self._is_over = False
         self.busy = True
         self._offered_at = time.monotonic()
         self._tasks.append(task)
@@ -140,8 +144,10 @@ class ReplicaThread:
         return task
 
     def wait(self) -> None:
-        """Wait until the task is over; an exception in the waiting thread leaves it running."""
-        self._done.acquire()
+        """Wait until the task is over; after an exception in the waiting thread, wait again."""
+        while not self._is_over:
+            self._done.acquire()
+        self._done.acquire(blocking=False)  # if it was over before: the next task begins with a taken lock
 
     def take(self) -> tuple[Any, BaseException | None]:
         """Return the outcome of the task: its result, or what it raised."""
@@ -185,14 +191,19 @@ class ReplicaThread:
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
         del task  # before the caller continues: it may count on the memory
-        self._done.release()  # last: the caller reads the result without a lock once it has this
+        self._is_over = True  # the caller reads the result without a lock once it has this
+        _release(self._done)
         return True
 
     def _wake(self) -> None:
-        try:
-            self._go.release()
-        except RuntimeError:  # it was woken already, and has not run yet
-            return
+        _release(self._go)
+
+
+def _release(signal: threading.Lock) -> None:
+    try:
+        signal.release()
+    except RuntimeError:  # it is given already, and nobody has taken it yet
+        return
 
 
 def _serve(thread: ReplicaThread) -> None:
@@ -290,15 +301,28 @@ class ReplicaThreads:
         Returns:
             Whether there are threads to wait for.
         """
+        self._hand_out(ReplicaThread.start, threads, others)
         try:
-            for thread, task in zip(threads, others, strict=True):
-                thread.start(task)
             began = time.perf_counter()
             outcomes[0].result = first()
             self._heuristic.note(len(others) * (time.perf_counter() - began))
         except BaseException as error:  # noqa: BLE001 - raised again when the others are done
             outcomes[0].error = error
         return True
+
+    def _hand_out(
+        self,
+        give: Callable[[ReplicaThread, _Task], None],
+        threads: Sequence[ReplicaThread],
+        tasks: Sequence[_Task],
+    ) -> None:
+        try:
+            for thread, task in zip(threads, tasks, strict=True):
+                give(thread, task)
+        except BaseException:
+            # An interrupt: it is not known whether a thread has its task, and waiting might never end.
+            self.leave()
+            raise
 
     def _run_offered(
         self,
@@ -314,9 +338,8 @@ class ReplicaThreads:
         Returns:
             Whether there are threads to wait for.
         """
+        self._hand_out(ReplicaThread.offer, threads, others)
         try:
-            for thread, task in zip(threads, others, strict=True):
-                thread.offer(task)
             outcomes[0].result = first()
         except BaseException as error:  # noqa: BLE001 - as above
             outcomes[0].error = error
