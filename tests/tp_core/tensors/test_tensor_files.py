@@ -1,5 +1,6 @@
 """Named tensors in a folder: whole, in slices, damaged, and of strangers."""
 
+import os
 import pickle
 import sys
 import types
@@ -95,6 +96,17 @@ def test_what_was_written_comes_with_the_digests_of_its_files(tmp_path):
     assert set(records) == {path.name for path in tmp_path.glob("*.distcp")}
     assert all(record == record_of(tmp_path / name) for name, record in records.items())
     assert get_crc32_options()  # what torch.save does otherwise is left as it was
+
+
+def test_files_are_read_and_checked_where_the_system_cannot_read_at_a_position(tmp_path, monkeypatch):
+    """As on Windows."""
+    whole = torch.arange(5_000_000)
+    expected = write_tensors({"w": whole}, tmp_path)
+    monkeypatch.delattr(os, "preadv", raising=False)
+    target = torch.empty(7, dtype=torch.int64)
+    read_tensors({"w": TensorSlice((5_000_000,), [((4_000_000,), target)])}, tmp_path)
+    assert torch.equal(target, whole[4_000_000:4_000_007])
+    assert all(record == record_of(tmp_path / name) for name, record in expected.items())
 
 
 def test_an_archive_that_is_damaged_is_an_error(tmp_path):

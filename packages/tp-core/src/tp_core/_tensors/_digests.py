@@ -11,6 +11,7 @@ A file's digest is the digest of its pieces' digests, so that several cores can 
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -259,13 +260,29 @@ def without_checksums() -> Iterator[None]:
         set_crc32_options(before)
 
 
+_seeking = threading.Lock()
+
+
+def read_at(handle: int, memory: memoryview, position: int) -> int:
+    """Read bytes of a file from a position on into memory; return how many.
+
+    Threads may share the descriptor.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [memory], position)
+    with _seeking:  # on Windows: another thread would move the position between the two calls
+        os.lseek(handle, position, os.SEEK_SET)
+        data = os.read(handle, len(memory))
+    memory[: len(data)] = data
+    return len(data)
+
+
 def _digest_piece(handle: int, start: int, algorithm: Algorithm) -> bytes:
     digest = _new(algorithm)
     end = min(start + PIECE, os.fstat(handle).st_size)
     buffer = memoryview(bytearray(min(_CHUNK, max(end - start, 0))))
-    # Both calls release the GIL, so that threads digest several pieces at once. preadv and not read: the
-    # threads share one descriptor, and would move its position for each other.
-    while start < end and (nbytes := os.preadv(handle, [buffer], start)):
+    # Both calls release the GIL, so that threads digest several pieces at once.
+    while start < end and (nbytes := read_at(handle, buffer, start)):
         nbytes = min(nbytes, end - start)
         digest.update(buffer[:nbytes])
         start += nbytes

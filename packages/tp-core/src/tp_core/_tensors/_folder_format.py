@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from tp_core._tensors._atomic import showing_system_errors
-from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
+from tp_core._tensors._digests import DigestingFile, FileRecord, read_at, without_checksums
 from tp_core._tensors._slices import TensorSlice, is_dtensor
 from tp_core.errors import StateError
 
@@ -435,7 +435,7 @@ def _fill(view: memoryview, handle: int, position: int) -> None:
     """
     done = 0
     while done < len(view):
-        nbytes = os.preadv(handle, [view[done:]], position + done)
+        nbytes = read_at(handle, view[done:], position + done)
         if not nbytes:
             msg = f"the file ends at byte {position + done}"
             raise EOFError(msg)
