@@ -287,6 +287,15 @@ def test_a_batch_in_parts_is_pickled():
     assert torch.equal(found[1]["x"], torch.ones(2, 1))
 
 
+def test_more_parts_than_devices_are_refused_by_a_sentence():
+    loader = [Parts([torch.ones(1, 2)] * 3, counts=(1, 1, 1))]
+    with (
+        opened() as session,
+        pytest.raises(LoaderError, match="3 parts, and each of the 2 devices"),
+    ):
+        next(iter(session.prepare_loader(loader)))
+
+
 def test_what_is_no_batch_is_yielded_as_it_is_where_nothing_is_split():
     with opened() as session:
         assert list(session.prepare_loader(range(3), shard=False)) == [0, 1, 2]

@@ -1,5 +1,6 @@
 """Collate functions that return a part for each device."""
 
+import os
 import pickle
 import random
 import threading
@@ -183,6 +184,14 @@ def test_memory_weights_on_a_device_that_tells_none_are_an_error(monkeypatch):
     assert _balance.free_memory([torch.device("xpu:0")] * 2) == [300.0, 300.0]
     with pytest.raises(ConfigError, match="needs the free memory of xpu:1, which does not report it"):
         _balance.free_memory([torch.device("xpu:1")])
+
+
+def test_memory_weights_need_no_count_of_free_pages(monkeypatch):
+    """macOS has no such count."""
+    counts = os.sysconf_names
+    monkeypatch.setattr(os, "sysconf_names", {n: c for n, c in counts.items() if n != "SC_AVPHYS_PAGES"})
+    monkeypatch.setattr(os, "sysconf", lambda name, count=os.sysconf: count(os.sysconf_names[name]))
+    assert _balance.free_memory([torch.device("cpu")])[0] > 1
 
 
 def test_memory_weights_share_the_memory_that_is_free():

@@ -1,7 +1,6 @@
 """Shares of a batch: even, by weights, by free memory, or by measured speed."""
 
 import math
-import os
 import threading
 import time
 from collections import Counter
@@ -158,8 +157,6 @@ def free_memory(devices: Sequence[torch.device]) -> list[float]:
 
 
 def _free(device: torch.device) -> float:
-    if device.type == "cpu":
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     free = free_nbytes(device)
     if free is None:
         msg = f"weights='memory' needs the free memory of {device}, which does not report it: give numbers"

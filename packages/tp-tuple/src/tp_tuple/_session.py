@@ -108,6 +108,12 @@ class TupleSession(Session):
                 f"{type(parts).__name__}; give a DataLoader with a batch size, or yield tp_core.data.Parts"
             )
             raise LoaderError(msg)
+        if len(parts[:]) > len(self.job.devices):
+            msg = (
+                f"the loader yielded {len(parts[:])} parts, and each of the {len(self.job.devices)} devices "
+                "takes one at most; yield fewer parts, or give the Trainer more devices"
+            )
+            raise LoaderError(msg)
         return self._placed(parts)
 
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
