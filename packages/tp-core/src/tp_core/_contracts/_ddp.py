@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -219,8 +219,17 @@ class ReductionWatch:
     def listen(self) -> None:
         """Check optimizers before they step, from now on; torch's hook is global to the process."""
         _open.add(self)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+        if self._handle is not None:
+            return
+        reference = ref(self)  # torch's hook must not keep the session alive, which may never be closed
+
+        def before_step(optimizer: Optimizer, *_: object) -> None:
+            watch = reference()
+            if watch is not None:
+                watch._before_step(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(before_step)
+        finalize(self, self._handle.remove)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Record that ``optimizer`` must step averaged gradients only."""
@@ -262,7 +271,7 @@ class ReductionWatch:
             if model is not None:
                 model.note_backward()
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling():
             return
         for reference in self._models:

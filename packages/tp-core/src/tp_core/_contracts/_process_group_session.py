@@ -255,9 +255,9 @@ class ProcessGroupSession(Session):
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
             # On a copy on the device: NCCL reduces no CPU tensors.
             dist.all_reduce(result, kinds.get(op, dist.ReduceOp.SUM), group=self._data_group)
-            if op == "mean":
-                # A sum, then a division: gloo has no average.
-                result = result / self._data_size
+        if op == "mean":
+            # A sum, then a division: gloo has no average.
+            result = result / self._data_size
         return result.to(value.device)
 
     def gather(self, value: Tensor) -> Tensor:

@@ -397,7 +397,7 @@ class Session:
 
         Args:
             value: A tensor, of one shape and type on all data ranks.
-            op: The reduction of its elements: "sum", "mean", "min" or "max".
+            op: The reduction of its elements: "sum", "mean", "min" or "max"; a mean of integers is floating.
 
         Raises:
             ConfigError: ``op`` is none of the four.
@@ -405,7 +405,7 @@ class Session:
         Collective: one all-reduce over the data ranks.
         """
         check_reduce_op(op)
-        return value
+        return value / 1 if op == "mean" else value
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the data ranks' tensors concatenated along dim 0; their lengths may differ.
