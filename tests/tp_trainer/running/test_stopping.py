@@ -62,11 +62,14 @@ def test_a_run_whose_steps_become_slower_ends_after_the_step_of_the_signal(tmp_p
 
 
 @pytest.mark.slow
-def test_so_does_one_over_several_devices_in_this_process(tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "steps"), [("tuple", {(FAST + 2) // 2, (FAST + 2) // 2 + 1}), ("dp-gather", {FAST + 2})]
+)
+def test_so_does_one_over_several_devices_in_this_process(tmp_path, backend, steps):
     step = Steps(0.01, act=terminate)
     with pytest.raises(Interrupted) as ended:
-        fit(step, tmp_path, backend="tuple", devices="cpu,cpu")
-    assert ended.value.checkpoint.name in {f"step-{(FAST + 2) // 2 + n:010}" for n in (0, 1)}
+        fit(step, tmp_path, backend=backend, devices="cpu,cpu")
+    assert ended.value.checkpoint.name in {f"step-{n:010}" for n in steps}
 
 
 class Stalling:
