@@ -57,10 +57,10 @@ PUBLIC = {
         device_rng_state did_you_mean file_meant find_units free_nbytes has_exited in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports
         leave_to_others length_along load_function lock_file_of move_module new_process_group
-        output_console parameter_type preserve_rng_state presharded_mesh raised_where read_digests records_of
-        reduction_type rendezvous_store resolve_options row_count run_in seed_everything seed_of
-        seeded set_device_rng_state sharded_memory showing_system_errors shows_progress split_evenly
-        split_rows sync_folder total_shard_norm whole_matrix_optimizer write_atomically
+        output_console parameter_type preserve_rng_state presharded_mesh raised_where read_digests
+        records_of reduction_type rendezvous_store resolve_options row_count run_in seed_everything
+        seed_of seeded set_device_rng_state sharded_memory showing_system_errors shows_progress
+        split_evenly split_rows sync_folder total_shard_norm whole_matrix_optimizer write_atomically
         zero_backward
     """,
 }
