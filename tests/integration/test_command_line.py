@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tp_core.cli._main import run
 
+from tests.run_tp import run
 from tests.tp_commands import COMMANDS, options
 
 ROOT = Path(__file__).parents[2]

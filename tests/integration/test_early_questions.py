@@ -4,19 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.discovery import PluginRegistry
 from tp_core.errors import SelectionError
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
-
-
-def installed():
-    from tp_shard import _plugin
-
-    plugins = PluginRegistry()
-    if all(c.item.name != "shard" for c in plugins.backends()):
-        plugins.register(_plugin, name="tp-shard")
-    return plugins
 
 
 def make_model(split):
@@ -59,7 +49,7 @@ ASK = {
 def train_after_questions():
     results = {}
     for name, ask in ASK.items():
-        with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+        with Trainer(seed=0, progress=False, devices="cpu") as trainer:
             ask(trainer)
             results[name] = train(trainer, make_model(split=True))
     return results
@@ -78,7 +68,7 @@ def test_a_split_model_is_trained_the_same_whatever_was_asked_before():
 def too_early():
     messages = []
     for ask in (lambda t: t.session, lambda t: t.prepare(data())):
-        with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+        with Trainer(seed=0, progress=False, devices="cpu") as trainer:
             ask(trainer)
             with pytest.raises(SelectionError) as caught:
                 train(trainer, make_model(split=True))
@@ -97,7 +87,7 @@ def test_a_session_that_was_opened_too_early_is_an_error_when_the_split_model_co
 def two_models():
     chosen = []
     for order in (1, -1):
-        with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+        with Trainer(seed=0, progress=False, devices="cpu") as trainer:
             trainer.prepare(*[make_model(split=True), nn.Linear(2, 2)][::order])
             chosen.append(trainer.selection.chosen.name)
     return chosen

@@ -1,9 +1,12 @@
 """Training through the registry on a CUDA device that is named twice."""
 
 import pytest
-from tp_dp_gather._backend import GatherBackend
 from tp_trainer.testing import TrainingConformance
-from tp_tuple._backend import TupleBackend
+
+from tests.installed import backend_class
+
+GatherBackend = backend_class("dp-gather")
+TupleBackend = backend_class("tuple")
 
 GPU = "cuda:0"
 

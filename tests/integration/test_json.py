@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_core.cli._main import run
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.loggers import JsonLinesLogger
 
+from tests.run_tp import run
 from tests.tp_commands import COMMANDS, options
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
@@ -67,8 +67,7 @@ MISTAKES = {
 def place(tmp_path_factory):
     """A folder with a run, an ended job, and files."""
     import torch
-    from tp_trainer._launch._jobs._store import Status, create_job
-    from tp_trainer._launch._plan import LaunchRequest
+    from tp_trainer._launch._jobs._store import LaunchRequest, Status, create_job  # a job that nobody ran
 
     folder = tmp_path_factory.mktemp("place")
     (folder / "things.py").write_text(THINGS)

@@ -5,19 +5,9 @@ import torch
 import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.discovery import PluginRegistry
 from tp_core.errors import StateError
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
-
-
-def installed():
-    from tp_shard import _plugin
-
-    plugins = PluginRegistry()
-    if all(c.item.name != "shard" for c in plugins.backends()):
-        plugins.register(_plugin, name="tp-shard")
-    return plugins
 
 
 def make_model(seed=0):
@@ -52,7 +42,7 @@ def train(folder):
     model = make_model()
     optimizer = make_optimizer(model, 0.02)
     loader = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator()).double()), batch_size=4)
-    with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
         trainer.fit(model, optimizer, loader, step=step, checkpoint=folder / "run")
         ts.save_sharded(model, folder / "own", optimizer=optimizer)
         return whole(model, optimizer)
@@ -76,7 +66,7 @@ def load(path):
 
 def load_by_trainer(path):
     model = make_model(seed=2)
-    with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
         trainer.load_model(model, path)
         return trainer.session.model_state(model)
 
@@ -107,7 +97,7 @@ def compiled_on_ranks(folder):
     model = torch.compile(make_model(), backend="eager")
     ts.save_sharded(model, folder / "own")
     ts.export(model, folder / "model.safetensors")
-    with Trainer(seed=0, progress=False, devices="cpu", plugins=installed()) as trainer:
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
         trainer.save_model(model, folder / "model.pt")
         trainer.load_model(model, folder / "model.pt")
         fresh = make_model(seed=1)

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tp_core.cli._new_plugin import Kind, write_plugin
+
+from tests.run_tp import KINDS, new_plugin
 
 ROOT = Path(__file__).parents[2]
 BROUGHT = {"adapter": "collate adapter"}  # how the registry calls it, where that differs
@@ -53,10 +54,10 @@ def published(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_is_published_found_and_right(kind, tmp_path):
     name = f"acme-{kind}"
-    found, tests = published(write_plugin(kind, name, tmp_path), tmp_path)
+    found, tests = published(new_plugin(kind, name, tmp_path), tmp_path)
     assert found["brings"] == {BROUGHT.get(kind, kind): [name]}
     assert " passed" in tests
     assert "xfailed" not in tests
@@ -85,7 +86,7 @@ def test_an_example_of_a_plugin_is_published_found_and_right(name, library, brin
 
 @pytest.mark.slow
 def test_plugins_pass_linter_and_type_checker(tmp_path, monkeypatch):
-    new = [write_plugin(kind, f"acme-{kind}", tmp_path) for kind in Kind]
+    new = [new_plugin(kind, f"acme-{kind}", tmp_path) for kind in KINDS]
     examples = [tmp_path / folder.name for folder in (ROOT / "docs/examples/plugins").iterdir()]
     for example in examples:
         shutil.copytree(ROOT / "docs/examples/plugins" / example.name, example)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.discovery import PluginRegistry
 from tp_core.testing import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -22,16 +21,6 @@ def data():
 def step(model, batch):
     x, y = batch
     return (model(x) - y).square().mean()
-
-
-def installed():
-    """The plugins that are installed, tp-shard's among them even if it is only on the path."""
-    from tp_shard import _plugin
-
-    plugins = PluginRegistry()
-    if all(c.item.name != "shard" for c in plugins.backends()):
-        plugins.register(_plugin, name="tp-shard")
-    return plugins
 
 
 class StoppedError(Exception):
@@ -53,7 +42,7 @@ def fit(average, *, group_size=None, folder=None, stop_at=None):
     if group_size is not None:
         convert = ts.nn.ParallelLinear.convert_parallel_linear
         model[0], model[2] = convert(model[0], 1), convert(model[2], 0)
-    with Trainer(seed=4, progress=False, plugins=installed()) as trainer:
+    with Trainer(seed=4, progress=False) as trainer:
         history = trainer.fit(
             model,
             torch.optim.Adam(model.parameters(), lr=0.02),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.discovery import PluginRegistry
 from tp_core.testing import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -40,18 +39,14 @@ class Sum:
 def on_a_rank(group_size):
     import tp_shard as ts
     from sklearn.metrics import f1_score
-    from tp_shard import _plugin
     from tp_trainer import FunctionMetric, Trainer
 
-    plugins = PluginRegistry()
-    if all(c.item.name != "shard" for c in plugins.backends()):
-        plugins.register(_plugin, name="tp-shard")
     ts.distributed.init_process_group(group_size)
     convert = ts.nn.ParallelLinear.convert_parallel_linear
     model = network()
     model[0], model[2] = convert(model[0], 1), convert(model[2], 0)
     loader = DataLoader(data(), batch_size=2)
-    with Trainer(seed=4, progress=False, plugins=plugins) as trainer:
+    with Trainer(seed=4, progress=False) as trainer:
         metrics = {"f1": FunctionMetric(f1_score), "sum": Sum()}
         found = trainer.evaluate(model, loader, step=step, metrics=metrics)
         classes = trainer.predict(model, loader, lambda m, b: m(b[0]).argmax(1)).collect()

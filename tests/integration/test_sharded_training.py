@@ -8,18 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.discovery import PluginRegistry
 from tp_core.testing import run_ranks
-
-
-def installed():
-    """The plugins that are installed, tp-shard's among them even if it is only on the path."""
-    from tp_shard import _plugin
-
-    plugins = PluginRegistry()
-    if all(c.item.name != "shard" for c in plugins.backends()):
-        plugins.register(_plugin, name="tp-shard")
-    return plugins
 
 
 def data():
@@ -45,7 +34,7 @@ def train(folder, group_size, split=True):
     if split:
         ts.distributed.init_process_group(group_size)
         convert = ts.nn.ParallelLinear.convert_parallel_linear
-    with Trainer(seed=4, progress=False, plugins=installed()) as trainer:
+    with Trainer(seed=4, progress=False) as trainer:
 
         def build():
             model = make_model()
@@ -99,7 +88,7 @@ def train_with_dropout(folder, group_size, *, until=None):
         ts.distributed.init_process_group(group_size)
     torch.manual_seed(1)
     model = ts.parallelize(Dropping().double(), {"up": ts.Column(), "down": ts.Row()})
-    with Trainer(seed=4, progress=False, plugins=installed()) as trainer:
+    with Trainer(seed=4, progress=False) as trainer:
         trainer.fit(
             model,
             torch.optim.Adam(model.parameters(), lr=0.02),

@@ -1,21 +1,19 @@
 """Training on every backend of this repository does what it must do on all of them."""
 
 import pytest
+import tp_shard
 from tp_trainer.testing import TrainingConformance
 
-tp_shard = pytest.importorskip("tp_shard")
-shard_backend = pytest.importorskip("tp_shard._backend")
-gather_backend = pytest.importorskip("tp_dp_gather._backend")
-tuple_backend = pytest.importorskip("tp_tuple._backend")
+from tests.installed import backend_class
 
 
 class TestTuple(TrainingConformance):
-    backend = tuple_backend.TupleBackend
+    backend = backend_class("tuple")
     devices = ("cpu", "cpu")
 
 
 class TestGather(TrainingConformance):
-    backend = gather_backend.GatherBackend
+    backend = backend_class("dp-gather")
     devices = ("cpu", "cpu")
 
 
@@ -30,7 +28,7 @@ def split(group_size):
 
 @pytest.mark.slow
 class TestShard(TrainingConformance):
-    backend = shard_backend.ShardBackend
+    backend = backend_class("shard")
     processes = 2
 
     @staticmethod
@@ -40,7 +38,7 @@ class TestShard(TrainingConformance):
 
 @pytest.mark.slow
 class TestShardsThatAreFullySharded(TrainingConformance):
-    backend = shard_backend.ShardBackend
+    backend = backend_class("shard")
     processes = 4
     options = {"group_size": 2, "data": "fsdp"}
 
@@ -51,7 +49,7 @@ class TestShardsThatAreFullySharded(TrainingConformance):
 
 @pytest.mark.slow
 class TestCopiesOfShards(TrainingConformance):
-    backend = shard_backend.ShardBackend
+    backend = backend_class("shard")
     processes = 4
     options = {"group_size": 2}
 

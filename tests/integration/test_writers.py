@@ -23,8 +23,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 from tp_trainer import LogOptions, Trainer
 from tp_trainer._checkpoint._folder import verify
-from tp_trainer._launch._jobs._store import create_job, damaged_jobs, list_jobs
-from tp_trainer._launch._plan import LaunchRequest
+from tp_trainer._launch._jobs._store import LaunchRequest, create_job, damaged_jobs, list_jobs
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
 from tests.tp_trainer import small_run
@@ -209,7 +208,7 @@ def check_report(folder, ended):
 
 
 def convert(folder, tag, *, most=""):
-    from tp_core.cli._main import run
+    from tests.run_tp import run
 
     given = ["convert", str(folder.parent / f"{tag}.pt"), str(folder / "m.safetensors"), "--overwrite"]
     status = run([*given, "--max-shard-size", most] if most else given)

@@ -5,8 +5,8 @@ import math
 import tarfile
 
 import pytest
-from tp_core.cli._main import run
 
+from tests.run_tp import run
 from tests.surface.__main__ import differences, texts
 from tests.surface.runs import BEFORE, RANKS, STOP, go_on, here, load_whole
 

@@ -7,7 +7,10 @@ from tp_core import LaunchEnvironment
 from tp_core.plugins import Job
 from tp_core.testing import BackendConformance
 from tp_dp_gather import DataParallel
-from tp_dp_gather._backend import GatherBackend
+
+from tests.installed import backend_class
+
+GatherBackend = backend_class("dp-gather")
 
 
 class TestTwoDevices(BackendConformance):

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from tp_core.testing import BackendConformance, GpuWrapperConformance
 from tp_dp_gather import DataParallel, gather, parallel_apply, replicate, scatter
-from tp_dp_gather._backend import GatherBackend
+
+from tests.installed import backend_class
+
+GatherBackend = backend_class("dp-gather")
 
 GPU = "cuda:0"
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,10 @@ import torch
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import StepError
 from tp_core.plugins import Job
-from tp_dp_gather._backend import GatherOptions
-from tp_dp_gather._session import GatherSession
 
+from tests.installed import backend_class
+
+GatherBackend = backend_class("dp-gather")
 DEVICES = resolve_devices(["cpu", "cpu"])
 
 
@@ -42,7 +43,7 @@ def gathered(step, batch, *, model=None, loss="mean"):
     torch.manual_seed(1)
     model = WithLoss() if model is None else model
     job = Job(devices=DEVICES, environment=LaunchEnvironment.read({}), loss=loss)
-    with GatherSession(job, GatherOptions()) as session:
+    with GatherBackend().open(job) as session:
         output = session.run(step, session.prepare_model(model), batch)
         session.backward(output["loss"] if isinstance(output, dict) else output)
     return output, model.head.weight.grad
@@ -91,7 +92,7 @@ def test_the_model_runs_once_for_each_part():
 
 def test_a_batch_of_one_row_does_not_settle_how_the_next_ones_are_combined():
     job = Job(devices=DEVICES, environment=LaunchEnvironment.read({}))
-    with GatherSession(job, GatherOptions()) as session:
+    with GatherBackend().open(job) as session:
         model = session.prepare_model(WithLoss())
         for rows in (1, 5, 1, 5):
             output = session.run(tokens_step, model, make_batch(rows))

@@ -7,7 +7,10 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.jobs import Footprint
 from tp_core.plugins import Job
 from tp_core.testing import BackendConformance
-from tp_shard._backend import ShardBackend
+
+from tests.installed import backend_class
+
+ShardBackend = backend_class("shard")
 
 
 class _Split(BackendConformance):

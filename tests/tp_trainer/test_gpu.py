@@ -9,10 +9,13 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
 from tp_core.testing import BackendConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._backends._ddp import DdpBackend
-from tp_trainer._backends._fsdp import FsdpBackend
-from tp_trainer._backends._single import SingleBackend
 from tp_trainer.testing import TrainingConformance
+
+from tests.installed import backend_class
+
+DdpBackend = backend_class("ddp")
+FsdpBackend = backend_class("fsdp")
+SingleBackend = backend_class("single")
 
 GPU = "cuda:0"
 NCCL = "nccl"

@@ -10,8 +10,11 @@ from tp_core import LaunchEnvironment
 from tp_core.data import Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.plugins import CollateAdapter, Job, Verdict, registry
-from tp_tuple._backend import TupleBackend
-from tp_tuple._loading import TupleCollateAdapter
+
+from tests.installed import adapter_class, backend_class
+
+TupleBackend = backend_class("tuple")
+TupleCollateAdapter = adapter_class("tuple")
 
 CPU = torch.device("cpu")
 

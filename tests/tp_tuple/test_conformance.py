@@ -4,8 +4,12 @@ import pytest
 import torch
 from tp_core import tree_leaves
 from tp_core.testing import AdapterConformance, BackendConformance
-from tp_tuple._backend import TupleBackend
-from tp_tuple._loading import AdaptedCollate, TupleCollateAdapter
+from tp_tuple._loading import AdaptedCollate
+
+from tests.installed import adapter_class, backend_class
+
+TupleBackend = backend_class("tuple")
+TupleCollateAdapter = adapter_class("tuple")
 
 
 class TestAdapter(AdapterConformance):

@@ -5,8 +5,11 @@ import torch
 from torch import nn
 from tp_core.testing import BackendConformance, GpuWrapperConformance
 from tp_tuple import Batch, TupleParallel, cat, recursive_cuda, tp_collate
-from tp_tuple._backend import TupleBackend
 from tp_tuple._balance import Stopwatch, free_memory
+
+from tests.installed import backend_class
+
+TupleBackend = backend_class("tuple")
 
 GPU = "cuda:0"
 pytestmark = pytest.mark.gpu

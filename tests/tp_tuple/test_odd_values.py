@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from tp_core.errors import ConfigError
 from tp_tuple import TupleParallel, cat, tp_collate
-from tp_tuple._loading import TupleCollateAdapter
+
+from tests.installed import adapter_class
+
+TupleCollateAdapter = adapter_class("tuple")
 
 
 def packed(items):

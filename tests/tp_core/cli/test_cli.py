@@ -8,11 +8,11 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from tp_core.cli._doctor import examine
-from tp_core.cli._main import build_app, run
 from tp_core.discovery import PluginRegistry
 from tp_core.plugins import registry
 from tp_core.testing import fake_distribution
+
+from tests.run_tp import doctor, run, seen
 
 COMMANDS = """
     import typer
@@ -72,37 +72,29 @@ def tp(*arguments, **kwargs):
 
 @pytest.fixture
 def with_commands(tmp_path):
-    with fake_distribution(
-        tmp_path, "tp-hello", entry_points={"hello": "hello_plugin"}, modules={"hello_plugin": COMMANDS}
-    ):
-        yield PluginRegistry(environ={})
+    points, modules = {"hello": "hello_plugin"}, {"hello_plugin": COMMANDS}
+    with seen(fake_distribution(tmp_path, "tp-hello", entry_points=points, modules=modules)):
+        yield
 
 
 def test_a_plugins_command_runs_and_loads_no_other_one(with_commands, capsys):
-    app = build_app(with_commands)
-    assert "the command 'doctor' of plugin hello (tp-hello 1.0) is left out" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        app(args=["hello", "world"], prog_name="tp")
-    assert ended.value.code == 0
+    assert run(["hello", "world"]) == 0
     captured = capsys.readouterr()
     assert "hello world" in captured.out
+    assert "the command 'doctor' of plugin hello (tp-hello 1.0) is left out" in captured.err
     assert "bad" not in captured.err
-    with pytest.raises(SystemExit) as ended:
-        app(args=["hello", "nobody"], prog_name="tp")
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "tp hello: nobody is there\n"  # not click's own line for an EOFError
+    assert run(["hello", "nobody"]) == 1
+    assert capsys.readouterr().err.endswith("\ntp hello: nobody is there\n")  # not click's for an EOFError
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bad"]])
 def test_a_broken_command_is_left_out_with_its_cause(with_commands, capsys, arguments):
-    with pytest.raises(SystemExit):
-        build_app(with_commands)(args=arguments, prog_name="tp")
+    run(arguments)
     assert "command 'bad' of tp-hello 1.0 is broken: ImportError: no such library" in capsys.readouterr().err
 
 
 def test_a_command_that_loads_nothing_is_told_what_it_should(with_commands, capsys):
-    with pytest.raises(SystemExit):
-        build_app(with_commands)(args=["nothing"], prog_name="tp")
+    run(["nothing"])
     said = "command 'nothing' of tp-hello 1.0 is broken: ContractError: its load() must return a typer.Typer"
     assert f"{said}, got NoneType" in capsys.readouterr().err
 
@@ -117,24 +109,20 @@ def test_a_command_that_loads_nothing_is_told_what_it_should(with_commands, caps
     ],
 )
 def test_a_command_of_click_runs_and_ends_as_one_of_typer(with_commands, capsys, arguments, status, said):
-    with pytest.raises(SystemExit) as ended:
-        build_app(with_commands)(args=["clicked", *arguments], prog_name="tp")
+    assert run(["clicked", *arguments]) == status
     captured = capsys.readouterr()
-    assert ended.value.code == status
     assert said in captured.out + captured.err
 
 
 def test_help_lists_the_commands_with_their_lines(with_commands, capsys):
-    with pytest.raises(SystemExit):
-        build_app(with_commands)(args=["--help"], prog_name="tp")
+    assert run(["--help"]) == 0
     out = capsys.readouterr().out
     assert "Say hello." in out
     assert "doctor" in out
 
 
 def test_a_command_that_ends_the_process_while_it_loads_is_left_out_too(with_commands, capsys):
-    with pytest.raises(SystemExit):
-        build_app(with_commands)(args=["--help"], prog_name="tp")
+    assert run(["--help"]) == 0
     captured = capsys.readouterr()
     assert "Say hello." in captured.out
     assert "command 'ending' of tp-hello 1.0 is broken: SystemExit: 3" in captured.err
@@ -152,8 +140,8 @@ def test_tp_says_its_version(capsys):
 
 def test_looking_after_jobs_does_not_wait_for_torch(tmp_path):
     code = (
-        "import sys; from tp_core.cli._main import run; assert run(['jobs']) == 0; "
-        "assert 'torch' not in sys.modules"
+        "import sys; from tp_core.cli import main\nsys.argv = ['tp', 'jobs']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
     )
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800, env=environ)
@@ -188,13 +176,11 @@ def test_the_doctor_speaks_json(capsys):
     assert all({"device", "free_bytes", "total_bytes", "utilization"} <= set(d) for d in report["devices"])
 
 
-def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys, monkeypatch):
-    with fake_distribution(
-        tmp_path, "tp-bad", version="0.3", entry_points={"bad": "bad_plugin"}, modules={"bad_plugin": "1 / 0"}
-    ):
-        plugins = PluginRegistry(environ={})
-        report = examine(plugins)
-        monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
+def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys):
+    points, modules = {"bad": "bad_plugin"}, {"bad_plugin": "1 / 0"}
+    made = fake_distribution(tmp_path, "tp-bad", version="0.3", entry_points=points, modules=modules)
+    with seen(made):
+        report = doctor()
         assert run(["doctor", "--no-measure"]) == 1
     (broken,) = report["broken"]
     assert (broken["name"], broken["distribution"], broken["version"]) == ("bad", "tp-bad", "0.3")
@@ -227,39 +213,37 @@ TALKATIVE = """
 
 @pytest.fixture
 def talkative(tmp_path):
-    with fake_distribution(
-        tmp_path, "tp-talk", entry_points={"talk": "talk_plugin"}, modules={"talk_plugin": TALKATIVE}
-    ):
-        yield PluginRegistry(environ={})
+    points, modules = {"talk": "talk_plugin"}, {"talk_plugin": TALKATIVE}
+    return fake_distribution(tmp_path, "tp-talk", entry_points=points, modules=modules)
 
 
-def test_what_a_plugin_prints_is_no_part_of_the_report(talkative, capsys, monkeypatch):
-    monkeypatch.setattr("tp_core.cli._doctor.registry", talkative)
-    assert run(["doctor", "--no-measure", "--json"]) == 0
+def test_what_a_plugin_prints_is_no_part_of_the_report(talkative, capsys):
+    with seen(talkative):
+        assert run(["doctor", "--no-measure", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["problems"] == []
     assert all(word in captured.err for word in ("loaded", "hooked", "asked"))
 
 
 def test_what_a_plugin_prints_while_it_is_loaded_never_reaches_stdout(talkative, capsys):
-    talkative.broken()
+    with talkative:
+        PluginRegistry(environ={}).broken()
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "loaded" in captured.err
 
 
-def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys, monkeypatch):
-    brings = {p["name"]: p["brings"] for p in examine(with_commands)["plugins"]}
-    assert brings["hello"] == {"command": ("bad", "clicked", "ending", "hello", "nothing")}
-    assert brings["tp-runner"]["engine"] == ("inline", "process", "ray", "thread")
-    assert brings["tp-tuple"] == {"backend": ("tuple",), "collate adapter": ("tuple",)}
-    monkeypatch.setattr("tp_core.cli._doctor.registry", with_commands)
+def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys):
+    brings = {p["name"]: p["brings"] for p in doctor()["plugins"]}
+    assert brings["hello"] == {"command": ["bad", "clicked", "ending", "hello", "nothing"]}
+    assert brings["tp-runner"]["engine"] == ["inline", "process", "ray", "thread"]
+    assert brings["tp-tuple"] == {"backend": ["tuple"], "collate adapter": ["tuple"]}
     run(["doctor", "--no-measure"])
     assert "collate adapter" in capsys.readouterr().out
 
 
 def test_the_doctor_says_of_a_plugin_that_it_does_not_name_its_contract(with_commands):
-    report = examine(with_commands)
+    report = doctor()
     assert [n for n in report["notes"] if "plugin hello (tp-hello 1.0)" in n and "tp_contract = 1" in n]
     assert not [n for n in report["notes"] if "tp-trainer" in n]
 
@@ -268,7 +252,8 @@ def test_the_doctor_says_which_backend_takes_long_to_assess(talkative, monkeypat
     clock = itertools.count(step=0.75)
     monkeypatch.setattr("tp_core.plugins._select.perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr("tp_core.plugins._select.SLOW_S", 0.5)
-    notes = examine(talkative)["notes"]
+    with seen(talkative):
+        notes = doctor()["notes"]
     assert [n for n in notes if "backend talkative of tp-talk 1.0: assess() took 0.8 s" in n]
 
 
@@ -290,16 +275,15 @@ RAISING = """
 
 
 def test_the_doctor_reports_a_backend_that_raises_while_it_looks(tmp_path):
-    with fake_distribution(
-        tmp_path, "tp-raise", entry_points={"raise": "raise_plugin"}, modules={"raise_plugin": RAISING}
-    ):
-        report = examine(PluginRegistry(environ={}))
+    points, modules = {"raise": "raise_plugin"}, {"raise_plugin": RAISING}
+    with seen(fake_distribution(tmp_path, "tp-raise", entry_points=points, modules=modules)):
+        report = doctor()
     assert any("assess() raised RuntimeError: cannot look" in p for p in report["problems"])
 
 
 def test_the_doctor_reports_a_half_set_environment(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    report = examine(PluginRegistry(environ={}))
+    report = doctor()
     assert report["environment"] is None
     assert any("WORLD_SIZE" in p for p in report["problems"])
 
@@ -333,5 +317,5 @@ def test_doctor_names_a_plugin_whose_entry_point_was_forgotten(keywords, points,
     ) as place:
         (metadata,) = place.glob("*.dist-info/METADATA")
         metadata.write_text(metadata.read_text() + f"Keywords: {keywords}\n")
-        notes = examine(PluginRegistry(environ={}))["notes"]
+        notes = doctor()["notes"]
     assert any("distribution acme has the keyword 'tp-plugin'" in note for note in notes) == is_named

@@ -9,17 +9,15 @@ from importlib.metadata import version
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tp_core.cli._main import run
-from tp_core.cli._new_plugin import Kind, write_plugin
-from tp_core.discovery import PluginRegistry
-from tp_core.errors import ConfigError
-from tp_core.plugins import Backend, Session, Verdict
+from tp_core.plugins import Backend, Session, Verdict, registry
 from tp_core.testing import fake_distribution
 
+from tests.run_tp import KINDS, new_plugin, run, seen
 
-@pytest.mark.parametrize("kind", list(Kind))
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_is_a_whole_package_under_its_own_name(kind, tmp_path):
-    folder = write_plugin(kind, "Acme_Things", tmp_path)
+    folder = new_plugin(kind, "Acme_Things", tmp_path)
     assert folder == tmp_path / "acme-things"
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     assert {"README.md", "pyproject.toml", "src/acme_things/py.typed", f"tests/test_{kind}.py"} <= set(files)
@@ -35,7 +33,7 @@ def test_a_new_plugin_is_a_whole_package_under_its_own_name(kind, tmp_path):
 
 
 def test_it_requires_the_tp_core_that_wrote_it(tmp_path):
-    folder = write_plugin(Kind.ENGINE, "acme", tmp_path)
+    folder = new_plugin("engine", "acme", tmp_path)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]["testing"]
     for text in [*project["dependencies"], *(extra for extra in extras if extra.startswith("tp-"))]:
@@ -46,7 +44,7 @@ def test_it_requires_the_tp_core_that_wrote_it(tmp_path):
 
 
 def test_a_kind_in_the_name_is_not_said_twice(tmp_path):
-    folder = write_plugin(Kind.CALLBACK, "acme-callback", tmp_path)
+    folder = new_plugin("callback", "acme-callback", tmp_path)
     assert "class AcmeCallback(Callback):" in (folder / "src/acme_callback/callback.py").read_text()
 
 
@@ -70,13 +68,13 @@ def test_a_kind_in_the_name_is_not_said_twice(tmp_path):
         ("new-plugin", "tp-core brings a command 'new-plugin'"),
     ],
 )
-def test_a_name_that_cannot_be_taken_is_refused_and_nothing_is_written(name, reason, tmp_path):
-    with pytest.raises(ConfigError, match=reason):
-        write_plugin(Kind.COMMAND, name, tmp_path, plugins=PluginRegistry(environ={}))
+def test_a_name_that_cannot_be_taken_is_refused_and_nothing_is_written(name, reason, tmp_path, capsys):
+    assert run(["new-plugin", "command", "--into", str(tmp_path), "--", name]) == 2
+    assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_another_plugin_of_the_kind_has_is_refused(tmp_path):
+def test_a_name_that_another_plugin_of_the_kind_has_is_refused(tmp_path, capsys):
     class Taken(Backend):
         name = "taken"
 
@@ -86,17 +84,19 @@ def test_a_name_that_another_plugin_of_the_kind_has_is_refused(tmp_path):
         def open(self, job):
             return Session(job)
 
-    plugins = PluginRegistry(environ={})
-    plugins.register(Taken())
-    with pytest.raises(ConfigError, match="taken brings a backend 'taken'"):
-        write_plugin(Kind.BACKEND, "taken", tmp_path, plugins=plugins)
-    with pytest.raises(ConfigError, match="tp-dp-gather brings a backend 'dp-gather'"):
-        write_plugin(Kind.BACKEND, "dp_gather", tmp_path, plugins=plugins)
-    write_plugin(Kind.LOGGER, "taken", tmp_path, plugins=plugins)
+    registry.register(Taken())
+    try:
+        assert run(["new-plugin", "backend", "taken", "--into", str(tmp_path)]) == 2
+        assert "taken brings a backend 'taken'" in capsys.readouterr().err
+        new_plugin("logger", "taken", tmp_path)
+    finally:
+        registry.unregister("taken")
+    assert run(["new-plugin", "backend", "dp_gather", "--into", str(tmp_path)]) == 2
+    assert "tp-dp-gather brings a backend 'dp-gather'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", ["folder", "file", "link"])
-def test_what_is_there_is_left_as_it_is(there, tmp_path):
+def test_what_is_there_is_left_as_it_is(there, tmp_path, capsys):
     place = tmp_path / "acme"
     if there == "folder":
         place.mkdir()
@@ -104,18 +104,18 @@ def test_what_is_there_is_left_as_it_is(there, tmp_path):
         place.write_text("mine")
     else:
         place.symlink_to("nowhere")
-    with pytest.raises(ConfigError, match="is there already; take another name"):
-        write_plugin(Kind.BACKEND, "acme", tmp_path)
+    assert run(["new-plugin", "backend", "acme", "--into", str(tmp_path)]) == 2
+    assert "is there already; take another name" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["acme"]
 
 
-def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
-    with pytest.raises(ConfigError, match=r"cannot be written: .*No space left"):
-        write_plugin(Kind.BACKEND, "acme", tmp_path)
+    assert run(["new-plugin", "backend", "acme", "--into", str(tmp_path)]) == 2
+    assert re.search(r"cannot be written: .*No space left", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,7 +136,6 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys, monkeypatch):
 
 
 def test_a_broken_plugin_does_not_keep_others_from_being_written(tmp_path):
-    with fake_distribution(
-        tmp_path / "site", "tp-bad", entry_points={"bad": "bad_plugin"}, modules={"bad_plugin": "1 / 0"}
-    ):
-        write_plugin(Kind.ENGINE, "acme", tmp_path, plugins=PluginRegistry(environ={}))
+    points, modules = {"bad": "bad_plugin"}, {"bad_plugin": "1 / 0"}
+    with seen(fake_distribution(tmp_path / "site", "tp-bad", entry_points=points, modules=modules)):
+        new_plugin("engine", "acme", tmp_path)

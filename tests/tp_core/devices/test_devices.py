@@ -6,16 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tp_core._devices import _resolve
-from tp_core._devices._resolve import (
-    DeviceLoad,
-    as_device,
-    available_devices,
-    device_of_rank,
-    resolve_devices,
-)
-from tp_core._launch._environment import LaunchEnvironment
+from tp_core import DeviceLoad, LaunchEnvironment, as_device, available_devices, resolve_devices
 from tp_core.errors import DeviceError
+from tp_core.internal import device_of_rank
 
 CPU = torch.device("cpu")
 Machine = Callable[..., None]
@@ -157,13 +150,13 @@ def loads(*utilization: float | None) -> tuple[DeviceLoad, ...]:
 
 def test_idle_devices_are_the_least_busy_ones(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(3)
-    monkeypatch.setattr(_resolve, "device_loads", lambda: loads(0.9, 0.0, 0.3))
+    monkeypatch.setattr("tp_core._devices._resolve.device_loads", lambda: loads(0.9, 0.0, 0.3))
     assert resolve_devices("idle:2") == cuda(1, 2)
 
 
 def test_idle_devices_cannot_be_told_without_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(2)
-    monkeypatch.setattr(_resolve, "device_loads", lambda: loads(None, None))
+    monkeypatch.setattr("tp_core._devices._resolve.device_loads", lambda: loads(None, None))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DeviceError, match=r"cuda:0 \(fake\).*pip install 'tp-core\[nvml\]'"):
         resolve_devices("idle:2")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core._devices import _resolve
-from tp_core._devices._resolve import DeviceLoad, device_loads, least_busy, require_utilization
+from tp_core import DeviceLoad, device_loads, least_busy, resolve_devices
 from tp_core.errors import DeviceError
 
 GIB = 2**30
@@ -57,8 +56,14 @@ def test_more_devices_than_there_are_is_an_error() -> None:
         least_busy([load(0, 0)], 2)
 
 
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+
+
+@pytest.mark.usefixtures("no_accelerator")
 def test_the_cpu_tells_its_load() -> None:
-    cpu = _resolve._cpu_load()
+    (cpu,) = device_loads()
     assert cpu.device == torch.device("cpu")
     assert cpu.name
     assert cpu.total_bytes is not None
@@ -68,13 +73,14 @@ def test_the_cpu_tells_its_load() -> None:
     assert 0 <= cpu.utilization <= 1
 
 
+@pytest.mark.usefixtures("no_accelerator")
 def test_a_system_that_tells_nothing_of_its_cpu_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "getloadavg")
     monkeypatch.setattr(os, "sysconf_names", {})
     monkeypatch.setattr(Path, "exists", lambda self: False)
-    cpu = _resolve._cpu_load()
+    (cpu,) = device_loads()
     assert cpu.free_bytes is cpu.total_bytes is cpu.utilization is None
 
 
@@ -126,7 +132,9 @@ def test_an_error_of_the_management_library_itself_is_an_unknown_too(
         pass
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "pynvml" else None)
-    monkeypatch.setattr(_resolve, "import_module", lambda name: SimpleNamespace(NVMLError=NVMLError))
+    monkeypatch.setattr(
+        "tp_core._devices._resolve.import_module", lambda name: SimpleNamespace(NVMLError=NVMLError)
+    )
     two_gpus.utilization = failing(NVMLError("not supported"))
     assert device_loads()[0].utilization is None
 
@@ -140,24 +148,22 @@ def test_an_accelerator_that_tells_nothing_is_no_error(
     assert device_loads()[0] == DeviceLoad(torch.device("cuda:0"), "cuda", None, None, None)
 
 
-def test_without_accelerator_the_cpu_is_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert [item.device.type for item in device_loads()] == ["cpu"]
-
-
 def test_a_choice_without_nvml_is_refused_and_one_without_need_for_it_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    two_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    require_utilization([load(0, 0.05)])
-    with pytest.raises(DeviceError, match=r"cuda:1 \(fake\) is not known without NVML; run pip"):
-        require_utilization([load(0, 0.05), load(1, None)])
+    assert resolve_devices("idle:1") == (torch.device("cuda:0"),)
+    two_gpus.utilization = failing(ModuleNotFoundError("nvidia-ml-py"))
+    with pytest.raises(DeviceError, match=r"cuda:0 \(fake\) is not known without NVML; run pip"):
+        resolve_devices("idle:1")
 
 
 def test_a_gpu_whose_driver_tells_no_utilization_is_ranked_by_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    two_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    loads = [load(0, None, GIB), load(1, None, 2 * GIB)]
-    require_utilization(loads)
-    assert chosen(loads, 1) == [1]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "pynvml" else None)
+    library = SimpleNamespace(NVMLError=OSError)
+    monkeypatch.setattr("tp_core._devices._resolve.import_module", lambda name: library)
+    two_gpus.utilization = failing(OSError("not supported"))
+    two_gpus.device_memory_used = lambda device: (2 - device.index) * GIB
+    assert resolve_devices("idle:1") == (torch.device("cuda:1"),)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tp_core import recursive_to
-from tp_core._devices._tree import tree_leaves, tree_map
+from tp_core import recursive_to, tree_leaves, tree_map
 from tp_core.errors import CycleError
 
 

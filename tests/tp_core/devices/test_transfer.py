@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from tp_core._devices._transfer import recursive_pin, recursive_to
-from tp_core._devices._tree import tree_leaves
+from tp_core import recursive_pin, recursive_to, tree_leaves
 from tp_core.errors import CycleError, DeviceError, TransferError
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind has to work as well

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core._launch._environment import LaunchEnvironment
+from tp_core import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError
 
 TORCHRUN = {
@@ -222,6 +222,57 @@ def test_a_missing_variable_of_slurm_is_named(name: str) -> None:
 def test_a_value_of_slurm_that_makes_no_sense_is_refused(change: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchEnvironmentError, match=message):
         LaunchEnvironment.read(SLURM | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("node1", "node1"),
+        ("node[001-004,7],gpu1", "node001"),
+        ("a,b", "a"),
+        ("n[9-11]", "n9"),
+        ("r[3-4]n[1-2]", "r3n1"),
+        ("n[1-2].cluster,x-y", "n1.cluster"),
+        ("0[08-10]", "008"),
+    ],
+)
+def test_the_first_of_slurms_hosts_is_the_meeting_point(text: str, first: str) -> None:
+    assert LaunchEnvironment.read(SLURM | {"SLURM_STEP_NODELIST": text}).master_address == first
+
+
+@pytest.mark.parametrize("text", ["n[1", "n]", "n[2-1]", "n[]", "n[a-b]", "a,,b", "n[[1]]"])
+def test_a_malformed_host_list_is_refused(text: str) -> None:
+    with pytest.raises(LaunchEnvironmentError, match=r"is not a list of hosts; it should look like"):
+        LaunchEnvironment.read(SLURM | {"SLURM_STEP_NODELIST": text})
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_each_node_has_its_count_of_tasks(counts: list[int]) -> None:
+    for text in (",".join(map(str, counts)), ",".join(f"{n}(x{n})" for n in counts)):
+        found = [n for n in counts for _ in range(n if "x" in text else 1)]
+        environ = SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_STEP_NUM_NODES": str(len(found))}
+        for node, count in enumerate(found):
+            here = {"SLURM_NODEID": str(node), "SLURM_STEP_NUM_TASKS": str(sum(found)), "SLURM_PROCID": "0"}
+            assert LaunchEnvironment.read(environ | here).local_world_size == count
+
+
+@pytest.mark.parametrize("text", ["2(x)", "x3", "2(3)", "1,"])
+def test_a_malformed_count_is_refused(text: str) -> None:
+    with pytest.raises(LaunchEnvironmentError, match=r"is not a list of tasks per node; it should"):
+        LaunchEnvironment.read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text})
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**4))
+def test_a_derived_port_is_neither_privileged_nor_ephemeral(job: int, step: int) -> None:
+    def port(job: int, step: int) -> int | None:
+        return LaunchEnvironment.read(
+            SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        ).master_port
+
+    found = port(job, step)
+    assert found is not None
+    assert 1024 < found < 32_768
+    assert found not in (port(job, step + 1), port(job + 1, step))
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

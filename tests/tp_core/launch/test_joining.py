@@ -9,8 +9,7 @@ from tp_core import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError
 from tp_core.internal import new_process_group, rendezvous_store
 from tp_core.sessions import ProcessGroupSession, join_process_group
-from tp_core.testing import make_job, run_ranks
-from tp_core.testing._kit import ConformanceKit
+from tp_core.testing import ConformanceKit, make_job, run_ranks
 
 ALONE = LaunchEnvironment.read({})
 CPU = torch.device("cpu")

@@ -1,13 +1,13 @@
 """Callbacks that plugins bring: found, listed, blocked and left out like all else they bring."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from tp_core.cli._doctor import examine
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ContractError
-from tp_core.plugins import Callback, NamedCallback, hookimpl
+from tp_core.plugins import Callback, NamedCallback, hookimpl, registry
+
+from tests.run_tp import doctor
 
 
 def bringing(*callbacks):
@@ -24,11 +24,12 @@ def test_a_plugin_brings_a_callback_by_name():
 
 
 def test_the_doctor_lists_it():
-    plugins = PluginRegistry(environ={})
-    plugins.register(bringing(NamedCallback("energy", "joules", Callback)), name="power")
-    (row,) = [row for row in examine(plugins)["plugins"] if row["name"] == "power"]
-    assert row["brings"] == {"callback": ("energy",)}
-    json.dumps(row)
+    registry.register(bringing(NamedCallback("energy", "joules", Callback)), name="power")
+    try:
+        (row,) = [row for row in doctor()["plugins"] if row["name"] == "power"]
+    finally:
+        registry.unregister("power")
+    assert row["brings"] == {"callback": ["energy"]}
 
 
 def test_a_bare_callback_is_not_what_the_hook_brings():

@@ -1,12 +1,11 @@
 """Several plugins that bring one name: one of them, or none, has it, and nothing else is lost."""
 
 import pytest
-from tp_core.cli._doctor import examine
-from tp_core.cli._main import build_app, run
-from tp_core.discovery import PluginRegistry
 from tp_core.errors import DuplicateNameError
 from tp_core.plugins import Command, hookimpl, registry
 from tp_core.testing import fake_distribution
+
+from tests.run_tp import doctor, run, seen
 
 BACKEND = """
     from tp_core.plugins import Backend, Session, Verdict
@@ -144,11 +143,9 @@ def test_an_engine_and_an_adapter_of_this_project_keep_their_names(tmp_path):
 
 
 def test_a_command_named_launch_leaves_all_commands_where_they_are(tmp_path, capsys):
-    with installed(tmp_path, "aaa", COMMANDS):
-        plugins = PluginRegistry(environ={})
+    with seen(installed(tmp_path, "aaa", COMMANDS)) as plugins:
         assert owners(plugins.commands())["launch"] == "tp-trainer"
-        with pytest.raises(SystemExit):
-            build_app(plugins)(args=["--help"], prog_name="tp")
+        assert run(["--help"]) == 0
     captured = capsys.readouterr()
     assert all(name in captured.out for name in ("launch", "jobs", "logs", "stop", "run", "unique"))
     assert "the command 'launch' of plugin aaa" in captured.err
@@ -163,11 +160,9 @@ def test_a_plugin_with_the_name_of_one_of_this_project_does_not_replace_it(tmp_p
         assert broken.info.distribution == "aaa"
 
 
-def test_the_doctor_names_a_conflict_and_still_shows_the_backends(tmp_path, capsys, monkeypatch):
-    with installed(tmp_path, "aaa", BACKEND, names=["single"]):
-        plugins = PluginRegistry(environ={})
-        report = examine(plugins)
-        monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
+def test_the_doctor_names_a_conflict_and_still_shows_the_backends(tmp_path, capsys):
+    with seen(installed(tmp_path, "aaa", BACKEND, names=["single"])):
+        report = doctor()
         assert run(["doctor", "--no-measure"]) == 1
     assert report["backend"] == "single"
     assert any("'single' of plugin aaa" in problem for problem in report["problems"])

@@ -3,10 +3,9 @@
 from textwrap import dedent
 
 import pytest
-from tp_core.cli._doctor import examine
-from tp_core.cli._main import run
 from tp_core.discovery import PluginRegistry
 
+from tests.run_tp import doctor, run, seen
 from tests.tp_core.plugins.odd import odd, source
 
 
@@ -31,8 +30,8 @@ def test_a_backend_that_answers_nonsense_does_not_end_the_selection(asked, words
     if "def estimate" in asked:
         extra = asked.partition("\n")[2]
         text = text.replace("    def open(", f"{extra}\n    def open(").replace("@@", "pass")
-    with odd(tmp_path, text.replace("@@", asked)):
-        report = examine(PluginRegistry(environ={}))
+    with seen(odd(tmp_path, text.replace("@@", asked))):
+        report = doctor()
     assert report["backend"] == "single"
     (problem,) = report["problems"]
     assert words in problem
@@ -81,16 +80,11 @@ def test_a_command_that_could_not_be_called_or_shown_is_left_out(command, words,
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--no-measure"]])
-def test_brackets_in_what_a_plugin_calls_itself_are_shown_as_they_are(
-    arguments, tmp_path, capsys, monkeypatch
-):
+def test_brackets_in_what_a_plugin_calls_itself_are_shown_as_they_are(arguments, tmp_path, capsys):
     text = dedent(COMMAND).format(command="Command('greet', '[/red] hi', load)") + source().replace(
         '"odd"', '"[/red] odd"'
     )
-    with odd(tmp_path, text, name="[/red] odd"):
-        plugins = PluginRegistry(environ={})
-        monkeypatch.setattr("tp_core.cli._doctor.registry", plugins)
-        monkeypatch.setattr("tp_core.cli._main.build_app.__defaults__", (plugins,))
+    with seen(odd(tmp_path, text, name="[/red] odd")):
         assert run(arguments) == 0
     assert "[/red]" in capsys.readouterr().out
 
@@ -115,6 +109,6 @@ def test_a_distribution_whose_files_are_damaged_costs_itself_alone(tmp_path, mon
 
 
 def test_a_plugin_whose_dependency_is_missing_is_named_with_it(tmp_path):
-    with odd(tmp_path, "import no_such_module_anywhere"):
-        (problem,) = examine(PluginRegistry(environ={}))["problems"]
+    with seen(odd(tmp_path, "import no_such_module_anywhere")):
+        (problem,) = doctor()["problems"]
     assert "install what brings the module 'no_such_module_anywhere', or block it with" in problem

@@ -9,13 +9,12 @@ import threading
 
 import pytest
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.cli._doctor import examine
-from tp_core.cli._main import run
-from tp_core.discovery import PluginRegistry
-from tp_core.plugins import Job, _hooks
-from tp_core.plugins import _select as select_module
-from tp_core.plugins._select import select
 
+# Private: two threads that redirect at once, and how long a plugin may take.
+from tp_core.discovery import PluginRegistry, select
+from tp_core.plugins import Job, _hooks
+
+from tests.run_tp import doctor, run, seen
 from tests.tp_core.plugins.odd import odd, source
 
 
@@ -37,9 +36,8 @@ PRINTS = {
 @pytest.mark.parametrize(
     ("how", "when"), [*((how, "loaded") for how in PRINTS), ("os.write", "hooked"), ("os.write", "asked")]
 )
-def test_what_a_plugin_prints_by_whatever_way_never_reaches_stdout(how, when, tmp_path, capfd, monkeypatch):
-    with odd(tmp_path, source(**{when: PRINTS[how]})):
-        monkeypatch.setattr("tp_core.cli._doctor.registry", PluginRegistry(environ={}))
+def test_what_a_plugin_prints_by_whatever_way_never_reaches_stdout(how, when, tmp_path, capfd):
+    with seen(odd(tmp_path, source(**{when: PRINTS[how]}))):
         assert run(["doctor", "--no-measure", "--json"]) == 0
     captured = capfd.readouterr()
     assert json.loads(captured.out)["problems"] == []
@@ -80,8 +78,8 @@ def test_stdout_is_what_it_was_after_several_were_quiet_at_once(capfd):
     ],
 )
 def test_a_plugin_may_raise_what_ends_programs(error, when, tmp_path):
-    with odd(tmp_path, source(**{when: f"raise {error}"})):
-        report = examine(PluginRegistry(environ={}))
+    with seen(odd(tmp_path, source(**{when: f"raise {error}"}))):
+        report = doctor()
     (problem,) = report["problems"]
     assert error.partition("(")[0] in problem
     assert "acme-odd" in problem
@@ -117,9 +115,9 @@ def test_a_plugin_that_takes_long_is_named_with_what_leaves_it_out(tmp_path, mon
 
 
 def test_a_backend_that_never_answers_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(select_module, "DEADLINE_S", 0.1)
-    with odd(tmp_path, source(asked="import threading; threading.Event().wait()")):
-        report = examine(PluginRegistry(environ={}))
+    monkeypatch.setattr("tp_core.plugins._select.DEADLINE_S", 0.1)
+    with seen(odd(tmp_path, source(asked="import threading; threading.Event().wait()"))):
+        report = doctor()
     assert report["backend"] == "single"
     (problem,) = report["problems"]
     assert "backend odd of acme-odd: assess() raised TimeoutError: it had no answer after 0.1 s" in problem

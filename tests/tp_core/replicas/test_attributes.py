@@ -3,9 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from tp_core.replicas import Replicas
-from tp_core.replicas._mirror import OriginalBuffers
-from tp_core.replicas._replica_modules import ReplicaModules, Structure
+from tp_core.replicas import Replicas, _mirror, _replica_modules  # what is looked at again, and what is not
 
 BOTH = pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
 
@@ -143,9 +141,9 @@ def test_an_alias_of_a_layer_that_moves_on_leads_to_the_twin_of_the_other_one(fo
 
 def on_meta(model):
     """Return the modules of a model on a second device; the meta device needs no hardware."""
-    structure = Structure(model, torch.device("cpu"))
-    modules = ReplicaModules(
-        structure, OriginalBuffers(list(model.modules())), torch.device("meta"), copies=True
+    structure = _replica_modules.Structure(model, torch.device("cpu"))
+    modules = _replica_modules.ReplicaModules(
+        structure, _mirror.OriginalBuffers(list(model.modules())), torch.device("meta"), copies=True
     )
 
     def sync():

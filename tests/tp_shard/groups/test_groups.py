@@ -12,7 +12,8 @@ from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.internal import rendezvous_store
 from tp_core.testing import run_ranks
-from tp_shard._groups._group import ALONE, Group, current_data_group, current_group
+from tp_shard._groups._group import current_data_group
+from tp_shard.distributed import Group
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def four_ranks():
     seen["twos"] = who()
     data = d.get_data_group()
     seen["data"] = dist.get_process_group_ranks(data)
-    group = current_group()
+    group = ts.nn.ParallelLinear(2, 2, dim=0).group
     assert copy.deepcopy(group) is group
     assert pickle.loads(pickle.dumps(group)) is group
     with pytest.raises(ConfigError, match="4 ranks cannot form groups of 3"):
@@ -111,7 +112,8 @@ def test_a_group_out_of_a_pickle_of_another_job_says_so_when_it_is_used():
     assert (restored.rank, restored.size) == (1, 2)
     with pytest.raises(ConfigError, match=r"shard 1 of 2.*init_process_group\(2\)"):
         _ = restored.handle
-    assert pickle.loads(pickle.dumps(ALONE)) is ALONE
+    alone = ts.nn.ParallelLinear(2, 2, dim=0).group
+    assert pickle.loads(pickle.dumps(alone)) is alone
 
 
 def on_a_mesh_of_data_by_tensor():

@@ -13,7 +13,10 @@ from torch.nn.utils import (
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StateError
 from tp_core.plugins import Job
-from tp_shard._backend import ShardBackend
+
+from tests.installed import backend_class
+
+ShardBackend = backend_class("shard")
 
 Column, Row = ts.Column, ts.Row
 

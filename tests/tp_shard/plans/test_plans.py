@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from tp_core.errors import ConfigError, ModelError
-from tp_shard._groups._group import ALONE, Group
-from tp_shard.nn._convert import computes_linear
+from tp_shard.nn._convert import computes_linear  # what is looked at has no other trace
 
 d = ts.distributed
 Column, Row, Vocab, Sequence = ts.Column, ts.Row, ts.Vocab, ts.Sequence
@@ -34,7 +33,7 @@ class Attention(nn.Module):
         )
 
     def group(self):
-        return getattr(self.qkv, "group", ALONE)  # the whole model has all heads
+        return getattr(self.qkv, "group", d.Group())  # the whole model has all heads
 
 
 class Mlp(nn.Module):
@@ -446,5 +445,5 @@ def test_a_plan_with_one_wrong_number_changes_nothing(wrong):
         model["second"] = OwnTable(4, 4)
     right = ts.Local(heads=4, query=("heads",), parameters=("sinks",))
     with pytest.raises((ConfigError, ModelError), match=r"second|OwnTable"):
-        ts.parallelize(model, {"first": right, "norm": Sequence(), "second": wrong}, group=Group(0, 2))
+        ts.parallelize(model, {"first": right, "norm": Sequence(), "second": wrong}, group=d.Group(0, 2))
     assert (model["first"].heads, model["first"].sinks.numel(), type(model["norm"])) == (4, 4, nn.LayerNorm)

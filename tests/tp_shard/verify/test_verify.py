@@ -10,11 +10,13 @@ import tp_shard as ts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from tp_core.cli._main import run
 from tp_core.errors import ConfigError, DisagreementError, ModelError
+
+# The groups' mesh has no public name, and ranks that are simulated may fail in any order.
 from tp_shard._groups._group import current_mesh
-from tp_shard._verify._report import ModuleReport, Report
 from tp_shard._verify._simulate import SimulatedError, simulate
+
+from tests.run_tp import run
 
 Column, Row, Vocab, Local, Replicated, Sequence = (
     ts.Column,
@@ -240,16 +242,14 @@ def test_a_model_without_memory_is_verified_with_values_of_its_own():
 
 
 def test_blocks_that_are_alike_are_one_where_memory_is_short(monkeypatch):
-    from tp_shard._verify import _report
-
     model = nn.Sequential(*(Block() for _ in range(4)))
     plan = {f"*.{name}": style for name, style in PLAN.items()}
     size = sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(_report, "free_memory", lambda: 7 * 8 * size - 1)
+    monkeypatch.setattr("tp_shard._verify._report.free_memory", lambda: 7 * 8 * size - 1)
     report = ts.verify(model, plan, batch())
     report.assert_ok()
     assert "blocks that are built alike as one" in str(report)
-    monkeypatch.setattr(_report, "free_memory", lambda: 1000)
+    monkeypatch.setattr("tp_shard._verify._report.free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="GiB of memory, and 0 GiB are free; verify the plan on a smaller"):
         ts.verify(model, plan, batch())
 
@@ -417,8 +417,8 @@ def test_the_command_line_verifies(tmp_path, capsys):
 
 
 def test_differences_that_are_not_finite_are_their_names_in_plain_values():
-    module = ModuleReport("0", "", math.nan, math.inf)
-    report = Report(2, torch.float64, 1e-5, ("evaluation",), (module,), math.nan, None, None)
+    module = ts.ModuleReport("0", "", math.nan, math.inf)
+    report = ts.Report(2, torch.float64, 1e-5, ("evaluation",), (module,), math.nan, None, None)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["modules"] == [{"name": "0", "style": "", "forward": "nan", "gradient": "inf"}]
     assert (found["outputs"], found["loss"]) == ("nan", None)

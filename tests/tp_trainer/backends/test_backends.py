@@ -9,9 +9,13 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, DisagreementError, StepError
 from tp_core.plugins import Job
 from tp_core.testing import BackendConformance, make_job, run_ranks
-from tp_trainer._backends._ddp import DdpBackend, DdpOptions
-from tp_trainer._backends._single import SingleBackend
+from tp_trainer import DdpOptions
 from tp_trainer.testing import TrainingConformance
+
+from tests.installed import backend_class
+
+DdpBackend = backend_class("ddp")
+SingleBackend = backend_class("single")
 
 
 class TestSingle(BackendConformance):

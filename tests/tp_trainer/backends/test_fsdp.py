@@ -2,8 +2,11 @@
 
 import pytest
 from tp_core.testing import BackendConformance
-from tp_trainer._backends._fsdp import FsdpBackend
 from tp_trainer.testing import TrainingConformance
+
+from tests.installed import backend_class
+
+FsdpBackend = backend_class("fsdp")
 
 LIMITS = {
     "test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean": (

@@ -12,7 +12,10 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import find_units, parameter_type, reduction_type
 from tp_core.plugins import Job
 from tp_trainer import FsdpOptions
-from tp_trainer._backends._fsdp import FsdpBackend
+
+from tests.installed import backend_class
+
+FsdpBackend = backend_class("fsdp")
 
 LAUNCHED = {
     "RANK": "1",

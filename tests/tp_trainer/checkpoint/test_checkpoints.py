@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
+from tp_core.state import write_whole
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
-from tp_trainer._checkpoint import _checkpointer as writer_module
-from tp_trainer._checkpoint import _folder as folders
 
 
 class StoppedError(Exception):
@@ -201,7 +200,8 @@ def test_a_damaged_one_that_was_asked_for_by_name_is_an_error(tmp_path):
 def test_one_that_was_being_written_when_the_process_died_does_not_count(tmp_path):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=2), stop_at=6)
-    half = folders.RunFolder(tmp_path).scratch(99)
+    half = tmp_path / ".step-0000000099.tmp"
+    half.mkdir()
     (half / "state.json").write_text("{")
     assert same(fit(Checkpoints(tmp_path, every_steps=2), resume="auto"), fit(None))
 
@@ -339,13 +339,13 @@ def test_writing_in_a_thread_gives_the_same_checkpoints(tmp_path):
 
 def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     may_write = threading.Event()
-    write = writer_module.write_whole
+    write = write_whole
 
     def slow(*args, **kwargs):
         assert may_write.wait(800)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(writer_module, "write_whole", slow)
+    monkeypatch.setattr("tp_trainer._checkpoint._checkpointer.write_whole", slow)
     steps = 0
 
     def step(model, batch):
@@ -369,7 +369,7 @@ def test_a_thread_that_cannot_write_is_an_error_of_the_run(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer_module, "write_whole", fail)
+    monkeypatch.setattr("tp_trainer._checkpoint._checkpointer.write_whole", fail)
     with pytest.raises(OSError, match="No space left on device"):
         fit(Checkpoints(tmp_path, every_steps=2, background=True))
     assert names(tmp_path) == []

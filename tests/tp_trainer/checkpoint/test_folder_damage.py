@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from tp_core.errors import StateError
-from tp_trainer._checkpoint import _folder
-from tp_trainer._checkpoint._folder import RunFolder, verify
+from tp_trainer._checkpoint import _folder  # what is wrong with a checkpoint is said by a private check
 
 from tests.tp_trainer.small_run import leave, names, same, train
 
@@ -46,8 +45,8 @@ def damage_all(folder):
 def good(folder):
     """Return the steps of the checkpoints that are whole."""
     found = []
-    for path in RunFolder(folder).committed():
-        verify(path)
+    for path in _folder.RunFolder(folder).committed():
+        _folder.verify(path)
         found.append(int(path.name.removeprefix("step-")))
     return sorted(found)
 
@@ -86,7 +85,9 @@ def test_a_good_one_is_kept_as_long_as_a_damaged_one_is_newer(tmp_path):
 
 def test_the_best_is_a_whole_one(tmp_path):
     leave(tmp_path, 8, keep=9, best="loss", every_steps=2)
-    scores = {path.name: _folder.read_manifest(path).metrics for path in RunFolder(tmp_path).committed()}
+    scores = {
+        path.name: _folder.read_manifest(path).metrics for path in _folder.RunFolder(tmp_path).committed()
+    }
     best = min((name for name in scores if scores[name]), key=lambda name: scores[name]["loss"])
     data = bytearray((tmp_path / best / "tensors.pt").read_bytes())
     data[len(data) // 2] ^= 1
@@ -97,8 +98,6 @@ def test_the_best_is_a_whole_one(tmp_path):
 
 
 def test_checkpoints_that_were_seen_whole_are_not_read_again(tmp_path, monkeypatch):
-    from tp_trainer._checkpoint import _folder
-
     read = []
     monkeypatch.setattr(_folder, "verify", lambda path: read.append(path.name))
     train(tmp_path, keep=3)
@@ -190,7 +189,7 @@ def test_a_damaged_manifest_is_named_and_the_checkpoint_before_is_used(
     shutil.copytree(nine_steps, folder)
     damage(folder / "step-0000000009" / "manifest.json")
     with pytest.raises(StateError, match=r"step-0000000009.*manifest\.json"):
-        verify(folder / "step-0000000009")
+        _folder.verify(folder / "step-0000000009")
     assert same(train(folder), undisturbed)
     assert f"the run goes on from {folder / 'step-0000000008'}" in log.text
 
@@ -205,7 +204,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
         data[place] ^= 1 << place % 8
         manifest.write_bytes(data)
         with pytest.raises(StateError, match=r"manifest\.json is not what was written"):
-            verify(checkpoint)
+            _folder.verify(checkpoint)
     manifest.write_bytes(whole)
     assert _folder.read_manifest(checkpoint).step == 5
 
@@ -228,7 +227,7 @@ def test_a_manifest_of_another_shape_is_an_error_even_with_its_digest(tmp_path, 
     (checkpoint,) = tmp_path.iterdir()
     signed(checkpoint / "manifest.json", change)
     with pytest.raises(StateError, match=r"manifest\.json is not a manifest"):
-        verify(checkpoint)
+        _folder.verify(checkpoint)
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_stays_where_it_is(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from tp_core.errors import StateError
+from tp_core.state import write_whole
 from tp_core.testing import run_ranks
-from tp_trainer._checkpoint import _checkpointer
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import StoppedError, names, same, train
@@ -21,10 +21,12 @@ cloudpickle.register_pickle_by_value(small_run)  # for ranks, which do not know 
 
 ERRORS = [KeyError("metrics"), MemoryError(), RecursionError("too deep"), ValueError("surprise")]
 
+WRITE = "tp_trainer._checkpoint._checkpointer.write_whole"  # a disk that fails at a certain moment
+
 
 def failing(error, at=3):
     """Return a function that raises at its n-th call, in the place of the one that writes tensors."""
-    calls, write = 0, _checkpointer.write_whole
+    calls, write = 0, write_whole
 
     def fail(tensors, path):
         nonlocal calls
@@ -40,7 +42,7 @@ def failing(error, at=3):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_any_error_of_the_writing_is_one_of_the_run(tmp_path, monkeypatch, error, asynchronous):
-    monkeypatch.setattr(_checkpointer, "write_whole", failing(error))
+    monkeypatch.setattr(WRITE, failing(error))
     with pytest.raises(type(error)) as caught:
         train(tmp_path, background=asynchronous)
     assert caught.value is error
@@ -52,14 +54,14 @@ def test_any_error_of_the_writing_is_one_of_the_run(tmp_path, monkeypatch, error
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_what_would_end_the_thread_alone_is_an_error_of_the_run(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(_checkpointer, "write_whole", failing(error))
+    monkeypatch.setattr(WRITE, failing(error))
     with pytest.raises(StateError, match=f"could not write checkpoints.*{type(error).__name__}") as caught:
         train(tmp_path, background=True)
     assert caught.value.__cause__ is error
 
 
 def test_an_error_of_the_last_checkpoint_is_one_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_checkpointer, "write_whole", failing(KeyError("last"), at=10))
+    monkeypatch.setattr(WRITE, failing(KeyError("last"), at=10))
     with pytest.raises(KeyError, match="last"):
         train(tmp_path, background=True)
 
@@ -77,7 +79,7 @@ def test_a_failure_to_delete_old_ones_is_named_and_does_not_end_the_run(
 
 
 def test_an_error_of_the_thread_beside_one_of_the_run_is_in_the_log(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_checkpointer, "write_whole", failing(KeyError("of the thread")))
+    monkeypatch.setattr(WRITE, failing(KeyError("of the thread")))
     with caplog.at_level(logging.ERROR, logger="tp_trainer"), pytest.raises(StoppedError):
         train(tmp_path, background=True, stop_at=4)
     assert "the last checkpoint could not be written" in caplog.text
@@ -86,13 +88,13 @@ def test_an_error_of_the_thread_beside_one_of_the_run_is_in_the_log(tmp_path, mo
 
 PROGRAM = """
 import sys
+from unittest import mock
 from tests.tp_trainer.small_run import train
-from tp_trainer._checkpoint import _checkpointer
 
 def fail(tensors, path):
     raise KeyError("metrics")
 
-_checkpointer.write_whole = fail
+mock.patch("tp_trainer._checkpoint._checkpointer.write_whole", fail).start()
 train(sys.argv[1], background=True)
 """
 
@@ -114,7 +116,7 @@ def test_the_exit_status_of_a_run_whose_thread_failed_is_not_0(tmp_path):
 
 def told(folder, asynchronous):
     if os.environ["RANK"] == "0":
-        _checkpointer.write_whole = failing(KeyError("surprise"))
+        pytest.MonkeyPatch().setattr(WRITE, failing(KeyError("surprise")))
     with pytest.raises((KeyError, StateError)) as caught:
         train(folder, background=asynchronous)
     return type(caught.value).__name__, str(caught.value)

@@ -17,9 +17,9 @@ import pytest
 import torch
 import tp_core.state
 from torch.utils.data import DataLoader
-from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
+from tp_core.state import write_whole
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._checkpoint._folder import verify
@@ -82,7 +82,7 @@ def start():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(_ownership, "GRACE_S", 0.2)
+    monkeypatch.setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, start, impatient):
@@ -185,7 +185,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypatch):
-    monkeypatch.setattr(_ownership, "GRACE_S", 50.0)
+    monkeypatch.setattr("tp_core._tensors._ownership.GRACE_S", 50.0)
     first, _ = start(STANDING, tmp_path)
     first.send_signal(signal.SIGTERM)
     first.stdin.write("go on\n")
@@ -194,7 +194,7 @@ def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypa
 
 
 def refused(folder):
-    _ownership.GRACE_S = 0.2
+    pytest.MonkeyPatch().setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
     with pytest.raises(ConfigError) as caught:
         train(folder)
     return str(caught.value)
@@ -240,9 +240,7 @@ def test_a_folder_that_is_deleted_is_made_again_and_the_log_says_so(tmp_path, ca
 def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_end(
     tmp_path, caplog, monkeypatch, asynchronous
 ):
-    from tp_trainer._checkpoint import _checkpointer
-
-    folder, write = tmp_path / "run", _checkpointer.write_whole
+    folder, write = tmp_path / "run", write_whole
     calls = 0
 
     def deleting(tensors, path):
@@ -253,7 +251,7 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_has_it_in_the_en
             shutil.rmtree(folder)
         return written
 
-    monkeypatch.setattr(_checkpointer, "write_whole", deleting)
+    monkeypatch.setattr("tp_trainer._checkpoint._checkpointer.write_whole", deleting)
     assert same(train(folder, background=asynchronous), train(None))
     assert names(folder) == ["step-0000000010"]
     assert "is made again" in caplog.text

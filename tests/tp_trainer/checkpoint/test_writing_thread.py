@@ -7,8 +7,7 @@ import torch
 from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint import _checkpointer
-from tp_trainer._checkpoint._checkpointer import Checkpointer
+from tp_trainer._checkpoint import _checkpointer  # its waits and its thread are no part of a run's surface
 
 
 class Heard(logging.Handler):
@@ -30,7 +29,7 @@ def leave_alone(folder):
     heard = Heard()
     logging.getLogger("tp_trainer").addHandler(heard)
     with Trainer(backend="ddp", devices="cpu", progress=False) as trainer:
-        checkpointer = Checkpointer(Checkpoints(folder, background=True), trainer.session)
+        checkpointer = _checkpointer.Checkpointer(Checkpoints(folder, background=True), trainer.session)
         checkpointer.open()
         checkpointer.save(1, half(trainer.rank), {}, {}, {"metrics": {}})  # the group of the threads is made
         checkpointer._join()

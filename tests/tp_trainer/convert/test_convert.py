@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from tp_core.cli._main import run
 from tp_core.errors import StateError
 from tp_core.state import StoredTensors, TensorInfo, write_tensors
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._folder import RunFolder
-from tp_trainer._convert import write_model
+from tp_trainer._convert import write_model  # a source that counts what is in memory, or fails
 
+from tests.run_tp import run
 from tests.tp_trainer.small_run import leave, train
 
 MIB = 2**20
+
+
+def committed(folder):
+    return sorted(Path(folder).glob("step-*"), reverse=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +57,14 @@ def test_a_folder_gets_the_usual_name_and_json_says_what_was_read(finished, tmp_
     folder, expected = finished
     assert run(["convert", str(folder), str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["checkpoint"] == str(RunFolder(folder).committed()[0])
+    assert report["checkpoint"] == str(committed(folder)[0])
     assert report["files"] == [str(tmp_path / "model.safetensors")]
     assert same(tmp_path / "model.safetensors", expected)
 
 
 def test_a_step_and_the_best_can_be_chosen(finished, tmp_path, capsys):
     folder, _ = finished
-    steps = [int(path.name.removeprefix("step-")) for path in RunFolder(folder).committed()]
+    steps = [int(path.name.removeprefix("step-")) for path in committed(folder)]
     out = tmp_path / "one.safetensors"
     assert run(["convert", str(folder), str(out), "--step", str(steps[-1])]) == 0
     assert f"from {folder}/step-{steps[-1]:010d}" in capsys.readouterr().err
@@ -120,7 +123,7 @@ def sharded_checkpoint(folder):
 @pytest.mark.slow
 def test_what_ranks_have_split_is_one_file(tmp_path):
     run_ranks(sharded_checkpoint, 2, str(tmp_path / "run"), timeout_s=800.0)
-    (checkpoint,) = RunFolder(tmp_path / "run").committed()
+    (checkpoint,) = committed(tmp_path / "run")
     assert (checkpoint / "tensors" / ".metadata").is_file()
     out = tmp_path / "model.safetensors"
     assert run(["convert", str(checkpoint), str(out)]) == 0
@@ -143,7 +146,7 @@ def test_several_models_are_told_apart(tmp_path, capsys):
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_moved_or_written(tmp_path, capsys):
     leave(tmp_path / "run", 3)
-    newest = RunFolder(tmp_path / "run").committed()[0]
+    newest = committed(tmp_path / "run")[0]
     os.truncate(newest / "tensors.pt", 100)
     assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out.safetensors")]) == 1
     err = capsys.readouterr().err

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 from tp_core import testing
-from tp_core.cli._main import run
-from tp_trainer._launch._jobs._commands import stop_job
-from tp_trainer._launch._jobs._store import list_jobs
+from tp_trainer._launch._jobs import _commands, _store  # what a test left behind is ended without a wait
+
+from tests.run_tp import run
 
 _IN_TERMINAL = """
 import fcntl, os, sys, termios
@@ -102,8 +102,8 @@ class Tp:
             shutil.rmtree(self.tmp, ignore_errors=True)
 
     def _end(self) -> None:
-        for job in list_jobs():  # a test that failed half-way leaves its job running
-            stop_job(job, grace_s=0)
+        for job in _store.list_jobs():  # a test that failed half-way leaves its job running
+            _commands.stop_job(job, grace_s=0)
         for process in self.started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._plan import LaunchRequest
-from tp_trainer._launch._run import execute
+from tp_trainer._launch._run import LaunchRequest, execute  # threads of one process stand in for hosts
 
 from tests.own_words import own_words
 

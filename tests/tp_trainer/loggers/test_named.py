@@ -32,6 +32,23 @@ def test_the_loggers_of_this_package_are_found_by_name():
     }
 
 
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (SimpleNamespace(get_device_name=lambda i: f"Max {i}"), "Max 0, Max 1"),
+        (SimpleNamespace(), "xpu, xpu"),
+    ],
+    ids=["named", "without names"],
+)
+def test_every_accelerator_is_named_whoever_made_it(monkeypatch, module, expected):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert environment({})["gpus"] == expected
+
+
 def test_names_and_loggers_are_taken_together():
     own = CsvLogger("somewhere")
     made = make_loggers([own, "jsonl", "csv"], PLUGINS)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.cli._main import run
 from tp_core.errors import ConfigError
 from tp_trainer import MemoryTable, Trainer
-from tp_trainer._memory._footprint import parse_nbytes
-from tp_trainer._memory._requirements import resized
+from tp_trainer._memory._requirements import parse_nbytes, resized  # the parts of a table that is printed
+
+from tests.run_tp import run
 
 BUILDER = """
 import torch

@@ -9,10 +9,11 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from tp_core.cli._main import run
 from tp_core.errors import ConfigError
 from tp_trainer._report import _MOST_POINTS, _thinned, charts, render, write_pictures, write_report
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
+
+from tests.run_tp import run
 
 
 def leave_run(folder, *, steps=20, host="a host"):

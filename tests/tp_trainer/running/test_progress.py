@@ -1,8 +1,7 @@
 """How far an epoch is, and how fast it goes."""
 
 import pytest
-from tp_trainer._running import _progress
-from tp_trainer._running._progress import Ticker
+from tp_trainer._running import _progress  # a clock of the test's own
 
 
 @pytest.fixture
@@ -14,7 +13,7 @@ def clock(monkeypatch):
 
 
 def test_steps_of_the_run_before_do_not_count_as_fast_ones(clock, capsys):
-    ticker = Ticker("epoch 2/3", 1000, 30.0, first=500)
+    ticker = _progress.Ticker("epoch 2/3", 1000, 30.0, first=500)
     assert ticker.next_update == 30.0
     clock[0] = 31.0
     ticker.update(501, 0.5)

@@ -6,11 +6,11 @@ import os
 import psutil
 import pytest
 import torch
-from tp_core.cli._main import run
 from tp_core.discovery import PluginRegistry
 from tp_core.testing import fake_distribution
-from tp_trainer._self_test import Result, Setup, find_setups, run_setup
-from tp_trainer._self_test_rank import Numbers, reference
+from tp_trainer import _self_test, _self_test_rank  # a backend of others that is wrong in one number
+
+from tests.run_tp import run
 
 DEADLINE_S = 800.0
 
@@ -78,7 +78,7 @@ def setups(tmp_path, monkeypatch):
     )
     with stranger as place:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(place), os.getenv("PYTHONPATH")])))
-        found = find_setups(PluginRegistry(environ={}).backends(), ranks=2)
+        found = _self_test.find_setups(PluginRegistry(environ={}).backends(), ranks=2)
         yield {setup.backend: setup for setup in found if setup.origin == "tp-strange 1.0"}
 
 
@@ -86,7 +86,7 @@ def test_backends_are_tried_where_they_say_that_they_fit(setups):
     cpu = torch.device("cpu")
     assert (setups["right"].processes, setups["right"].devices) == (1, (cpu,))
     assert setups["elsewhere"].unfit == "there is no such accelerator here"
-    ours = {s.backend: s for s in find_setups(PluginRegistry(environ={}).backends(), ranks=3)}
+    ours = {s.backend: s for s in _self_test.find_setups(PluginRegistry(environ={}).backends(), ranks=3)}
     assert (ours["ddp"].processes, ours["ddp"].devices) == (3, (cpu, cpu, cpu))
     assert (ours["tuple"].processes, ours["tuple"].devices) == (1, (cpu, cpu))
 
@@ -104,7 +104,7 @@ def test_backends_are_tried_where_they_say_that_they_fit(setups):
     ],
 )
 def test_what_is_wrong_with_a_strangers_backend_is_named(setups, name, outcome, reason):
-    result = run_setup(setups[name], timeout_s=DEADLINE_S)
+    result = _self_test.run_setup(setups[name], timeout_s=DEADLINE_S)
     assert (result.outcome, result.ok) == (outcome, outcome in ("equal", "unfit")), result
     assert reason in result.reason
 
@@ -112,8 +112,8 @@ def test_what_is_wrong_with_a_strangers_backend_is_named(setups, name, outcome, 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_backend_that_hangs_is_ended_at_the_deadline(setups, processes, tmp_path):
-    hanging = Setup("hanging", "tp-strange 1.0", processes, (torch.device("cpu"),) * processes)
-    result = run_setup(hanging, timeout_s=3.0)
+    hanging = _self_test.Setup("hanging", "tp-strange 1.0", processes, (torch.device("cpu"),) * processes)
+    result = _self_test.run_setup(hanging, timeout_s=3.0)
     assert (result.outcome, result.reason) == ("hangs", "it had not ended after 3 s")
     left = psutil.process_iter(["environ"])  # every process of the setup finds the stranger by this
     assert not [p for p in left if str(tmp_path) in (p.info["environ"] or {}).get("PYTHONPATH", "")]
@@ -132,13 +132,17 @@ def test_every_installed_backend_trains_what_one_device_trains(capsys):
 
 
 def test_differences_of_weights_and_losses_count():
-    one = reference(torch.float64)
-    assert one.difference(reference(torch.float64)) == 0.0
-    moved = Numbers({n: t + (n == "0.bias") * 0.25 for n, t in one.weights.items()}, one.losses)
+    one = _self_test_rank.reference(torch.float64)
+    assert one.difference(_self_test_rank.reference(torch.float64)) == 0.0
+    moved = _self_test_rank.Numbers(
+        {n: t + (n == "0.bias") * 0.25 for n, t in one.weights.items()}, one.losses
+    )
     assert one.difference(moved) == pytest.approx(0.25)
-    assert one.difference(Numbers(one.weights, [one.losses[0] + 0.5, *one.losses[1:]])) == pytest.approx(0.5)
-    nan = Numbers(one.weights, [float("nan"), *one.losses[1:]])
-    assert one.difference(nan) == one.difference(Numbers({}, one.losses)) == float("inf")
+    assert one.difference(
+        _self_test_rank.Numbers(one.weights, [one.losses[0] + 0.5, *one.losses[1:]])
+    ) == pytest.approx(0.5)
+    nan = _self_test_rank.Numbers(one.weights, [float("nan"), *one.losses[1:]])
+    assert one.difference(nan) == one.difference(_self_test_rank.Numbers({}, one.losses)) == float("inf")
 
 
 def test_the_table_names_what_is_wrong_and_the_status_says_so(capsys, monkeypatch):
@@ -146,7 +150,7 @@ def test_the_table_names_what_is_wrong_and_the_status_says_so(capsys, monkeypatc
 
     def pretend(setup, *, timeout_s):
         outcome, reason, difference = outcomes[setup.backend]
-        return Result(setup, outcome, reason, difference, 1.0)
+        return _self_test.Result(setup, outcome, reason, difference, 1.0)
 
     monkeypatch.setattr("tp_trainer._self_test.run_setup", pretend)
     assert run(["test", "--backend", "single", "--backend", "ddp"]) == 1

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import yaml
-from tp_core.cli._main import run
 from tp_trainer.loggers import read_run
+
+from tests.run_tp import run
 
 SCRIPT = '''
 import json

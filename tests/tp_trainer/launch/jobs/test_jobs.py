@@ -11,6 +11,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_trainer._launch._jobs._commands import elapsed, log_chunks
 from tp_trainer._launch._jobs._store import (
     Job,
+    LaunchRequest,
     Status,
     create_job,
     find_job,
@@ -20,7 +21,6 @@ from tp_trainer._launch._jobs._store import (
     load_job,
     state_dir,
 )
-from tp_trainer._launch._plan import LaunchRequest
 
 _WAITS = """
 import os, pathlib, sys, time

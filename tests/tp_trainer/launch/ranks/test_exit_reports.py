@@ -4,9 +4,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._monitor import Death, Rank
-from tp_trainer._launch._outcome import account, exit_report_path, reported_exit
-from tp_trainer._rank_exit import EXIT_REPORT, write_exit_report
+
+# No launch orders how its ranks end: what is said of them is private.
+from tp_trainer import _rank_exit
+from tp_trainer._launch._outcome import Death, Rank, account, exit_report_path, reported_exit
 
 
 @pytest.fixture
@@ -22,8 +23,8 @@ def ranks(tmp_path):
 
 
 def report_exit(rank, monkeypatch, saved):
-    monkeypatch.setenv(EXIT_REPORT, str(exit_report_path(rank.directory)))
-    write_exit_report(signal.SIGTERM, saved)
+    monkeypatch.setenv(_rank_exit.EXIT_REPORT, str(exit_report_path(rank.directory)))
+    _rank_exit.write_exit_report(signal.SIGTERM, saved)
 
 
 def said(ranks, *codes, killed=()):
@@ -65,8 +66,8 @@ def test_a_file_that_a_rank_did_not_finish_is_no_report(ranks, text):
 
 
 def test_no_report_is_written_where_no_launcher_wants_one(monkeypatch, tmp_path):
-    monkeypatch.delenv(EXIT_REPORT, raising=False)
-    write_exit_report(signal.SIGTERM, tmp_path)
-    monkeypatch.setenv(EXIT_REPORT, str(tmp_path / "gone" / "end.json"))
-    write_exit_report(signal.SIGTERM, tmp_path)
+    monkeypatch.delenv(_rank_exit.EXIT_REPORT, raising=False)
+    _rank_exit.write_exit_report(signal.SIGTERM, tmp_path)
+    monkeypatch.setenv(_rank_exit.EXIT_REPORT, str(tmp_path / "gone" / "end.json"))
+    _rank_exit.write_exit_report(signal.SIGTERM, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -5,14 +5,12 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 from tp_core.internal import EXITED_KEY
-from tp_trainer._launch import _monitor
-from tp_trainer._launch._addresses import Endpoint
-from tp_trainer._launch._monitor import Attempt, Death, ExitedRanks, Rank
+from tp_trainer._launch._monitor import Attempt, Death, Endpoint, ExitedRanks, Rank  # torch collects some
 
 
 @pytest.mark.parametrize("collected", [0, None], ids=["by us", "by torch"])
 def test_a_rank_that_exits_well_is_announced_while_others_run(collected, tmp_path, monkeypatch):
-    monkeypatch.setattr(_monitor, "_CHECK_S", 0.01)
+    monkeypatch.setattr("tp_trainer._launch._monitor._CHECK_S", 0.01)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = {n: Rank(n, 10 + n, tmp_path, tmp_path / "out", tmp_path / "err") for n in range(3)}
     deaths = {1: Death(0, collected), 2: Death(1, 1)}  # one that failed is torch's to report

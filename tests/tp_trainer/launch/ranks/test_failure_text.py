@@ -1,10 +1,9 @@
-"""Which rank is called the first one, and what is shown of its log."""
+"""Which rank is called the first one, and what is shown of its log: private, as no launch orders deaths."""
 
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._monitor import Death, Rank
-from tp_trainer._launch._outcome import Failure, code_name, first_failure, last_traceback
+from tp_trainer._launch._outcome import Death, Failure, Rank, code_name, first_failure, last_traceback
 
 _TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
