@@ -50,7 +50,12 @@ def _gather_temporary_files():
     util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "nightly" in item.keywords:
+            item.add_marker("slow")
+    _deselect(config, items, [item for item in items if _missing(item)])
     import torch  # not by the process that only hands tests to others
 
     if torch.cuda.is_available():
@@ -60,8 +65,18 @@ def pytest_collection_modifyitems(config, items):
         for item in of_gpus:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         return
-    items[:] = [item for item in items if "gpu" not in item.keywords]
-    config.hook.pytest_deselected(items=of_gpus)
+    _deselect(config, items, of_gpus)
+
+
+def _missing(item):
+    needed = [module for mark in item.iter_markers("needs") for module in mark.args]
+    return [module for module in needed if importlib.util.find_spec(module) is None]
+
+
+def _deselect(config, items, left_out):
+    chosen = set(left_out)
+    items[:] = [item for item in items if item not in chosen]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter):

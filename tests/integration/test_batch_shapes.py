@@ -519,8 +519,18 @@ def test_shapes_that_coincide_are_not_taken_for_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"drop_last": False}, {"workers": 2}], ids=str)
-@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("dp-gather", {}),
+        ("tuple", {}),
+        ("dp-gather", {"drop_last": False}),
+        ("tuple", {"workers": 2}),
+        pytest.param("tuple", {"drop_last": False}, marks=pytest.mark.nightly),
+        pytest.param("dp-gather", {"workers": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_every_batch_trains_as_on_one_device_or_is_refused(backend, options):
     names = [n for n in CASES if n not in FEW] if not options else list(CASES)
     if options.get("workers"):

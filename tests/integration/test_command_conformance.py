@@ -4,7 +4,7 @@ import pytest
 from tp_core.discovery import PluginRegistry
 from tp_core.testing import CommandConformance
 
-pytestmark = pytest.mark.slow  # further cases of what the kit's own tests hold
+pytestmark = pytest.mark.nightly  # further cases of what the kit's own tests hold
 
 
 class FirstParty(CommandConformance):

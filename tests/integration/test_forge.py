@@ -89,7 +89,19 @@ def test_what_is_called_exists(path):
 
 def test_ci_runs_what_developers_run():
     called = " ".join(commands(ROOT / ".github/workflows/ci.yml")) + (ROOT / ".ci/run").read_text()
-    for script in ("lint", "types", "imports", "test", "slow", "docs", "linkcheck", "bench", "dist:all"):
+    for script in (
+        "lint",
+        "types",
+        "imports",
+        "test",
+        "slow",
+        "nightly",
+        "bench:peers",
+        "docs",
+        "linkcheck",
+        "bench",
+        "dist:all",
+    ):
         assert f"hatch run {script}" in called
     assert "tests/matrix.sh --wheels" in called
 

@@ -25,7 +25,7 @@ def load():
 backend = load().FullyShardBackend
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestFullyShard(BackendConformance):
     backend = backend
     processes = 2
@@ -39,7 +39,7 @@ class TestFullyShard(BackendConformance):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTrainingOnFullyShard(TrainingConformance):
     backend = backend
     processes = 2

@@ -89,7 +89,8 @@ def resumed(folder, **kwargs):
     return name, kinds | kinds_after, equal(found, expected)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_state_stays_dtensors(tmp_path, processes):
     for name, kinds, is_same in run_ranks(resumed, processes, tmp_path):
         assert (name, kinds) == ("fsdp2", {"DTensor"})

@@ -8,8 +8,6 @@ import pytest
 
 from tests.wheels import CORE, PACKAGES, ROOT, build, problems, project, try_out
 
-FAST = {"tp-tuple"}
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
@@ -23,9 +21,8 @@ def wheel(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(
-    "package", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in PACKAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_distribution_works_with_tp_core_alone(package, wheel, tmp_path):
     (tmp_path / "wheels").mkdir()
     for name in {CORE, package}:  # no other could be installed by mistake

@@ -132,7 +132,9 @@ def keys_of(value, named=("versions", "brings", "backends")):
         yield from itertools.chain.from_iterable(map(keys_of, value))
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "test" else ()) for n in sorted(CALLS)]
+)
 def test_it_is_one_document_with_the_keys_of_the_page_and_a_status_as_without(name, tp):
     status, out, _ = tp(*name.split(), *CALLS[name], "--json")
     assert status == 0

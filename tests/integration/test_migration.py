@@ -1,6 +1,5 @@
 """The lines of code in the guide for those who come from other trainers are those of its programs."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -29,24 +28,21 @@ def test_the_lines_are_counted():
     assert len(counted) == 7
 
 
+def needs_of(source):
+    return pytest.mark.needs(*sorted(set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE))))
+
+
 def others():
     """Yield each program of another library on the page, below what both programs of its job share."""
     text = PAGE.read_text()
     (shared,) = re.findall(r"^```python\n(.*?)^```\n\n### tp, `fit`", text, re.MULTILINE | re.DOTALL)
     for number, source in enumerate(re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL), 1):
-        yield pytest.param(shared + source, id=f"{PAGE.stem} {number}")
-
-
-def skip_without_modules(source):
-    for module in set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}, which the environment of the benchmarks has")
+        yield pytest.param(shared + source, marks=needs_of(shared + source), id=f"{PAGE.stem} {number}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", list(others()))
 def test_a_program_of_another_library_runs_and_goes_on_with_what_it_has_saved(source, tmp_path):
-    skip_without_modules(source)
     (tmp_path / "script.py").write_text(source)
     for _ in range(2):
         done = subprocess.run(
@@ -66,13 +62,12 @@ def programs():
     """Yield each program of the pages beside this one: its command, its source, and what it prints."""
     for page in sorted(PAGE.parent.glob("migration-*.md")):
         for number, found in enumerate(PROGRAMS.findall(page.read_text()), 1):
-            yield pytest.param(*found, id=f"{page.stem} {number}")
+            yield pytest.param(*found, marks=needs_of(found[1]), id=f"{page.stem} {number}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "source", "printed"), list(programs()))
 def test_a_program_prints_what_the_page_says(command, source, printed, tmp_path):
-    skip_without_modules(source)
     (tmp_path / "script.py").write_text(source)
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]
     environ = os.environ | {"PATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,5 @@
 """Six jobs, each with tp, Lightning and Accelerate: lines that are counted, and numbers that are the same."""
 
-import importlib.util
 import json
 import os
 import re
@@ -53,11 +52,14 @@ def run_in_forks(modules, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(name, marks=pytest.mark.needs(*(m.split(".")[0] for m in modules.split(","))))
+        for name, modules in LIBRARIES.items()
+    ],
+)
 def test_the_jobs_of_a_library_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
-    for module in LIBRARIES[library].split(","):
-        if importlib.util.find_spec(module.split(".")[0]) is None:
-            pytest.skip(f"needs {module}, which the environment of the benchmarks has")
     runs = []
     for job, step in STEPS.items():
         for kind in ("whole", "parts"):

@@ -244,7 +244,9 @@ def _picture_job_on_a_rank(where, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ON_RANKS)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p == "ddp" else pytest.mark.nightly) for p in ON_RANKS]
+)
 def test_a_classifier_of_pictures_is_that_of_one_device_on_two_ranks(two_ranks, tmp_path, place):
     expected = picture_job(PLACES["single"])
     for found, is_resumed in two_ranks.run(_picture_job_on_a_rank, ON_RANKS[place], tmp_path):

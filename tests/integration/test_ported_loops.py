@@ -4,6 +4,7 @@ A GAN, pairs of two towers, a language model in a loop of one's own, a stream.
 """
 
 import functools
+import itertools
 import multiprocessing
 
 import pytest
@@ -288,9 +289,13 @@ def assert_resumed(whole, parts):
     assert parts[1] == whole[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", IN_ONE_PROCESS)
-@pytest.mark.parametrize("name", JOBS)
+def each_once(places):
+    """Each job and each place once in the slow part; the others of the cross product are nightly."""
+    for (i, name), (j, place) in itertools.product(enumerate(JOBS), enumerate(places)):
+        yield pytest.param(name, place, marks=pytest.mark.slow if i == j else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("name", "place"), each_once(IN_ONE_PROCESS))
 def test_a_job_is_as_by_hand_and_resumed(tmp_path, name, place):
     job, by_hand = JOBS[name]
     whole, parts = _whole_and_resumed(job, IN_ONE_PROCESS[place], tmp_path)
@@ -298,9 +303,7 @@ def test_a_job_is_as_by_hand_and_resumed(tmp_path, name, place):
     assert_resumed(whole, parts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ON_RANKS)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "place"), each_once(ON_RANKS))
 def test_a_job_is_as_by_hand_and_resumed_on_two_ranks(tmp_path, name, place):
     job, by_hand = JOBS[name]
     call = functools.partial(_whole_and_resumed, job, ON_RANKS[place], tmp_path)

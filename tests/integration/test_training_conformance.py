@@ -7,11 +7,13 @@ from tp_trainer.testing import TrainingConformance
 from tests.installed import backend_class
 
 
+@pytest.mark.slow
 class TestTuple(TrainingConformance):
     backend = backend_class("tuple")
     devices = ("cpu", "cpu")
 
 
+@pytest.mark.slow
 class TestGather(TrainingConformance):
     backend = backend_class("dp-gather")
     devices = ("cpu", "cpu")
@@ -36,7 +38,7 @@ class TestShard(TrainingConformance):
         return split(-1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestShardsThatAreFullySharded(TrainingConformance):
     backend = backend_class("shard")
     processes = 4
@@ -47,7 +49,7 @@ class TestShardsThatAreFullySharded(TrainingConformance):
         return split(2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestCopiesOfShards(TrainingConformance):
     backend = backend_class("shard")
     processes = 4

@@ -18,7 +18,7 @@ class TestTwoDevices(BackendConformance):
     devices = ("cpu", "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestThreeDevices(BackendConformance):
     backend = GatherBackend
     devices = ("cpu", "cpu", "cpu")

@@ -59,7 +59,7 @@ class TestTwoCopiesOnFourRanks(_Split):
         return split_model()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestCopiesThatAreFullySharded(_Split):
     processes = 4
     exchange_processes = 4

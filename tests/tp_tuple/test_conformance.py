@@ -47,13 +47,14 @@ class TestTwoDevices(BackendConformance):
     devices = ("cpu", "cpu")
 
 
+@pytest.mark.slow
 class TestThreeDevicesWithCopies(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu", "cpu")
     options = {"force_copies": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestWeightedSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")
@@ -64,14 +65,14 @@ def _cost(item):
     return abs(float(next(leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)).flatten()[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestCostBalancedSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")
     options = {"cost": _cost}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestMeasuredSplit(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu")

@@ -150,7 +150,8 @@ def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(s
     wait_until_gone(*pids)
 
 
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
 def test_workers_of_a_fork_server_and_the_server_end_with_the_program_that_was_killed(start, persistent):
     process = start(
         """

@@ -1,6 +1,7 @@
 """Several plugins that bring one name: one of them, or none, has it, and nothing else is lost."""
 
 import pytest
+from tp_core.discovery import PluginRegistry
 from tp_core.errors import DuplicateNameError
 from tp_core.plugins import Command, hookimpl, registry
 from tp_core.testing import fake_distribution

@@ -42,7 +42,7 @@ class TrueBackend(Backend):
         return self.session(job, leave=leave)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTrue(BackendConformance):
     backend = TrueBackend
     processes = 2

@@ -208,7 +208,7 @@ def test_without_a_process_group(check):
     check()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

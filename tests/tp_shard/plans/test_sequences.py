@@ -187,7 +187,7 @@ CHECKS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

@@ -352,7 +352,7 @@ def check(family, **options):
     return lambda: splits(family, **options)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "family",
     [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in [*FAMILIES, "torch"]],
@@ -401,7 +401,7 @@ def drops(family):
     }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "family",
     [
@@ -415,7 +415,7 @@ def test_ranks_of_a_family_with_dropout_stay_alike(on_ranks, world, family):
         assert found["apart"] == 0
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama-one-key-head", "gpt2", "qwen3", "bloom"])
 @pytest.mark.slow
@@ -437,7 +437,7 @@ def test_the_plan_that_a_model_brings_along_is_translated(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_translated_plan_trains_like_the_whole_model(on_ranks, world):
     for found in on_ranks(world, check("qwen3", plan="from_hf")):
         assert found["heads"]
@@ -465,8 +465,10 @@ def test_a_model_on_the_meta_device_gets_the_same_plan():
     assert ts.plans.auto(nowhere, verbose=False) == ts.plans.auto(model, verbose=False)
 
 
+@pytest.mark.needs("timm", "torchvision")
 def test_a_vision_transformer_of_timm_is_split_by_heads():
-    timm = pytest.importorskip("timm")  # where it and torchvision are installed
+    import timm
+
     torch.manual_seed(0)
     model = timm.models.VisionTransformer(
         img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=8

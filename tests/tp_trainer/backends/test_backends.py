@@ -28,7 +28,7 @@ class TestDdp(BackendConformance):
     unused_options = {"find_unused_parameters": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestDdpWithThreeRanks(BackendConformance):
     """More ranks than the last batch has samples, and batches that none divides."""
 
@@ -41,6 +41,7 @@ class TestTrainingOnSingle(TrainingConformance):
     backend = SingleBackend
 
 
+@pytest.mark.slow
 class TestTrainingOnDdp(TrainingConformance):
     backend = DdpBackend
     processes = 2

@@ -21,7 +21,7 @@ class TestFsdp(BackendConformance):
     limits = LIMITS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestFsdpOnFourRanks(BackendConformance):
     backend = FsdpBackend
     processes = 4
@@ -34,13 +34,13 @@ class TestTrainingOnFsdp(TrainingConformance):
     processes = 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTrainingOnFourRanks(TrainingConformance):
     backend = FsdpBackend
     processes = 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTrainingOnTwoCopies(TrainingConformance):
     backend = FsdpBackend
     processes = 4

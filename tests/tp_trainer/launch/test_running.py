@@ -37,6 +37,7 @@ def test_ranks_get_their_arguments_verbatim_and_their_lines_are_marked(tp, here,
     assert list(tp.tmp.glob("tp-launch-*")) == []
 
 
+@pytest.mark.slow
 def test_output_is_live_and_in_whole_lines(tp):
     script = tp.script(
         """

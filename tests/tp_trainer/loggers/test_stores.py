@@ -62,11 +62,8 @@ class TestTensorBoard(LoggerConformance):
         assert self.read(tmp_path) == {"loss": [(1, 1.0)]}
 
 
+@pytest.mark.needs("aim")
 class TestAim(LoggerConformance):
-    @pytest.fixture(autouse=True)
-    def _installed(self):
-        pytest.importorskip("aim")
-
     def make(self, folder):
         return AimLogger("tests", run_name="one", repo=folder)
 
@@ -111,11 +108,11 @@ class TestAim(LoggerConformance):
         assert len(list(self.runs(tmp_path))) == 1
 
 
+@pytest.mark.needs("mlflow")
 class TestMlflow(LoggerConformance):
     @pytest.fixture(autouse=True)
-    def _installed(self, monkeypatch):
+    def _settings(self, monkeypatch):
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        pytest.importorskip("mlflow")
 
     def make(self, folder):
         return MlflowLogger("tests", tracking_uri=folder.as_uri())
@@ -157,10 +154,10 @@ class TestMlflow(LoggerConformance):
         assert len(self.run(tmp_path)[1]) == 1
 
 
+@pytest.mark.needs("wandb")
 class TestWandb(LoggerConformance):
     @pytest.fixture(autouse=True)
-    def _installed(self, monkeypatch):
-        pytest.importorskip("wandb")
+    def _settings(self, monkeypatch):
         monkeypatch.setenv("WANDB_SILENT", "true")
 
     def make(self, folder):

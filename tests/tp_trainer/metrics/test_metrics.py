@@ -1,5 +1,6 @@
 """Metrics of the whole set are those of one device, whatever computes them and however it is split."""
 
+import importlib
 import itertools
 from functools import cache, partial
 from importlib.util import find_spec
@@ -241,8 +242,9 @@ def test_metrics_of_torchmetrics_are_fed_once_on_one_device():
     torchmetrics_on_a_rank(expected())
 
 
+@pytest.mark.needs("torcheval")
 def test_metrics_of_torcheval_are_fed():
-    classes = pytest.importorskip("torcheval.metrics")
+    classes = importlib.import_module("torcheval.metrics")
     with Trainer(backend="tuple", devices=["cpu"] * 2, seed=0, progress=False) as trainer:
         found = trainer.evaluate(
             network(),

@@ -52,7 +52,11 @@ def fit(step, folder, *, backend="auto", loader=None, devices="cpu", shard=True,
         return trainer.fit(model, optimizer, loader, step=step, checkpoint=folder, **options)
 
 
-@pytest.mark.parametrize("slow_s", [0.001, 0.01, 0.1], ids=["10 times", "100 times", "1000 times"])
+@pytest.mark.parametrize(
+    "slow_s",
+    [pytest.param(0.001, marks=pytest.mark.slow), 0.01, pytest.param(0.1, marks=pytest.mark.slow)],
+    ids=["10 times", "100 times", "1000 times"],
+)
 def test_a_run_whose_steps_become_slower_ends_after_the_step_of_the_signal(tmp_path, slow_s):
     step = Steps(slow_s, act=terminate)
     with pytest.raises(Interrupted) as ended:

@@ -50,6 +50,7 @@ def _end(tp: Tp, *processes) -> None:
         assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not tell the sockets of processes")
 def test_a_launch_on_one_host_listens_for_that_host_alone_and_keeps_no_pickle(tp, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -190,6 +190,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_its_logs(tp, g
     assert list(tp.tmp.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_broken_pipe_does_not_hide_the_status(tp):
     process = tp.start("launch", "-n", "1", tp.script("print('x'); import sys; sys.exit(4)"))
     process.stdout.close()

@@ -162,6 +162,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_launch_that_saves_nothing_says_why_and_leaves_nobody(tp, gone):
     process = tp.start("launch", "-n", "2", tp.script(_OUTSIDE))
     pids = [int(tp.wait_for(f"pid{rank}")) for rank in range(2)]
