@@ -11,7 +11,7 @@ from tp_core.data import Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import LoaderError, StepError
 from tp_core.internal import Envelope, PerModule
 from tp_core.plugins import Job, Session
-from tp_core.replicas import Replicas
+from tp_core.replicas import Replicas, has_modes
 
 from tp_tuple._balance import Speeds, resolve_weights, run_timed
 from tp_tuple._loading import AdaptedCollate, PlacedParts, find_adapters
@@ -151,7 +151,7 @@ class TupleSession(Session):
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
         parts = batch[:]
-        gather = PartGather(len(parts), batch.order, in_turn=len(parts) > 1 and replicas.runs_in_turn)
+        gather = PartGather(len(parts), batch.order, in_turn=len(parts) > 1 and has_modes())
         if len(parts) > 1:
             self._gathers.append(gather)
         try:

@@ -15,7 +15,7 @@ from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._backward_order import BackwardOrder
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
-from tp_core.replicas._random import Caller, Streams, has_modes, on_device
+from tp_core.replicas._random import Caller, Streams, on_device
 from tp_core.replicas._replica_modules import call_as_replica
 from tp_core.replicas._threads import ReplicaThreads, raise_first
 
@@ -106,11 +106,6 @@ class Replicas:
 
     def __len__(self) -> int:
         return len(self.devices)
-
-    @property
-    def runs_in_turn(self) -> bool:
-        """Whether parts run one after the other at present, so that none may wait for another."""
-        return has_modes()
 
     @untraced
     def run(

@@ -1,7 +1,6 @@
 """The verification of a plan: the first difference between the split model and the whole one, if any."""
 
 import math
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import is_dtensor
+from tp_core.internal import free_nbytes, is_dtensor
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose
@@ -657,9 +656,10 @@ def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
     raise ConfigError(msg)
 
 
-def free_memory() -> int:
-    """Return the number of free bytes of memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+def free_memory() -> float:
+    """Return the number of free bytes of memory; infinity where the system does not report it."""
+    free = free_nbytes(torch.device("cpu"))
+    return math.inf if free is None else free
 
 
 def check_whole(model: nn.Module) -> None:
