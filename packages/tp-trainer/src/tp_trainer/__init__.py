@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tp_trainer import loggers as loggers
     from tp_trainer import tuning as tuning
     from tp_trainer._activations import checkpoint_activations as checkpoint_activations
-    from tp_trainer._backends._ddp import DdpOptions as DdpOptions
-    from tp_trainer._backends._fsdp import FsdpOptions as FsdpOptions
+    from tp_trainer._backends import DdpOptions as DdpOptions
+    from tp_trainer._backends import FsdpOptions as FsdpOptions
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._launch._function import launch as launch
     from tp_trainer._memory._requirements import MemoryTable as MemoryTable
@@ -43,8 +43,7 @@ else:
             "tp_core.plugins": ["Callback", "RunView"],
             "tp_trainer": ["callbacks", "compat", "loggers", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
-            "tp_trainer._backends._ddp": ["DdpOptions"],
-            "tp_trainer._backends._fsdp": ["FsdpOptions"],
+            "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._launch._function": ["launch"],
             "tp_trainer._memory._requirements": ["MemoryTable"],

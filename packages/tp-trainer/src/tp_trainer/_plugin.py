@@ -14,9 +14,7 @@ tp_contract = 1
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
     """Return the backends for one device, and for one process per device with whole or sharded parameters."""
-    from tp_trainer._backends._ddp import DdpBackend
-    from tp_trainer._backends._fsdp import FsdpBackend
-    from tp_trainer._backends._single import SingleBackend
+    from tp_trainer._backends import DdpBackend, FsdpBackend, SingleBackend
 
     return [SingleBackend(), DdpBackend(), FsdpBackend()]
 

@@ -1,1 +1,0 @@
-"""The backends that come with the trainer."""
