@@ -125,12 +125,6 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
     return dim
 
 
-def get_order_type(tensor: Tensor) -> int:
-    """Return the order of a parameter's dimensions; 0 if it is not marked."""
-    order: int = getattr(tensor, ORDER_TYPE, 0)
-    return order
-
-
 def get_parallel_size(tensor: Tensor) -> int | None:
     """Return the size of the split dimension over all shards, ``None`` if the mark lacks it."""
     size: int | None = getattr(tensor, PARALLEL_SIZE, None)
@@ -171,7 +165,7 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
     parallel_dim = get_parallel_dim(tensor)
     if parallel_dim is None:
         return None
-    dim = tensor_dim(parallel_dim, get_order_type(tensor), tensor.dim())
+    dim = tensor_dim(parallel_dim, getattr(tensor, ORDER_TYPE, 0), tensor.dim())
     size = get_parallel_size(tensor)
     if size is None:
         size = tensor.size(dim) * group.size

@@ -122,7 +122,7 @@ def destroy_process_group() -> None:
 
 def get_group() -> dist.ProcessGroup | None:
     """Return torch's group of the ranks that hold tensors together; ``None`` if this rank is alone."""
-    return _tensor_group().process_group
+    return (current_group() or ALONE).process_group
 
 
 def get_data_group() -> dist.ProcessGroup | None:
@@ -133,17 +133,17 @@ def get_data_group() -> dist.ProcessGroup | None:
 
 def get_rank() -> int:
     """Return the rank of this process in its model-parallel group, from 0; 0 without one."""
-    return _tensor_group().rank
+    return (current_group() or ALONE).rank
 
 
 def get_world_size() -> int:
     """Return the number of ranks in the model-parallel group; 1 without one."""
-    return _tensor_group().size
+    return (current_group() or ALONE).size
 
 
 def get_group_size() -> int:
     """Return the number of ranks that hold a tensor together: another name of :func:`get_world_size`."""
-    return _tensor_group().size
+    return (current_group() or ALONE).size
 
 
 _made: list[dist.ProcessGroup] = []
@@ -166,10 +166,6 @@ def _leave_world() -> None:
     # After an uncaught exception the other ranks do not take part, and this rank would wait for them.
     if _leaves and not hasattr(sys, "last_value"):
         destroy_process_group()
-
-
-def _tensor_group() -> Group:
-    return current_group() or ALONE
 
 
 def _alone(group_size: int) -> tuple[Group, Group]:

@@ -5,7 +5,7 @@ never finished is not loaded. The ranks divide the work.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -75,73 +75,40 @@ def _is_writer() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
-def delete_digests(folder: Path) -> None:
-    """Delete the digests of a checkpoint before it is overwritten.
-
-    Collectives: those of :func:`agree_on_failure`.
-    """
-
-    def forget() -> None:
-        if _is_writer() and folder.is_dir():
-            (folder / DIGESTS).unlink(missing_ok=True)
-
-    agree_on_failure(forget)
+def _delete_digests(folder: Path) -> None:
+    if _is_writer() and folder.is_dir():
+        (folder / DIGESTS).unlink(missing_ok=True)
 
 
-def write_digests(folder: Path, mine: Mapping[str, FileRecord]) -> None:
-    """Write the digests of the files of all ranks.
-
-    Args:
-        folder: The checkpoint.
-        mine: The files that this rank has written.
-
-    Raises:
-        OSError: This rank cannot read or write a file.
-        StateError: Another rank could not write.
-
-    Collectives: all-gathers of pickled objects.
-    """
-    records = {name: record for part in gather_objects(mine) for name, record in part.items()}
-
+def _write_digests(folder: Path, records: dict[str, FileRecord]) -> None:
     def write(path: Path) -> None:
         records[INDEX] = record_of(folder / INDEX)
         listed = {name: record.to_dict() for name, record in sorted(records.items())}
         path.write_text(to_json(DIGESTS, listed, indent=1))
 
-    agree_on_failure(lambda: write_atomically(write, folder / DIGESTS) if _is_writer() else None)
+    if _is_writer():
+        write_atomically(write, folder / DIGESTS)
 
 
-def check_digests(folder: Path) -> None:
-    """Raise unless a folder of ``save_sharded`` is as it was written.
+def _check_digests(folder: Path) -> None:
+    """Raise unless this rank's share of the files is as ``save_sharded`` wrote them.
 
     A trainer's checkpoint keeps its digests elsewhere, and the trainer checks them.
 
     Raises:
         FileNotFoundError: The folder has no checkpoint.
-        StateError: A file is missing, truncated or changed, or the checkpoint was never finished; on all
-            ranks.
-
-    Collectives: those of :func:`agree_on_failure`.
+        StateError: A file is missing, truncated or changed, or the checkpoint was never finished.
     """
-    agree_on_failure(lambda: _check_share(folder))
-
-
-def _check_share(folder: Path) -> None:
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
     records = read_digests(folder)
-    for name in _share(set(records)):
+    is_alone = not dist.is_available() or not dist.is_initialized()
+    mine = slice(None) if is_alone else slice(dist.get_rank(), None, dist.get_world_size())
+    for name in sorted(records)[mine]:
         difference = records[name].difference(folder / name)
         if difference is not None:
             msg = f"the checkpoint {folder} is damaged: {name} {difference}"
             raise StateError(msg)
-
-
-def _share(names: set[str]) -> list[str]:
-    """Return this rank's share of the files."""
-    if not dist.is_available() or not dist.is_initialized():
-        return sorted(names)
-    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
 def save_sharded(
@@ -175,9 +142,10 @@ def save_sharded(
             lambda: owned.enter_context(Ownership(folder, is_folder=True)) if _is_writer() else None
         )
         # Before the first file changes: after a crash in between the folder has no digests and is not loaded.
-        delete_digests(folder)
+        agree_on_failure(lambda: _delete_digests(folder))
         written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
-        write_digests(folder, written)
+        records = {name: record for part in gather_objects(written) for name, record in part.items()}
+        agree_on_failure(lambda: _write_digests(folder, records))
 
 
 def load_sharded(
@@ -204,5 +172,5 @@ def load_sharded(
     """
     model = unwrap(model)
     reshard(model)
-    check_digests(Path(path))
+    agree_on_failure(lambda: _check_digests(Path(path)))
     agree_on_failure(lambda: restore_state(model, optimizer, open_tensors(path), cut=shard_spec(model)))

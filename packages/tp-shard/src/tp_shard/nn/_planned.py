@@ -290,7 +290,7 @@ class PlannedLinear(ParallelLinear):
         """
         # The states of generators are no part of a compiled graph: without an open visit no dropout is
         # active.
-        if self.draws is None or (_compiling() and not self.draws.visits):
+        if self.draws is None or (torch.compiler.is_compiling() and not self.draws.visits):
             return self._product(input)
         if self.dim == 0:
             self.draws.end()
@@ -307,7 +307,7 @@ class PlannedLinear(ParallelLinear):
         if (
             self.dim == 0
             and group.size > 1
-            and not _compiling()
+            and not torch.compiler.is_compiling()
             and (_debug.state.enabled or not self.region_is_checked)
         ):
             # Once is enough outside of debug mode: the modules of a region do not change from step to step. A
@@ -373,7 +373,7 @@ class SequenceMixin(Mixin):
     region_is_checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.part_of == "features" and not self.region_is_checked and not _compiling():
+        if self.part_of == "features" and not self.region_is_checked and not torch.compiler.is_compiling():
             alone = self.sequence_group.size == 1
             self.region_is_checked = alone or check_inside(next(iter(args), None), self)  # type: ignore[arg-type]  # mixed into a module
         own = self.__dict__["_parameters"]
@@ -392,10 +392,6 @@ class SequenceMixin(Mixin):
         if self.summed is None:
             return copy(parameter, group=self.sequence_group)
         return self.summed.passed(parameter)
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 # -- Transformer blocks with split layers: attention with shared key heads, and a gated MLP -------

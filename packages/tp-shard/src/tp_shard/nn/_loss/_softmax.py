@@ -408,6 +408,12 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
     return apply(_CrossEntropy, logits, target, options, inplace)
 
 
+def _saved(merged: Merged, rows: Rows, denominator: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return what both backward passes need beside the logits."""
+    of_rows = rows.index, rows.mine, rows.valid
+    return merged.lse, merged.softmax_factor, merged.target_factor, *of_rows, denominator
+
+
 class _CrossEntropy(torch.autograd.Function):
     """A loss that computes exponentials once and turns them into the gradient in the same buffer.
 
@@ -438,13 +444,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(
             None if inplace else logits,
             None if keep is None else found[:, 0].clone(),
-            merged.lse,
-            merged.softmax_factor,
-            merged.target_factor,
-            rows.index,
-            rows.mine,
-            rows.valid,
-            denominator,
+            *_saved(merged, rows, denominator),
         )
         return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(logits, dtype))
 
@@ -501,16 +501,7 @@ class _Compiled(torch.autograd.Function):
         merged = merge(exchange(_measure(logits.to(dtype), rows, options), rows, options), rows, options)
         denominator = rows.factor.sum() if options.reduction == "mean" else None
         ctx.options, ctx.dtype = options, dtype
-        ctx.save_for_backward(
-            logits,
-            merged.lse,
-            merged.softmax_factor,
-            merged.target_factor,
-            rows.index,
-            rows.mine,
-            rows.valid,
-            denominator,
-        )
+        ctx.save_for_backward(logits, *_saved(merged, rows, denominator))
         loss = reduce_rows(merged.loss, rows.factor, options.reduction)
         return as_output(loss.to(returned_in(logits, dtype)))
 
