@@ -291,8 +291,9 @@ def assert_resumed(whole, parts):
 
 def each_once(places):
     """Each job and each place once in the slow part; the others of the cross product are nightly."""
-    for (i, name), (j, place) in itertools.product(enumerate(JOBS), enumerate(places)):
-        yield pytest.param(name, place, marks=pytest.mark.slow if i == j else pytest.mark.nightly)
+    cases = itertools.product(enumerate(JOBS), enumerate(places))
+    mark = {True: pytest.mark.slow, False: pytest.mark.nightly}
+    return [pytest.param(name, place, marks=mark[i == j]) for (i, name), (j, place) in cases]
 
 
 @pytest.mark.parametrize(("name", "place"), each_once(IN_ONE_PROCESS))
