@@ -94,3 +94,42 @@ def test_a_split_from_one_seed_is_drawn_once(ranks):
     (first, second) = ranks.run(partial(prepared, split_alike))
     assert first == second == sorted(set(first))
     assert len(first) == 16
+
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
+
+
+def trained(backend, batches, val):
+    """Train on batches that are a rank's own; return the weights and the losses of the validations."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        loss = (model(batch).sum(1) - batch.prod(1)).square().mean()
+        return {"loss": loss, "weight": len(batch)}
+
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        model, optimizer, train = trainer.prepare(model, optimizer, batches, shard=False)
+        validation = trainer.prepare(val, shard=False, training=False)
+        history = []
+        for _ in range(2):  # calls that share the prepared loader
+            history += trainer.fit(model, optimizer, train, step=step, validation=validation)
+        state = {name: tensor.clone() for name, tensor in trainer.session.model_state(model).items()}
+        return state, [(record.train["loss"], record.val["loss"]) for record in history]
+
+
+def trained_on_own_parts(backend):
+    rank = own().initial_seed()
+    sizes = ([1, 3], [3, 1])[rank]  # of the four samples of a global batch, by batches in turn
+    starts = ([0, 4, 8], [1, 7, 9])[rank]
+    parts = [X[start : start + sizes[number % 2]] for number, start in enumerate(starts)]
+    return trained(backend, parts, [X[rank::2]])
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_loaders_with_samples_of_their_own_train_what_one_device_trains_on_all(ranks, backend):
+    state, numbers = trained("single", [X[:4], X[4:8], X[8:]], [X])
+    for own_state, own_numbers in ranks.run(trained_on_own_parts, backend):
+        torch.testing.assert_close(own_state, state)
+        torch.testing.assert_close(own_numbers, numbers)
