@@ -28,6 +28,7 @@ from tp_shard._plans._styles import Plan, Row
 from tp_shard._shards import ShardTable
 from tp_shard._split import Split
 from tp_shard._verify._examples import Call, copied, fresh, loss_of, mapped, tensors_of
+from tp_shard.nn._draws import functions_named
 from tp_shard.nn._layers import ParallelLinear
 
 T = TypeVar("T")
@@ -434,19 +435,8 @@ class Trace:
 class _WithoutDropout(TorchFunctionMode):
     """A mode without dropout, wherever a model calls it: ranks rightly draw other masks than one process."""
 
-    _DROPOUTS = frozenset(
-        getattr(place, name)
-        for place in (torch, nn.functional)
-        for name in (
-            "dropout",
-            "dropout_",
-            "dropout1d",
-            "dropout2d",
-            "dropout3d",
-            "alpha_dropout",
-            "feature_dropout",
-        )
-        if hasattr(place, name)
+    _DROPOUTS = functions_named(
+        "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout"
     )
 
     def __torch_function__(

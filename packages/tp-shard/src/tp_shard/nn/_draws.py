@@ -35,13 +35,16 @@ _SPLIT = "_is_split"
 _CPU = torch.device("cpu")
 
 
-def _functions(names: str) -> frozenset[Any]:
+def functions_named(names: str) -> frozenset[Any]:
+    """Return the functions of torch with these names, as far as this version has them."""
     homes = (torch, Tensor, nn.functional)
     return frozenset(getattr(home, name) for home in homes for name in names.split() if hasattr(home, name))
 
 
-_MADE_BY_SHAPE = _functions("empty new_empty new_full new_ones new_tensor new_zeros full ones zeros tensor")
-_DROP_CHANNELS = _functions(
+_MADE_BY_SHAPE = functions_named(
+    "empty new_empty new_full new_ones new_tensor new_zeros full ones zeros tensor"
+)
+_DROP_CHANNELS = functions_named(
     "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout "
     "feature_alpha_dropout_"
 )

@@ -4,8 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,45 +31,19 @@ _BLOCK = 1 << 20
 _aten = torch.ops.aten
 # The CPU draws these element by element, in order. Others (exponential_, bernoulli_) may pass the whole
 # tensor to a library with an order of its own, so drawing them in blocks would give other values.
-_DRAWS = {_aten.uniform_.default, _aten.normal_.default}
-_POINTWISE = {
-    _aten.abs_.default,
-    _aten.add_.Scalar,
-    _aten.add_.Tensor,
-    _aten.clamp_.default,
-    _aten.clamp_max_.default,
-    _aten.clamp_min_.default,
-    _aten.div_.Scalar,
-    _aten.div_.Tensor,
-    _aten.erf_.default,
-    _aten.erfinv_.default,
-    _aten.exp_.default,
-    _aten.fill_.Scalar,
-    _aten.log_.default,
-    _aten.mul_.Scalar,
-    _aten.mul_.Tensor,
-    _aten.neg_.default,
-    _aten.pow_.Scalar,
-    _aten.sqrt_.default,
-    _aten.sub_.Scalar,
-    _aten.sub_.Tensor,
-    _aten.tanh_.default,
-    _aten.zero_.default,
-}
+_DRAWS = {_aten.uniform_, _aten.normal_}
+_NAMES = """
+abs_ add_ clamp_ clamp_max_ clamp_min_ div_ erf_ erfinv_ exp_ fill_ log_ mul_ neg_ pow_ sqrt_ sub_ tanh_ zero_
+"""
+_POINTWISE = {getattr(_aten, name) for name in _NAMES.split()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
+class _Operation(NamedTuple):
     """One step of a method: an in-place operation, and its arguments after the tensor."""
 
-    function: Callable[..., Any]
+    function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    @property
-    def draws(self) -> bool:
-        """Return whether the operation draws from a generator."""
-        return self.function in _DRAWS
 
 
 class _NotElementwiseError(Exception):
@@ -93,7 +66,7 @@ class _Probe(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         probe, *rest = args
-        known = func in _DRAWS or func in _POINTWISE
+        known = func.overloadpacket in _DRAWS | _POINTWISE
         if not known or any(isinstance(a, Tensor) for a in [*rest, *kwargs.values()]):
             raise _NotElementwiseError
         probe.operations.append(_Operation(func, tuple(rest), kwargs))
@@ -130,7 +103,7 @@ def _record(
 def _replay(operations: list[_Operation], shard: Tensor, split: Split | None, rank: int) -> None:
     """Apply the recorded operations to a contiguous shard."""
     for operation in operations:
-        if operation.draws and split is not None:
+        if operation.function.overloadpacket in _DRAWS and split is not None:
             _draw(operation, shard, split, rank)
         else:
             operation.function(shard, *operation.args, **operation.kwargs)
