@@ -13,6 +13,8 @@ import pytest
 import yaml
 from tp_core import LaunchEnvironment
 
+from tests.run_tp import run
+
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
 PAGES = sorted(page for folder in ("recipes", "tutorials") for page in (DOCS / folder).glob("*.md"))
@@ -115,14 +117,12 @@ def launch_options(arguments, environ):
 
 def request_of(words, environ, monkeypatch):
     """Return the request that `tp launch` would make of these words."""
-    from tp_trainer._launch import _cli
-    from typer.testing import CliRunner
-
     made = []
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_cli, "LaunchRequest", lambda **fields: made.append(fields) or _stop())
-    CliRunner().invoke(_cli.launch_app(), words)
+    stopped = lambda **fields: made.append(fields) or _stop()  # noqa: E731 - short
+    monkeypatch.setattr("tp_trainer._launch._cli.LaunchRequest", stopped)
+    run(["launch", *words])
     return made[0]
 
 

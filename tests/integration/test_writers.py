@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tp_core._tensors import _ownership
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 from tp_trainer import LogOptions, Trainer
@@ -26,6 +25,7 @@ from tp_trainer._checkpoint._folder import verify
 from tp_trainer._launch._jobs._store import LaunchRequest, create_job, damaged_jobs, list_jobs
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
+from tests.run_tp import run
 from tests.tp_trainer import small_run
 
 pytestmark = [
@@ -193,10 +193,8 @@ def check_whole(folder, ended):
 
 
 def report(folder, tag):
-    from tp_trainer._report import write_pictures, write_report
-
-    write_report([folder.parent / "record"], folder / "report.html")
-    write_pictures([folder.parent / "record"], folder / "pictures")
+    out, png = folder / "report.html", folder / "pictures"
+    assert run(["report", str(folder.parent / "record"), "--out", str(out), "--png", str(png)]) == 0
 
 
 def check_report(folder, ended):
@@ -208,8 +206,6 @@ def check_report(folder, ended):
 
 
 def convert(folder, tag, *, most=""):
-    from tests.run_tp import run
-
     given = ["convert", str(folder.parent / f"{tag}.pt"), str(folder / "m.safetensors"), "--overwrite"]
     status = run([*given, "--max-shard-size", most] if most else given)
     if status == 2:
@@ -245,22 +241,20 @@ def tp_run(folder, tag, *, output):
 
 EXEC = f"""
 import sys
-from tp_core._tensors import _ownership
-from tp_core.errors import ConfigError
-from tp_runner._command import app
-_ownership.GRACE_S = 0.2
+from unittest import mock
+from tp_core.cli import main
+mock.patch("tp_core._tensors._ownership.GRACE_S", 0.2).start()
 try:
-    app(standalone_mode=False)
-except ConfigError as error:
-    print(error, file=sys.stderr)
-    sys.exit({REFUSED})
+    main()
+except SystemExit as end:
+    sys.exit({REFUSED} if end.code == 2 else end.code)
 """
 
 
 def command_of(folder, output):
     of_pictures = output == "out"
     return [
-        *(sys.executable, "-c", EXEC, f"work.py:{'paint' if of_pictures else 'work'}"),
+        *(sys.executable, "-c", EXEC, "run", f"work.py:{'paint' if of_pictures else 'work'}"),
         *("--input", "pictures" if of_pictures else "in.jsonl", "--output", str(folder / output)),
         *("--devices", "1", "--no-progress", "--format", "images" if of_pictures else "auto"),
     ]
@@ -448,7 +442,7 @@ def start(name, folder, tag, output):
         os.close(writing)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-        _ownership.GRACE_S = 0.2
+        pytest.MonkeyPatch().setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
         torch.set_num_threads(1)  # those of the other process are not in this one
         os.read(reading, 1)
         WRITERS[name][0](folder, tag)
@@ -601,8 +595,6 @@ def test_results_that_find_no_room_are_named_with_their_file(tmp_path):
 
 
 def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeypatch):
-    from tp_trainer._report import write_report
-
     place = tmp_path / "bad-\udcff-bytes"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -618,7 +610,8 @@ def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeyp
             log=LogOptions(loggers, every_steps=1),
         )
     assert read_run(place).status == "finished"
-    assert "finished" in write_report([place], place / "page.html").read_text()
+    assert run(["report", str(place), "--out", str(place / "page.html")]) == 0
+    assert "finished" in (place / "page.html").read_text()
     assert [*tmp_path.glob("events/events.*")]
     with pytest.raises(ConfigError, match="TensorBoard writes to no folder whose name"):
         TensorBoardLogger(place).open(RunInfo())

@@ -27,6 +27,7 @@ from tp_core.internal import rendezvous_store
 from tp_core.plugins import Backend, Verdict, hookimpl
 from tp_core.testing import fake_distribution, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
+from tp_trainer._opening._agreement import check_same_at_start  # ranks that meet at no other point
 
 
 def make_loader(n=6, batch_size=2):
@@ -405,8 +406,6 @@ def test_the_others_do_not_hang_when_a_rank_raises():
 
 
 def absent(noticed):
-    from tp_trainer._opening._agreement import check_same_at_start
-
     environment = LaunchEnvironment.read()
     if environment.rank == 1:
         while not noticed.exists():
@@ -424,8 +423,6 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 
 
 def fails_once_on_rank_0():
-    from tp_trainer._opening._agreement import check_same_at_start
-
     environment = LaunchEnvironment.read()
     seeds = [check_same_at_start(environment, {}, seed=environment.rank)]
     if environment.rank == 0:

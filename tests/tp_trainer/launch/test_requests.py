@@ -1,23 +1,21 @@
 """What cannot work is refused before anything starts."""
 
-import json
 import socket
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from tp_core.errors import ConfigError
-from tp_trainer._launch._addresses import (
+from tp_trainer._launch._plan import (  # what a host would do that has other addresses, or no network
     Endpoint,
+    LaunchRequest,
     address_towards,
     interface_of,
+    make_plan,
     own_address,
     parse_endpoint,
-    wait_for_endpoint,
+    parse_rdzv_conf,
 )
-from tp_trainer._launch._jobs._store import read_request
-from tp_trainer._launch._plan import LaunchRequest, make_plan, parse_rdzv_conf
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +85,6 @@ def test_rdzv_conf_is_read():
         parse_rdzv_conf("a")
 
 
-def test_a_request_survives_a_file():
-    request = LaunchRequest(script="s.py", args=("-n", "5"), rdzv_conf={"timeout": "3"})
-    again = read_request({**json.loads(json.dumps(asdict(request))), "newer": 1})
-    assert again == request
-
-
 def test_a_single_host_needs_nothing():
     plan = make_plan(LaunchRequest(script="s.py", nproc_per_node=2))
     assert (str(plan.endpoint), plan.is_host, plan.local_addr) == ("127.0.0.1:0", True, "127.0.0.1")
@@ -157,23 +149,3 @@ def test_addresses_of_this_machine():
 def test_endpoints_are_read(text, endpoint):
     assert parse_endpoint(text) == endpoint
     assert parse_endpoint(str(endpoint)) == endpoint
-
-
-class Clock:
-    """Time that passes only while somebody sleeps."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-def test_waiting_for_nobody_is_said_and_ends(free_port, monkeypatch):
-    monkeypatch.setattr("tp_trainer._launch._addresses.time", Clock())
-    said = []
-    endpoint = Endpoint("127.0.0.1", free_port)
-    assert not wait_for_endpoint(endpoint, timeout_s=60.0, log=said.append, grace_s=3.0)
-    assert said == [f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"]

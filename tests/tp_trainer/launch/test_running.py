@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_trainer._launch._run import LaunchRequest, execute  # threads of one process stand in for hosts
+
+# Private: one process runs a launch whose streams are captured, and waits by a clock of the test's own.
+from tp_trainer._launch._run import Endpoint, LaunchRequest, execute, wait_for_endpoint
 
 from tests.own_words import own_words
 
@@ -89,3 +91,23 @@ def test_run_is_the_same_for_python(tmp_path: Path, capfd: pytest.CaptureFixture
     script.write_text("print('ran')")
     assert execute(LaunchRequest(script=str(script), nproc_per_node=1)).status == 0
     assert capfd.readouterr().out == "[rank0] ran\n"
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_waiting_for_nobody_is_said_and_ends(free_port, monkeypatch):
+    monkeypatch.setattr("tp_trainer._launch._addresses.time", Clock())
+    said = []
+    endpoint = Endpoint("127.0.0.1", free_port)
+    assert not wait_for_endpoint(endpoint, timeout_s=60.0, log=said.append, grace_s=3.0)
+    assert said == [f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"]

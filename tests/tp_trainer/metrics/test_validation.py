@@ -10,9 +10,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
-from tp_trainer._metrics._evaluation import Evaluator, metric_for_scheduler, without_metrics
-from tp_trainer._metrics._metric import GatherInterruptedError, OrderedGather
-from tp_trainer._opening._boundaries import StepBoundaries
+
+# A signal between two rounds of a gather cannot be sent from outside.
+from tp_trainer._metrics._evaluation import (
+    Evaluator,
+    OrderedGather,
+    StepBoundaries,
+    metric_for_scheduler,
+    without_metrics,
+)
+from tp_trainer._metrics._metric import GatherInterruptedError
 
 
 def step(model, batch):

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
@@ -19,6 +19,7 @@ from tp_trainer._launch._jobs._store import (
     is_running,
     list_jobs,
     load_job,
+    read_request,
     state_dir,
 )
 
@@ -317,3 +318,9 @@ def test_the_last_lines_of_a_log(jobs, lines, shown):
 
 def test_elapsed_time_reads_like_a_clock():
     assert [elapsed(s) for s in (5, 75.9, 3661, 90061)] == ["0:05", "1:15", "1:01:01", "1d 1:01:01"]
+
+
+def test_a_request_survives_a_file():
+    request = LaunchRequest(script="s.py", args=("-n", "5"), rdzv_conf={"timeout": "3"})
+    again = read_request({**json.loads(json.dumps(asdict(request))), "newer": 1})
+    assert again == request
