@@ -9,7 +9,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, StateError
 from tp_shard._shards import ShardTable
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
@@ -251,13 +251,10 @@ def test_adapters_are_switched_merged_and_disabled_like_on_one_device(on_ranks, 
 
 
 def drops(family, kind, plan):
-    """Train with dropout of adapters alone, and compare what all ranks hold, and what they drew."""
+    """Train with dropout, and compare what all ranks hold, and what the adapters dropped."""
     batch = inputs(family)
-    model = adapted(family, kind, lora_dropout=0.5).eval()
-    split = ts.parallelize(model, plan)
+    split = ts.parallelize(adapted(family, kind, lora_dropout=0.5), plan).train()
     dropouts = [m for n, m in split.named_modules() if "lora_dropout" in n and isinstance(m, nn.Dropout)]
-    for module in dropouts:
-        module.train()
     masks = {}
 
     def keep(module, _args, output):
@@ -314,7 +311,7 @@ def test_the_plan_of_transformers_fits_a_wrapped_model():
 def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
     model, batch = adapted("llama", kind, **({} if kind == "ia3" else {"lora_dropout": 0.1})), inputs("llama")
     ts.verify(model, LLAMA, batch).assert_ok()
-    assert not ts.verify(model, LLAMA | {"**.gate_proj": ts.Column(heads=4)}, batch).ok
+    assert not ts.verify(model, LLAMA | {"**.gate_proj": ts.Column(sections=2)}, batch).ok
 
 
 @pytest.mark.slow
@@ -366,7 +363,7 @@ def writes_adapter(folder):
     batch = inputs("llama")
     whole, split = whole_and_split(adapted("llama", "dora").eval())
     state = ts.collect_state_dict(split, split.state_dict(), to="rank0")
-    with pytest.raises(ts.errors.StateError, match="would write this rank's shards"):
+    with pytest.raises(StateError, match="would write this rank's shards"):
         split.save_pretrained(folder)
     if state is None:
         return
@@ -406,9 +403,6 @@ def test_a_frozen_base_has_no_gradients_to_communicate(on_ranks):
 
 
 def refuses():
-    import peft
-
-    warnings.simplefilter("ignore")
     split = ts.parallelize(adapted("llama", "lora"), {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
     with pytest.raises(ModelError, match="split already, and would be whole"):
         split.add_adapter("late", configuration("llama", "lora"))
@@ -423,14 +417,13 @@ def refuses():
     model.merge_adapter()
     with pytest.raises(ModelError, match="its DoRA adapter is merged into its weight"):
         ts.parallelize(model, {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
+    model.unmerge_adapter()
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     layer.lora_A["default"] = nn.Sequential(nn.Linear(32, 4))
-    model.unmerge_adapter()
     with pytest.raises(ModelError, match="has a Sequential where LoRA has a linear layer"):
         ts.parallelize(model, {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
-    return peft.__version__
 
 
 @pytest.mark.slow
 def test_what_adapters_cannot_do_in_a_split_model_is_refused(on_ranks):
-    assert all(on_ranks(2, refuses))
+    on_ranks(2, refuses)

@@ -203,7 +203,8 @@ class AdaptedMixin(Mixin):
             )
             raise ModelError(msg)
         base, draws = self.base_layer, self.base_layer.draws
-        if draws is not None and draws.is_watching:
+        is_watched = draws is not None and draws.is_watching
+        if is_watched:
             # The base of a column layer has begun the rank's own random numbers before the dropout of the
             # adapter, whose input is still whole.
             mark(x, is_split=x.size(-1) != base.in_features)
@@ -211,15 +212,15 @@ class AdaptedMixin(Mixin):
         vectors = self._modules.get("ia3_l")  # type: ignore[attr-defined]  # mixed into a module
         with summed_where_shared(vectors):
             output = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # as above
-        if base.dim == 0:
-            return output
-        if not self.joins_output:
-            return mark_output(output, base.out_features)
-        output = gather(output, -1, size=base.out_features, group=self.group)
-        if draws is not None and not was_inside:
-            draws.end()
-        mark(output, is_split=False)
-        return output
+        if self.joins_output:
+            output = gather(output, -1, size=base.out_features, group=self.group)
+            if draws is not None and not was_inside:
+                draws.end()
+        is_split = base.dim != 0 and not self.joins_output
+        if is_watched:
+            # What comes of a shard reads as split to whoever watches, such as norms of DoRA in a row layer.
+            mark(output, is_split=is_split)
+        return mark_output(output, base.out_features) if is_split else output
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature of peft
         msg = (
@@ -254,9 +255,7 @@ class MagnitudeMixin(PartialMixin):
         if not self.is_row:
             return norm
         wide = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
-        norm = all_reduce_(wide.square(), self.group, layer=self).sqrt().to(norm.dtype)
-        mark(norm, is_split=False)  # a watched block takes what comes of a shard for split
-        return norm
+        return all_reduce_(wide.square(), self.group, layer=self).sqrt().to(norm.dtype)
 
 
 @contextmanager
