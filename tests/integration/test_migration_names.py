@@ -21,7 +21,19 @@ OF_FIT = {*inspect.signature(Trainer.fit).parameters}
 # What the examples call theirs: a value that the reader has.
 THEIRS = {
     *("batch", "download", "flag", "found", "items", "loader", "loss", "make", "model", "optimizer", "print"),
-    *("rows", "run", "sampler", "scheduler", "scores", "step", "targets", "tensor", "train", "value"),
+    *(
+        "metrics",
+        "rows",
+        "run",
+        "sampler",
+        "scheduler",
+        "scores",
+        "step",
+        "targets",
+        "tensor",
+        "train",
+        "value",
+    ),
 }
 
 
