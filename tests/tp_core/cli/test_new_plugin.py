@@ -28,7 +28,7 @@ def test_a_new_plugin_is_a_whole_package_under_its_own_name(kind, tmp_path):
             ast.parse(text)
     project = tomllib.loads(files["pyproject.toml"].read_text())["project"]
     assert project["name"] == "acme-things"
-    assert project["entry-points"]["tp.plugins"] == {"acme-things": "acme_things._plugin"}
+    assert project["entry-points"]["tp.plugins"] == {"acme-things": "acme_things"}
     assert {"tp-plugin", f"tp-plugin-{kind}"} <= set(project["keywords"])
 
 

@@ -6,7 +6,7 @@ from my_plugin.adapter import MyPluginAdapter
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"collate adapter": ("my-plugin",)}
 
 

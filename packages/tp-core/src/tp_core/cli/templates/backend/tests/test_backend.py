@@ -11,7 +11,7 @@ from my_plugin.backend import MyPluginBackend
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"backend": ("my-plugin",)}
 
 

@@ -14,7 +14,7 @@ from my_plugin.callback import MyPluginCallback
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"callback": ("my-plugin",)}
 
 

@@ -6,12 +6,12 @@ from tp_core import resolve_devices
 from tp_core.testing import CommandConformance, PluginConformance
 from typer.testing import CliRunner
 
-from my_plugin._plugin import COMMAND
+from my_plugin import COMMAND
 from my_plugin.command import app
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"command": ("my-plugin",)}
 
 

@@ -6,7 +6,7 @@ from my_plugin.engine import MyPluginEngine
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"engine": ("my-plugin",)}
 
 

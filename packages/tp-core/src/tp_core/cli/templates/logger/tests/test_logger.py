@@ -14,7 +14,7 @@ from my_plugin.logger import MyPluginLogger
 
 
 class TestPlugin(PluginConformance):
-    plugin = "my_plugin._plugin"
+    plugin = "my_plugin"
     brings = {"logger": ("my-plugin",)}
 
 
